@@ -119,7 +119,11 @@ def skip(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
         assert not packing, "packed rows beside others: a benchmark's rows are of one combination"
         # draw in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
-            chunk = (len(layer.next), size.kv_heads, min(CHUNK, tokens - first))
-            k = torch.randn(*chunk, size.head_dim, device=model.device).to(model.dtype)
-            v = torch.randn(*chunk, size.value_dim, device=model.device).to(model.dtype)
+            kv_heads, key_dim, value_dim = size.kv_heads, size.head_dim, size.value_dim
+            if layer.local:
+                kv_heads, key_dim = size.local_heads
+                value_dim = key_dim
+            chunk = (len(layer.next), kv_heads, min(CHUNK, tokens - first))
+            k = torch.randn(*chunk, key_dim, device=model.device).to(model.dtype)
+            v = torch.randn(*chunk, value_dim, device=model.device).to(model.dtype)
             layer.add(k, v)

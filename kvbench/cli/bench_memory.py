@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, TypedDict
 
+from kvbench.base.errors import UsageError
 from kvbench.cli.verbs import load_plugin
 from kvbench.plan import words
 from kvbench.plan.keys import Key, pairs, whole_number
@@ -44,7 +45,9 @@ def main(args: argparse.Namespace) -> int:
     request.refuse_keys("memory", options, KEYS, known_keys)
     results = []
     for run in words.read(run_words):
-        results.append(_measure(config.parse(run), sizes, build=not args.formula, quiet=args.json))
+        cfg = config.parse(run)
+        result = _measure(cfg, sizes, build=not args.formula, quiet=args.json, named="method" in options)
+        results.append(result)
     if args.json:
         # one model's result stands alone, without a list around it
         content = results[0] if len(results) == 1 else results
@@ -70,10 +73,11 @@ class MemoryResult(TypedDict):
     matched: list[dict[str, object]]
 
 
-def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> MemoryResult:
+def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool, named: bool) -> MemoryResult:
     """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``.
 
-    With ``build`` caches are built and their bytes compared with the formulas.
+    With ``build`` caches are built and their bytes compared with the formulas. Methods that have no meaning on the
+    model's cache are refused if the user has ``named`` them, and else left out.
     """
     import torch
 
@@ -90,8 +94,15 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
         if cfg.model.path == "embedded:tiny":
             name = "float32"
     dtype = getattr(torch, name)
+    left_out: list[str] = []
     for entry in cfg.chains:
-        entry.chain.check_shape(shape)
+        try:
+            entry.chain.check_shape(shape)
+        except UsageError:
+            if named:
+                raise
+            left_out.append(entry.chain.name)
+    cfg = replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.chain.name not in left_out))
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     if not quiet:
@@ -113,5 +124,7 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool) -> 
             notes += explain_budgets(account.method for account in accounts)
             if shape.note is not None:
                 notes.append(shape.note)
+            if left_out:
+                notes.append(f"Left out, as this model's cache gives them no meaning: {', '.join(left_out)}.")
             print(memory_table.render(accounts, notes))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}

@@ -93,6 +93,8 @@ class Graph:
         self.layers = []
         if batch.with_states:
             raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
+        if getattr(model.config, "attn_temperature_tuning", False):
+            raise KvbenchError("no graph of a decode step: queries are scaled by their position; step=plain runs it")
         for i, layer in enumerate(batch.with_keys):
             try:
                 self.layers.append(StillLayer(layer, self.place))

@@ -20,6 +20,7 @@ from kvbench.kv.segment import per_head
 from kvbench.models.interface import KvbenchLayer, synchronise
 from kvbench.storage import split
 
+FLASH_WIDTH = 256  # the most channels of a head that PyTorch's flash attention takes on a GPU
 EXACT = 0  # stands for unquantised keys among the bit widths of column sums
 GROUPED_BY = 5  # CHAI groups heads by their attention to the first five tokens (arXiv 2403.08058)
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -182,6 +183,9 @@ class PromptLayer(KvbenchLayer):
         if self.plain or window is not None or not is_plain(scale):
             return attend_rows(q, keys, values, scale, window)[None]
         values = values_or_keys(keys, values)
+        if q.is_cuda and q.shape[2] > FLASH_WIDTH:
+            # PyTorch's kernels for wider heads know no groups, and the one that does holds all logits
+            keys, values = _for_each_query_head(keys, len(q)), _for_each_query_head(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None
         if before:
@@ -301,6 +305,13 @@ class PromptLayer(KvbenchLayer):
             self.lent = k, v
         self.keys, self.values, self.start = None, None, None
         return k, v
+
+
+def _for_each_query_head(t: Tensor, heads: int) -> Tensor:
+    """Return keys or values t [Hk, n, D] as [heads, n, D]; a view if there is one kv head."""
+    if t.shape[0] == 1:
+        return t.expand(heads, -1, -1)
+    return per_head(t, heads)
 
 
 def alone(t: Tensor) -> Tensor:

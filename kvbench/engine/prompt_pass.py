@@ -16,7 +16,15 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
-from kvbench.kv.model_shape import chunk_size, from_config, key_layers, lending_layers, local_layers, state_layers
+from kvbench.kv.model_shape import (
+    chunk_size,
+    from_config,
+    key_layers,
+    lending_layers,
+    local_layers,
+    sharing_layers,
+    state_layers,
+)
 from kvbench.kv.observation import AttentionCall, Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
@@ -81,7 +89,8 @@ def observe(
     )
     tokens_before = prompt_pass.tokens_before
     logits_to_keep: Tensor | int = 1  # keep the last token's logits only
-    if parts:
+    # a number would leave the last layers of Gemma 4 the last query alone, and blocks are of all queries
+    if parts or (chain is not None and chain.block_reader and sharing_layers(model.config)):
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
     def finish(index: int, hidden: Tensor) -> None:

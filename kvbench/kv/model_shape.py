@@ -73,8 +73,18 @@ class Shape:
                 raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
         if self.own_values and (self.kv_heads != 1 or self.latent_width > self.head_dim):
             raise UsageError(
-                f"model.shape.latent_width={self.latent_width} is not possible: a latent is one kv head, at most as "
-                "wide as head_dim"
+                f"model.shape.latent_width={self.latent_width} is not possible beside kv_heads={self.kv_heads} and "
+                f"head_dim={self.head_dim}: a latent is one kv head, at most as wide as head_dim"
+            )
+        if (self.local_kv_heads or self.local_head_dim) and not has_local:
+            raise UsageError(
+                f"model.shape.local_kv_heads={self.local_kv_heads} and local_head_dim={self.local_head_dim} are not "
+                "possible without local_layers and window: leave them out"
+            )
+        if self.local_kv_heads and self.query_heads % self.local_kv_heads:
+            raise UsageError(
+                f"model.shape.query_heads={self.query_heads} is not possible: a multiple of "
+                f"local_kv_heads={self.local_kv_heads}"
             )
         if self.query_heads % self.kv_heads:
             raise UsageError(
@@ -116,7 +126,7 @@ class Shape:
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
         """Return the bytes of all keys and values of ``tokens``, stored under ``heads`` (default: the kv heads).
 
-        Local layers hold the tokens of their window under the kv heads. States are counted, too.
+        Local layers hold the tokens of their window, under heads of their own. States are counted, too.
         """
         compressible = self.layers * (heads or self.kv_heads) * tokens * self.token_numbers * itemsize
         return compressible + self.fixed_bytes(tokens, itemsize)
@@ -151,11 +161,6 @@ class Shape:
         layers = self._layers_note
         if layers is not None:
             notes.append(layers)
-        if self.sharing_layers:
-            notes.append(
-                f"{self.sharing_layers} of {self.all_layers} layers hold nothing: each reads the cache of an earlier "
-                "layer, as that one's method leaves it."
-            )
         return " ".join(notes) or None
 
     @property
@@ -171,6 +176,12 @@ class Shape:
             )
         if self.has_states:
             return "All layers hold a state beside their keys: it passes through, and bytes count it."
+        if self.sharing_layers:
+            return (
+                f"{self.sharing_layers} of {self.all_layers} layers hold nothing: each reads the cache of an earlier "
+                f"layer, as that one's method leaves it. {self.local_layers} are local (window {self.window}) and pass "
+                f"through: methods, budgets and tokens kept are of the other {self.layers}, bytes of all layers."
+            )
         if not self.local_layers:
             return None
         return (

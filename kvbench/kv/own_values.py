@@ -12,19 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from kvbench.kv.packed import Packed
 
+AsStored = TypeVar("AsStored", Tensor, Tensor | Packed)
 
-def values_or_keys(keys: Tensor, values: Tensor) -> Tensor:
-    """Return the values [..., L, D] that attention weighs: the keys themselves if ``values`` have no channels."""
-    if values.shape[-1] == 0:
-        return keys
-    return values
+
+def are_stored(values: Tensor | Packed) -> bool:
+    """Return True if values [..., L, D] are stored, and False if the keys are their own values."""
+    return values.shape[-1] > 0
+
+
+def values_or_keys(keys: AsStored, values: AsStored) -> AsStored:
+    """Return the values [..., L, D] that attention weighs: the keys themselves if no values are stored."""
+    if are_stored(values):
+        return values
+    return keys
 
 
 @dataclass(frozen=True)

@@ -210,17 +210,25 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     if previous == NAME:
         yield
         return
-    training = [module for module in model.modules() if module.training]
     if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
         ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
     model.set_attn_implementation(NAME)
-    model.eval()
+    modules = attention_modules(model)
     try:
-        modules = attention_modules(model)
-        with unexpanded(modules), scaled_here(modules):
+        with evaluating(model), unexpanded(modules), scaled_here(modules):
             yield
     finally:
         model.set_attn_implementation(previous)
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the model in eval mode inside the ``with`` block. Each module's own mode comes back on exit."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
         for module in training:
             module.training = True
 

@@ -16,8 +16,9 @@ v a head's value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,9 +37,17 @@ class LatentCache(HFCache):
 
 def expands_after_caching(module: nn.Module) -> bool:
     """Return True if an attention module caches latents, and makes keys and values of them after that."""
+    return hasattr(module, "expand_kv")
+
+
+def find_up_fault(module: nn.Module) -> str | None:
+    """Return what keeps the up-projections of a module from being absorbed, or None if nothing does."""
     up = getattr(module, "kv_b_proj", None)
-    # codes of a quantised matrix cannot be absorbed
-    return hasattr(module, "expand_kv") and isinstance(up, nn.Linear) and up.weight.is_floating_point()
+    # adapters and codes compute more than one product
+    if type(up) is nn.Linear and up.weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    dtype = getattr(getattr(up, "weight", None), "dtype", None)
+    return f"its kv_b_proj is a {type(up).__name__} of {dtype}, not a plain matrix"
 
 
 def absorbed(module: nn.Module, query: Tensor) -> Tensor:
@@ -68,20 +77,16 @@ def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
 def unexpanded(modules: list[nn.Module]) -> Iterator[None]:
     """Have attention modules that hold latents pass a layer of kvbench on to attention in place of keys and values."""
 
-    def make_pass_on(expand: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a module's ``expand_kv`` that leaves a layer alone and makes keys and values of tensors."""
-
-        def pass_on(latent: Any, rotated_key: Any) -> Any:
-            # without a cache, or under the model's own attention, latents come themselves
-            if isinstance(latent, Tensor):
-                return expand(latent, rotated_key)
-            return latent, rotated_key
-
-        return pass_on
+    def pass_on(self: Any, latent: Any, rotated_key: Any) -> Any:
+        # without a cache, or under the model's own attention, latents come themselves
+        if isinstance(latent, Tensor):
+            return type(self).expand_kv(self, latent, rotated_key)
+        return latent, rotated_key
 
     patched = [module for module in modules if expands_after_caching(module)]
     for module in patched:
-        vars(module)["expand_kv"] = make_pass_on(module.expand_kv)  # type: ignore[arg-type]
+        # a bound method, so that a copy of the model expands by its own weights
+        vars(module)["expand_kv"] = MethodType(pass_on, module)
     try:
         yield
     finally:

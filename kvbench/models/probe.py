@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.kv.model_shape import key_layers, state_layers
-from kvbench.models.interface import KvbenchLayer, attached, attention_modules, model_cache
+from kvbench.models.interface import KvbenchLayer, attached, attention_modules, evaluating, model_cache
 from kvbench.models.state_layer import in_model_order, state_layers_of
 from kvbench.storage.roles import Rotary
 
@@ -109,13 +109,14 @@ def _measure(model: PreTrainedModel) -> Probe:
         return record
 
     # random weights serve as well as trained ones, because both sides compute with the same weights
-    with torch.no_grad(), attached(model), ExitStack() as stack:
-        attention = model.config._attn_implementation
+    attention = model.config._attn_implementation
+    with torch.no_grad(), evaluating(model):
         model.set_attn_implementation("eager")
         try:
             model_logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
         finally:
             model.set_attn_implementation(attention)
+    with torch.no_grad(), attached(model), ExitStack() as stack:
         later_layers, _ = _read(model, ids, positions + SHIFT)
         for i, module in enumerate(attention_modules(model)):
             for name in ("k_proj", "v_proj"):

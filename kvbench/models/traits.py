@@ -31,7 +31,7 @@ from kvbench.kv.model_shape import (
 )
 from kvbench.models import probe
 from kvbench.models.interface import attention_modules, decoder_layers
-from kvbench.models.latent import expands_after_caching
+from kvbench.models.latent import expands_after_caching, find_up_fault
 from kvbench.models.releases import HOLDS_STATES
 
 READ = (
@@ -255,6 +255,9 @@ def check_served(model: PreTrainedModel) -> None:
     layers = getattr(config, "num_hidden_layers", 0)
     layer_numbers = [module.layer_idx for module in modules]
     kinds = sorted(set(layer_types(config)) - set(LAYER_TYPES))
+    up_fault = None
+    if latent_width(config):
+        up_fault = next((fault for fault in map(find_up_fault, modules) if fault is not None), None)
     arguments = inspect.signature(model.forward).parameters
     # the first reason that applies is given, so specific reasons come first
     reasons = {
@@ -263,10 +266,10 @@ def check_served(model: PreTrainedModel) -> None:
         ),
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
         "an indexer of its own chooses which tokens each query attends": getattr(config, "index_topk", None),
-        "its layers attend to latents in a way that kvbench does not know, or this version of transformers caches the "
-        "keys and values made of them: install 5.24 or newer": (
+        "this version of transformers caches the keys and values made of latents: install 5.24 or newer": (
             latent_width(config) and not all(expands_after_caching(module) for module in modules)
         ),
+        f"{up_fault}: load it unquantised, and merge adapters first": up_fault is not None,
         f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,
         "all of its layers attend chunks": chunk_size(config) is not None and not local_layers(config),
         "none of its layers has keys and values": not key_layers(config),
@@ -281,6 +284,9 @@ def check_served(model: PreTrainedModel) -> None:
         and any(name.endswith("A_log") for name, _ in model.named_parameters()),
         "this version of transformers shares keys and values between layers in another way: install 5.24 or newer": (
             sharing_layers(config) and not hasattr(config, "kv_sharing_modes")
+        ),
+        "its layers share keys and lie on several devices: load it on one, without device_map=": (
+            sharing_layers(config) and len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
         ),
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(

@@ -115,7 +115,7 @@ def estimate(
     for cell_id, cell in cells.items():
         costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
     # while a prompt is read, one layer is held whole, with what methods observe of it
-    dense = (shape.full_bytes(n, itemsize) - shape.fixed_bytes(n, itemsize)) // shape.layers
+    dense = _dense_bytes(shape, n, itemsize)
     observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
     return Estimate(
         prompt_tokens=n,
@@ -124,6 +124,21 @@ def estimate(
         rows=min(rows, answers * group.task.samples),
         seconds=_seconds_left(todo, samples),
     )
+
+
+def _dense_bytes(shape: Shape, n: int, itemsize: int) -> int:
+    """Return the bytes of the layers that are held whole at a time while a prompt of n tokens is read."""
+    compressed = shape.kv_heads * n * shape.token_numbers * itemsize
+    local = 0
+    if shape.local_layers:
+        kv_heads, head_dim = shape.local_heads
+        # a local layer, too, holds all tokens until its window is cut out: keys and values
+        local = 2 * kv_heads * n * head_dim * itemsize
+    dense = max(compressed, local)
+    if shape.sharing_layers:
+        # later layers share the last layer of each kind, which therefore stays
+        dense += compressed + local
+    return dense
 
 
 def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

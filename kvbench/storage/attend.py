@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kv.own_values import values_or_keys
+from kvbench.kv.own_values import are_stored, values_or_keys
 from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped, is_plain, softmax
 from kvbench.storage import kernels
@@ -177,8 +177,8 @@ def attend(
     tail_start: [B], the position of the tail's first token, needed with ``floor``.
     masker: restricts exact attention to the tokens that it picks.
     """
-    stores_values = tail[1].shape[3] > 0  # kernels read values beside the keys
-    is_simple = masker is None and floor is None and is_plain(scale) and stores_values
+    # kernels read values beside the keys
+    is_simple = masker is None and floor is None and is_plain(scale) and are_stored(tail[1])
     if is_simple:
         out = kernels.attend(query, segments, tail, scale)
         if out is not None:

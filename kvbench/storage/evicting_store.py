@@ -95,9 +95,7 @@ class OneFormat:
 
     def weigh(self, probs: Tensor) -> Tensor:
         """Return values [B, Hq, T, D] fp32 weighted by probs [B, Hq, T, S]."""
-        values = self.v
-        if values.shape[-1] == 0:
-            values = self.k  # keys that are their own values
+        values = values_or_keys(self.k, self.v)
         if not isinstance(values, Packed):
             return weigh(probs, values)
         if self.fresh is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvbench.kv.own_values import are_stored
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Residual, batched
 from kvbench.storage.format import Room
@@ -78,7 +79,7 @@ class PackedHalf:
     @property
     def stored(self) -> bool:
         """False for the values of keys that are their own values: they have no channels."""
-        return self.ring.shape[3] > 0
+        return are_stored(self.ring)
 
     @property
     def slots(self) -> int:

@@ -57,6 +57,8 @@ class PackedRows(Format):
         return (row.coder, super().key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        # those that the last step read exactly and that must not stay exact
+        self.settle()
         # tokens of one step must see the same packed tokens that each would see in a step of its own
         several = self.alone and k.shape[2] > 1
         for half, x in ((self.k, k), (self.v, v)):
@@ -65,22 +67,24 @@ class PackedRows(Format):
             if several:
                 half.see(k.shape[2], self.settles_first)
         if self.settles_first or several:
-            self._settle()
+            self.settle()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Pack the keys and values that their rules no longer keep exact."""
         self.k.settle()
         self.v.settle()
 
     def skip(self, tokens: int) -> None:
         """Add ``tokens`` random tokens at once, for benchmarks, which measure a step's cost and not its result."""
+        self.settle()
         self.k.skip(tokens)
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend as ``Format.attend`` does, then pack the tokens that are no longer among the newest.
+        """Attend as ``Format.attend`` does.
 
-        ``add`` has packed them already unless the packer ``packs_after_step``.
+        If the packer ``packs_after_step``, tokens that leave the residual in this step are packed before anything else
+        looks at the rows, but not here: another layer may share them, and attends them in the same step.
         """
         out = None
         if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
@@ -89,7 +93,6 @@ class PackedRows(Format):
         if out is None:
             logits_of = partial(self._logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
-        self._settle()
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
@@ -165,6 +168,7 @@ class PackedRows(Format):
         return out
 
     def keep(self, at: Tensor) -> None:
+        self.settle()
         self.k.keep(at)
         self.v.keep(at)
 
@@ -172,9 +176,11 @@ class PackedRows(Format):
         return self.k.numbers(self.k.total)
 
     def payload(self) -> list[int]:
+        self.settle()
         return [k + v for k, v in zip(self.k.payload(), self.v.payload(), strict=True)]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        self.settle()
         (old,) = cache.segments
         k_codes, k = self.k.held(u)
         v_codes, v = self.v.held(u)

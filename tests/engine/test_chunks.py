@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support import method_reference as ref
-from support.families import build, prompt
+from support.families import COMMON, CONFIGS, build, prompt, random_model
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.base.errors import KvbenchError
+from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.prompt_layer import PromptLayer
 from kvbench.engine.step import build as batch_of
@@ -98,6 +100,20 @@ def test_queries_are_scaled_by_hand_and_only_inside_kvbench():
     # floor((p + 1) / 16) is 0, 1, 2 and 3; attn_scale is 0.1
     expected = 1 + 0.1 * torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()
     torch.testing.assert_close(out[:, 0, :, 0], expected)
+
+
+def test_no_graph_of_a_step_whose_queries_are_scaled_by_their_position():
+    model = build("llama4_text")
+    (cache,) = kvbench.prefill(model, prompt(20), ["full"])
+    with pytest.raises(KvbenchError, match="queries are scaled by their position"):
+        Graph(model, batch_of(model, [cache], 4))
+
+
+def test_the_probe_compares_with_the_model_as_it_scales_its_own_queries():
+    model = random_model("llama4_text", {**COMMON, **CONFIGS["llama4_text"], "floor_scale": 3}).eval()
+    assert traits.of_model(model).family == "llama4_text"
+    (cache,) = kvbench.prefill(model, prompt(20), ["full"])
+    torch.testing.assert_close(cache.logits, own_logits(model, prompt(20))[-1], atol=1e-5, rtol=1e-5)
 
 
 def test_chunked_layers_hold_what_a_window_holds_and_methods_leave_them_alone():

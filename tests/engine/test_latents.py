@@ -1,10 +1,13 @@
 """Models with latent attention: one vector a token is held for all heads, and keys are their own values."""
 
+import copy
+
 import pytest
 import torch
 from support.families import HOLDS_LATENTS, WITH_LATENTS, build, prompt
 
 import kvbench
+from kvbench.__main__ import main
 from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
@@ -160,13 +163,14 @@ REFUSED = {
     "qhitter": "it packs keys and values apart",
     "palu": "the model has low-rank keys and values of its own",
     "asvd": "the model has low-rank keys and values of its own",
+    "expectedattention": "only a part of a latent is rotated",
 }
 
 
 @pytest.mark.parametrize("method", REFUSED)
 def test_a_method_without_a_meaning_is_refused_with_its_reason(method):
     model_traits = traits.of_model(build("deepseek_v3"))
-    with pytest.raises(UsageError, match=f"not possible on a model that holds latents.*{REFUSED[method]}"):
+    with pytest.raises(UsageError, match=f"method .* not possible on this model: it holds latents.*{REFUSED[method]}"):
         chain_of(method).check_model(model_traits)
 
 
@@ -180,19 +184,17 @@ class OfCalls(Stage):
         return Needs(call=True)
 
 
-def test_methods_that_turn_keys_or_read_projections_are_refused():
+def test_methods_that_read_projections_are_refused():
     model_traits = traits.of_model(build("deepseek_v3"))
-    with pytest.raises(UsageError, match="only a part of what it holds of a token is rotated"):
-        chain_of("expectedattention").check_model(model_traits)
-    with pytest.raises(UsageError, match="the method reads projections of keys and values"):
+    with pytest.raises(UsageError, match="it reads projections of keys and values"):
         Chain((OfCalls(),)).check_model(model_traits)
 
 
 @pytest.mark.parametrize(
     ("entry", "reason"),
     [
-        ({"method": "q8_0", "group": 16, "values": "int4"}, "Leave values= and only=values out"),
-        ({"method": "int8", "only": "values"}, "Leave values= and only=values out"),
+        ({"method": "q8_0", "group": 16, "values": "int4"}, "leave values=int4 out"),
+        ({"method": "int8", "only": "values"}, "leave only=values out"),
         ({**SNAPKV, "per": "query_head"}, "per=query_head is not possible on a model that holds latents"),
         ({"method": "streamingllm", "kv_size": 20, "mode": "rolled"}, "positions=rolled needs rotary positions"),
     ],
@@ -200,6 +202,42 @@ def test_methods_that_turn_keys_or_read_projections_are_refused():
 def test_options_without_a_meaning_are_refused_with_their_reason(entry, reason):
     with pytest.raises(UsageError, match=reason):
         chain_of(entry).check_model(traits.of_model(build("deepseek_v3")))
+
+
+def test_up_projections_that_are_no_plain_matrix_are_refused_by_their_type():
+    """Codes cannot be absorbed, and an adapter computes more than one product."""
+    for change, says in (
+        (
+            lambda up: torch.nn.Sequential(up),
+            "its kv_b_proj is a Sequential of None, not a plain matrix",
+        ),
+        (lambda up: up.to(torch.float8_e4m3fn), "its kv_b_proj is a Linear of torch.float8_e4m3fn"),
+    ):
+        model = copy.deepcopy(build("deepseek_v3"))
+        attention = model.model.layers[1].self_attn
+        attention.kv_b_proj = change(attention.kv_b_proj)
+        with pytest.raises(UsageError, match=says):
+            traits.of_model(model)
+
+
+def test_a_copy_made_inside_kvbenchs_attention_expands_by_its_own_weights():
+    model = build("deepseek_v3")
+    latent, rotated_key = torch.ones(1, 1, 2, 24), torch.ones(1, 1, 2, 8)
+    with torch.no_grad(), attached(model):
+        twin = copy.deepcopy(model)
+        for parameter in twin.parameters():
+            parameter.mul_(2)
+        ours, theirs = (m.model.layers[0].self_attn.expand_kv(latent, rotated_key)[1] for m in (model, twin))
+    torch.testing.assert_close(theirs, 2 * ours)
+
+
+def test_bytes_of_all_methods_leave_out_what_has_no_meaning(capsys):
+    words = ["bench", "memory", "model=deepseek-v3", "n=512", "--formula"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "snapkv" in printed and "Left out, as this model's cache gives them no meaning" in printed
+    assert main([*words, "method=kivi"]) == 2
+    assert "method kivi is not possible on this model" in capsys.readouterr().err
 
 
 def test_a_layer_that_attends_twice_is_no_layer_to_drop_tokens_before():

@@ -11,10 +11,13 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
+from kvbench.bench.sampling import skip
+from kvbench.engine.step import build as batch_of
 from kvbench.kv.model_shape import Shape, from_entry
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models import traits
 from kvbench.models.interface import cache_shape
+from kvbench.plan.estimate import _dense_bytes
 
 pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="this release of transformers shares keys in another way")
 FAMILIES = tuple(WITH_SHARING)
@@ -118,11 +121,61 @@ def test_layers_that_share_count_nothing_and_local_layers_their_own_heads(family
         assert built.off == 0 and built.held.total == cache.nbytes()
 
 
-def test_heads_that_share_logits_are_refused_and_the_table_says_which_layers_hold_nothing():
+@pytest.mark.parametrize("entry", ["full", {"method": "kivi", "residual": 8, "group": 8}, "flexgen", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_shares_reads_what_its_owner_reads_in_the_same_step(family, entry):
+    """KIVI packs tokens after their step: read at once or one by one, each is exact in its own step for all layers."""
+    model, more = build(family), prompt(9, 4)
+    (cache,) = kvbench.prefill(model, prompt(40), [entry])
+    one_by_one = cache
+    for token in more:
+        one_by_one = kvbench.extend(model, one_by_one, token[None])
+    torch.testing.assert_close(one_by_one.logits, kvbench.extend(model, cache, more).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_of_a_prompt_are_attended_by_layers_that_share(family):
+    model = build(family)
+    (cache,) = kvbench.prefill(model, prompt(70), [{"method": "keydiff", "variant": "paper", "kv_size": 20}])
+    assert cache.logits.isfinite().all() and len(kvbench.generate(model, [cache], 4)[0]) == 4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_tokens_of_a_benchmark_have_the_heads_of_each_layer(family):
+    model = build(family)
+    caches = kvbench.prefill(model, prompt(30), ["full", "int8"])
+    for cache in caches:
+        batch = batch_of(model, [cache], 12)
+        skip(model, batch, 8)
+        assert batch.used == 8
+
+
+@pytest.mark.parametrize("method", ["chai", "kvzip", "uncomp-stage"])
+def test_what_reaches_into_layers_is_refused_where_layers_share(method):
+    """Without local layers as well, which are a reason of their own."""
+    shape = Shape(5, 4, 2, 16, sharing_layers=3)
+    with pytest.raises(UsageError, match=f"method {method} is not possible on this model: 3 of its 8 layers read"):
+        chain_of(method).check_shape(shape)
+
+
+def test_a_forecast_holds_the_layers_that_later_ones_share():
+    uneven = Shape(5, 16, 2, 512, local_layers=25, window=1024, local_kv_heads=8, local_head_dim=256)
+    # a local layer is the larger one while all of its tokens are there: 2 x 8 x 256 numbers a token
+    assert _dense_bytes(uneven, 100, 2) == 2 * 8 * 256 * 100 * 2
+    sharing = Shape(4, 8, 2, 256, local_layers=16, window=512, sharing_layers=15)
+    # the layer that is read now, and the last of each kind
+    assert _dense_bytes(sharing, 100, 2) == 3 * 2 * 2 * 256 * 100 * 2
+    assert _dense_bytes(Shape(32, 32, 8, 128), 100, 2) == 2 * 8 * 128 * 100 * 2
+
+
+def test_the_table_says_which_layers_hold_nothing_and_shapes_are_checked():
     model_traits = traits.of_model(build("gemma4_text"))
-    with pytest.raises(UsageError, match="layers share keys and values"):
-        chain_of("chai").check_model(model_traits)
     assert model_traits.shape.note is not None
     assert "3 of 8 layers hold nothing: each reads the cache of an earlier layer" in model_traits.shape.note
+    assert "of the other 3" in model_traits.shape.note
+    with pytest.raises(UsageError, match="local_kv_heads=3 and local_head_dim=7 are not possible without local_layers"):
+        Shape(3, 4, 2, 16, local_kv_heads=3, local_head_dim=7)
+    with pytest.raises(UsageError, match="query_heads=4 is not possible: a multiple of local_kv_heads=3"):
+        Shape(3, 4, 2, 16, local_layers=1, window=4, local_kv_heads=3)
     with pytest.raises(UsageError, match="sharing_layers='3'"):
         Shape(3, 4, 2, 16, sharing_layers="3")  # type: ignore[arg-type]

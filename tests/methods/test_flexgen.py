@@ -65,6 +65,7 @@ def test_every_token_is_packed_after_the_step_that_made_it(n):
         rows.add(new, new)
         assert packed.k.packed == packed.v.packed == [total - 1]
         rows.attend(torch.randn(1, 4, 1, 12), 0.3, None)
+        packed.settle()
         assert packed.k.packed == packed.v.packed == [total]
 
 

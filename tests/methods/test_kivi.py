@@ -110,6 +110,7 @@ def test_keys_are_packed_by_blocks_and_values_one_by_one_while_decoding(n):
         assert packed.k.packed == [(total - 1) // 16 * 16]
         assert packed.v.packed == [max(0, total - 1 - 16)]
         rows.attend(torch.randn(1, 4, 1, 12), 0.3, None)
+        packed.settle()
         assert packed.k.packed == [total // 16 * 16]
         assert packed.v.packed == [max(0, total - 16)]
 

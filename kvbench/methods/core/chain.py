@@ -286,7 +286,8 @@ class Chain:
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
-        self.check_shape(model.shape)
+        if model.shape.own_values:
+            self.check_shape(model.shape)
         stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
         for stage in self.stages:
             stage.check_heads(stored_heads, model.shape.query_heads)
@@ -296,23 +297,15 @@ class Chain:
 
     def check_shape(self, shape: Shape) -> None:
         """Raise UsageError if the chain has no meaning on a model whose cache has this shape."""
-        if not shape.own_values:
-            return
-        if self.per == "query_head":
+        if shape.own_values and self.per == "query_head":
             raise UsageError(
                 "per=query_head is not possible on a model that holds latents (latent attention): its query heads "
                 "share one latent a token, which would be stored once for each of them. Leave per out"
             )
         for stage in self.stages:
-            reason = stage.on_latents
-            if stage.role == "lowrank":
-                reason = "the model has low-rank keys and values of its own"
-            if isinstance(stage, StorageFormat) and (stage.values or stage.only == "values"):
-                reason = "it stores no values beside its latents. Leave values= and only=values out"
-            if reason:
-                raise UsageError(
-                    f"method {stage.id} is not possible on a model that holds latents (latent attention): {reason}"
-                )
+            reason = _unsupported_by_shape(stage, shape)
+            if reason is not None:
+                raise UsageError(f"method {stage.id} is not possible on this model: {reason}")
 
     def provenance(self) -> dict[str, object]:
         """Return the hashes of the calibrations of the chain's stages, for the record; {} without calibrations."""
@@ -431,21 +424,50 @@ class Chain:
         return {"stages": [s.identity() for s in self.stages], "per": per}
 
 
+def _reads_modules(stage: Stage) -> bool:
+    """Return True if a stage reads more of a model's layers than their keys, values and queries."""
+    return stage.needs(1).call or isinstance(stage, ReplayingSelector)
+
+
+def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
+    """Return why a stage cannot run on any model whose cache has this shape, or None."""
+    # these stages reach into the model's own layers, but kvbench leaves local (sliding-window) layers alone
+    reaches_into_layers = stage.adapts or stage.role == "hidden" or _reads_modules(stage)
+    if shape.local_layers and reaches_into_layers:
+        return f"{shape.local_layers} of its {shape.all_layers} layers are local, and it reaches into those"
+    if shape.sharing_layers and (reaches_into_layers or stage.role == "share"):
+        return f"{shape.sharing_layers} of its {shape.all_layers} layers read the keys of another layer"
+    if shape.has_states and stage.role == "hidden":
+        return "it has layers that read every token into a state"
+    if not shape.own_values:
+        return None
+    reason = stage.on_latents
+    if stage.role == "lowrank":
+        reason = "the model has low-rank keys and values of its own"
+    if stage.rotates:
+        reason = "only a part of a latent is rotated"
+    if stage.needs(1).call:
+        reason = "it reads projections of keys and values"
+    if reason:
+        return (
+            f"it holds latents (latent attention), and {reason}. Take a method that chooses tokens, or a format of "
+            "single tokens such as fp8 or q8_0"
+        )
+    if isinstance(stage, StorageFormat) and stage.values is not None:
+        return f"it holds latents and stores no values beside them: leave values={stage.values} out"
+    if isinstance(stage, StorageFormat) and stage.only == "values":
+        return "it holds latents and stores no values beside them: leave only=values out"
+    return None
+
+
 def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
-    reads_modules = stage.needs(1).call or isinstance(stage, ReplayingSelector)
-    # these stages reach into the model's own layers, but kvbench leaves local (sliding-window) layers alone
-    reaches_local_layers = stage.adapts or stage.role == "hidden" or reads_modules
-    if model.shape.local_layers and reaches_local_layers:
-        return f"{model.shape.local_layers} of its {model.shape.all_layers} layers are local, and it reaches into those"
-    if model.shape.own_values and stage.needs(1).call:
-        return "it holds latents (latent attention), and the method reads projections of keys and values"
-    if model.shape.sharing_layers and stage.role == "share":
-        return "layers share keys and values, and it finds heads that share logits by the queries of one layer"
+    reads_modules = _reads_modules(stage)
+    reason = _unsupported_by_shape(stage, model.shape)
+    if reason is not None:
+        return reason
     if model.paired and stage.role == "hidden":
         return "each of its layers attends twice"
-    if model.shape.has_states and stage.role == "hidden":
-        return "it has layers that read every token into a state"
     if model.one_by_one and isinstance(stage, ReplayingSelector):
         return "it must read tokens behind a prompt one at a time, and the method reads the prompt again at once"
     if model.capped and (stage.uncapped or reads_modules):

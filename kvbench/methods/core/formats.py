@@ -10,6 +10,7 @@ import torch
 from kvbench.base.errors import UsageError
 from kvbench.kv.codecs import NAMED
 from kvbench.kv.coded import FROZEN_BYTES, Codec
+from kvbench.kv.own_values import are_stored
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Residual
 from kvbench.kv.rotation import ROTATIONS
@@ -103,7 +104,7 @@ class StorageFormat(Quantiser):
             return k, v
         if self.only != "values":
             k = self.pack_keys(k).dequantise(k.dtype)
-        if self.only != "keys" and v.shape[2]:
+        if self.only != "keys" and are_stored(v):
             v = self.pack_values(v).dequantise(v.dtype)
         return k, v
 

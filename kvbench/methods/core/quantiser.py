@@ -14,7 +14,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
-from kvbench.kv.own_values import NoValues
+from kvbench.kv.own_values import NoValues, are_stored
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
@@ -190,7 +190,7 @@ class Quantiser(Stage, Packer):
         else:
             t, pack = segment.v, self.pack_values
         frozen = None
-        if t.shape[2]:
+        if are_stored(t):
             frozen = self.frozen(half, t, segment.lengths)
         else:
             pack = NoValues  # keys are their own values
