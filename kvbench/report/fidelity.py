@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import Table
+from kvbench.store.fidelity import CODED
 
 if TYPE_CHECKING:
     from kvbench.report.data import CellResult, ReportData
-    from kvbench.store.fidelity import CODED, FidelitySummary
+    from kvbench.store.fidelity import FidelitySummary
 
 HEADS = ("method", "KL\nnats", "median", "99 %", "most", "same\nchoice %", "Δp\npoints", "perplexity\nratio")
 # a column of CSV begins with the kind of text, for example reference_kl_mean
