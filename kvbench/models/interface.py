@@ -303,6 +303,9 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
             for name in ("position_ids", "position_embeddings"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = tokens.of_prompt(kwargs[name])
+            # releases before 5.4 also pass positions without a batch axis, by which Ministral scales queries
+            if kwargs.get("cache_position") is not None:
+                kwargs["cache_position"] = tokens.of_prompt(kwargs["cache_position"][None])[0]
             return args, kwargs
 
         return cut_inputs

@@ -114,6 +114,13 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
     Raises UsageError with the reason if it cannot be loaded.
     """
     _silence_transformers()
+    folder = Path(source.location)
+    # transformers' own errors do not say that the vocabulary is missing, and some releases make an empty tokenizer
+    if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
+        raise UsageError(
+            f"model={cfg.path}: its tokenizer cannot be loaded: there is none of {', '.join(VOCABULARIES)}: save the "
+            "model's tokenizer into its folder"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source.location, local_files_only=not cfg.download, **_revision_option(source)
@@ -123,10 +130,6 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
         return tokenizer
     except Exception as error:
         why = f"{type(error).__name__}: {headline(error)}"
-        folder = Path(source.location)
-        # transformers' own errors do not say that the vocabulary is missing
-        if folder.is_dir() and not any((folder / name).exists() for name in VOCABULARIES):
-            why = f"there is none of {', '.join(VOCABULARIES)}: save the model's tokenizer into its folder"
         raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {why}") from None
 
 

@@ -42,6 +42,7 @@ PLACES = {
     "exaone4": [0, 2],
     "olmo3": [0, 2],
     "gpt_oss": [0, 2],
+    "llama4_text": [0, 2],
     "gemma3n_text": [0, 2],
     "gemma4_text": [0, 2],
 }

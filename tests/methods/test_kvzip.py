@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import FAMILIES, LOCALS, build, prompt
+from support.families import LOCALS, PLAIN, build, prompt
 from support.grids import grid
 from transformers import AttentionInterface, DynamicCache
 
@@ -208,7 +208,7 @@ def test_passes_are_shared_and_count_as_time_of_compression(monkeypatch):
     ("family", "per"),
     [
         ("llama", "kv_head"),
-        *((f, ("query_head", "kv_head")[i % 2]) for i, f in enumerate(FAMILIES) if f not in (*LOCALS, "jamba")),
+        *((f, ("query_head", "kv_head")[i % 2]) for i, f in enumerate(PLAIN) if f not in (*LOCALS, "jamba")),
     ],
 )
 def test_it_stands_before_pruners_quantisers_and_masks(family, per):

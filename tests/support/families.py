@@ -151,7 +151,16 @@ PLAIN = tuple(f for f in FAMILIES if f not in WITH_LATENTS)
 """Families that hold keys and values, on which every kind of method has a meaning."""
 WHOLE = FAMILIES[:6]
 """Families that run every test of families; the others run those of ``tests/methods/test_properties.py`` and a few."""
-LOCALS = ("gemma2", "gemma3_text", "cohere2", "exaone4", "olmo3", "gpt_oss", *(WITH_SHARING if SHARES_KEYS else ()))
+LOCALS = (
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "exaone4",
+    "olmo3",
+    "gpt_oss",
+    "llama4_text",
+    *(WITH_SHARING if SHARES_KEYS else ()),
+)
 """Families with local layers."""
 LINEAR = ("llama", "mistral", "qwen2", "gpt_neox", "opt")
 """Families whose keys are a projection, rotated: low-rank methods refuse most others."""
