@@ -120,7 +120,8 @@ WITH_LATENTS = {
         **{**LATENT, "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32},
         **{"n_routed_experts": 4, "moe_topk": 2, "zero_expert_num": 1},
     },
-    "minicpm3": LATENT,
+    # its embeddings are twelve times as large as its layers otherwise: what a cache loses would not show
+    "minicpm3": {**LATENT, "scale_emb": 1},
 }
 """Families that hold one latent a token in place of the keys and values of heads."""
 if HOLDS_LATENTS:
