@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -257,12 +256,8 @@ def numbers() -> str:
 def verify(found: Verification) -> None:
     """Add the page and its numbers to ``found``."""
     remedy = "python scripts/memory_2026.py"
-    found.add(PAGE, partial(_is_same, RESULTS / PAGE, page), remedy)
-    found.add(f"{FIGURE}.csv", partial(_is_same, RESULTS / f"{FIGURE}.csv", numbers), remedy)
-
-
-def _is_same(path: Path, made: Callable[[], str]) -> bool:
-    return path.exists() and path.read_text(encoding="utf-8") == made()
+    found.add_text(RESULTS / PAGE, page, PAGE, remedy)
+    found.add_text(RESULTS / f"{FIGURE}.csv", numbers, f"{FIGURE}.csv", remedy)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import cast
 
 from kvbench.base.conf import entries
@@ -50,6 +51,10 @@ class Verification:
         except Contradiction as error:
             names = self.differing[str(error)]
         names.append(name)
+
+    def add_text(self, path: Path, make: Callable[[], str], name: str, remedy: str) -> None:
+        """Verify one text file by what ``make`` returns."""
+        self.add(name, lambda: path.exists() and path.read_text(encoding="utf-8") == make(), remedy)
 
     def close(self, without: Iterable[str]) -> int:
         """Print the verified, differing and unverified tables. Return the exit status.

@@ -143,7 +143,7 @@ def _audit_layer(
         payload_tensors.extend(segment.payload())
     payload = storage_bytes(payload_tensors)
     overhead = layer.nbytes() - payload
-    blocks = _declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index, own_values=own_values)
+    blocks = declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index, own_values=own_values)
     declared_payload = payload_formula(layer, blocks)
     if payload != declared_payload:
         raise Refused(
@@ -155,7 +155,7 @@ def _audit_layer(
     if overhead != declared_overhead:
         raise Refused(f"{chain.name}: layer {index} holds {overhead} overhead bytes, declared {declared_overhead}")
     # the same tokens at 16 bits
-    blocks16 = _declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index, own_values=own_values)
+    blocks16 = declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index, own_values=own_values)
     queries16 = chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
     sums.payload16 += payload_formula(layer, blocks16)
     sums.overhead16 += overhead_formula(layer, blocks16) + queries16
@@ -232,7 +232,7 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
         raise Refused(f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}")
 
 
-def _declare_blocks(
+def declare_blocks(
     chain: Chain, counts: list[int], head_dim: int, *, itemsize: int, layer: int, own_values: bool
 ) -> list[list[Block]]:
     """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,7 +10,13 @@ import torch
 
 from kvbench.audit.accounting import HALF, HeldBytes, bytes_held
 from kvbench.audit.pages import pages_freed
-from kvbench.audit.prompt_audit import check_positions, check_storages, overhead_formula, payload_formula
+from kvbench.audit.prompt_audit import (
+    check_positions,
+    check_storages,
+    declare_blocks,
+    overhead_formula,
+    payload_formula,
+)
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.kv import ops
 from kvbench.kv.model_shape import Shape
@@ -19,7 +24,6 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.contract import Block
 
 SCORED_QUERIES = 512
 """The most queries whose attention rows are assumed to be in memory at once: ``window_sums`` goes block by block."""
@@ -184,12 +188,16 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         total += bytes_held(layer).times(alike)
         tokens += alike * sum(tokens_by_head)
         # the formulas in the number type that was built
-        blocks = _declare_blocks(chain, shape, i, tokens_by_head, dtype.itemsize)
+        blocks = declare_blocks(
+            chain, tokens_by_head, shape.head_dim, itemsize=dtype.itemsize, layer=i, own_values=shape.own_values
+        )
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
         payload += alike * payload_formula(layer, blocks)
         overhead += alike * (overhead_formula(layer, blocks) + observed)
         # the same formulas at 16 bits
-        blocks = _declare_blocks(chain, shape, i, tokens_by_head, HALF)
+        blocks = declare_blocks(
+            chain, tokens_by_head, shape.head_dim, itemsize=HALF, layer=i, own_values=shape.own_values
+        )
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
         total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:
@@ -215,13 +223,6 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         total16=total16,
         pages_freed=pages_freed([layer for _, layer, _ in layers], n, [alike for _, _, alike in layers]),
     )
-
-
-def _declare_blocks(
-    chain: Chain, shape: Shape, layer: int, tokens_by_head: Sequence[int], itemsize: int
-) -> list[list[Block]]:
-    """Return the declared blocks of each head of a layer whose heads hold these numbers of tokens."""
-    return [chain.layout(count, shape.head_dim, itemsize, layer, shape.own_values) for count in tokens_by_head]
 
 
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:

@@ -125,7 +125,8 @@ def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
     if not fusible(query, scale):
         return None
     values = values_or_keys(keys, values)
-    k, v = per_head(keys, len(query)), per_head(values, len(query))
+    k = per_head(keys, len(query))
+    v = k if values is keys else per_head(values, len(query))
     # FUSED takes the dropout (0.0) and the causal flag (True) by position
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]

@@ -128,7 +128,7 @@ class Shape:
 
         Local layers hold the tokens of their window, under heads of their own. States are counted, too.
         """
-        compressible = self.layers * (heads or self.kv_heads) * tokens * self.token_numbers * itemsize
+        compressible = self.layers * self.layer_bytes(tokens, itemsize, heads)
         return compressible + self.fixed_bytes(tokens, itemsize)
 
     def fixed_bytes(self, tokens: int, itemsize: int) -> int:
@@ -141,9 +141,17 @@ class Shape:
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values that local layers hold of ``tokens``."""
+        return self.local_layers * self.local_layer_bytes(min(tokens, self.window), itemsize)
+
+    def layer_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
+        """Return the bytes of ``tokens`` in a layer that methods compress, under ``heads`` (default: the kv heads)."""
+        return (heads or self.kv_heads) * tokens * self.token_numbers * itemsize
+
+    def local_layer_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of ``tokens`` in a local layer."""
         kv_heads, head_dim = self.local_heads
         # the 2 stands for keys and values
-        return 2 * self.local_layers * kv_heads * min(tokens, self.window) * head_dim * itemsize
+        return 2 * kv_heads * tokens * head_dim * itemsize
 
     def local_overhead(self, tokens: int) -> int:
         """Return the bytes of the positions that local layers hold of ``tokens``."""

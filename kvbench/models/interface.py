@@ -137,7 +137,7 @@ def attention(
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
-    query = scaled(module, query, key.newest_positions(query.shape[2]))
+    query = scaled(module, query, key.newest_positions)
     latent = expands_after_caching(module)
     if latent:
         query = absorbed(module, query)

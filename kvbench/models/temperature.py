@@ -8,7 +8,7 @@ batch have lengths of their own, so kvbench scales the queries itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -37,11 +37,15 @@ def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
             _SCALED_HERE.discard(module)
 
 
-def scaled(module: nn.Module, query: Tensor, positions: Tensor) -> Tensor:
-    """Return the queries [B, Hq, T, D] of a module as its temperature scales them at ``positions`` [B or 1, T]."""
+def scaled(module: nn.Module, query: Tensor, positions_of: Callable[[int], Tensor]) -> Tensor:
+    """Return the queries [B, Hq, T, D] of a module as its temperature scales them; most modules have none.
+
+    positions_of: maps the number T of newest tokens to their positions [B or 1, T].
+    """
     if module not in _SCALED_HERE:
         return query
+    positions = positions_of(query.shape[2]).to(query.device)
     # 1 + a log(1 + floor((p + 1) / f))
-    steps = torch.floor((positions.to(query.device).float() + 1.0) / module.floor_scale)  # type: ignore[operator]
+    steps = torch.floor((positions.float() + 1.0) / module.floor_scale)  # type: ignore[operator]
     factor = torch.log1p(steps) * module.attn_scale + 1.0  # type: ignore[operator]
     return (query * factor[:, None, :, None]).to(query.dtype)

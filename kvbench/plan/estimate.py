@@ -128,12 +128,11 @@ def estimate(
 
 def _dense_bytes(shape: Shape, n: int, itemsize: int) -> int:
     """Return the bytes of the layers that are held whole at a time while a prompt of n tokens is read."""
-    compressed = shape.kv_heads * n * shape.token_numbers * itemsize
+    compressed = shape.layer_bytes(n, itemsize)
     local = 0
     if shape.local_layers:
-        kv_heads, head_dim = shape.local_heads
-        # a local layer, too, holds all tokens until its window is cut out: keys and values
-        local = 2 * kv_heads * n * head_dim * itemsize
+        # a local layer, too, holds all tokens until its window is cut out
+        local = shape.local_layer_bytes(n, itemsize)
     dense = max(compressed, local)
     if shape.sharing_layers:
         # later layers share the last layer of each kind, which therefore stays

@@ -30,7 +30,7 @@ KINDS = ("reference", "greedy")
 ABOVE_FLOOR = 3.0
 """Divergences below this multiple of the floor say nothing."""
 CODED = "Formats that code new tokens (decode=coded) change by more, since a code can flip."
-"""What a floor does not hold for: measured by scripts/rounding.py."""
+"""The exception to a floor, measured by scripts/rounding.py."""
 FOR_PERCENTILE = {"kl_p90": (90, 100), "kl_p99": (99, 1_000), "kl_p999": (99.9, 10_000)}
 """The percentiles shown, each with the fewest tokens that it needs."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.families import COMMON, CONFIGS, build, prompt, random_model
+from support.own_model import check_full_is_the_model, own_logits
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -25,23 +26,10 @@ CHUNK = 24
 ENTRIES = ["full", {"method": "snapkv", "kv_size": 20, "window": 8}, "kivi"]
 
 
-def own_logits(model, ids):
-    """The logits [T, V] after each of ``ids`` by the model itself, without a cache."""
-    with torch.no_grad():
-        return model(ids[None], use_cache=False).logits[0]
-
-
 @pytest.mark.parametrize("n", [10, 47, 48, 70])
 def test_the_full_cache_answers_as_the_model_at_any_place_in_a_chunk(n):
-    model, ids = build("llama4_text"), prompt(n)
-    (cache,) = kvbench.prefill(model, ids, ["full"])
-    torch.testing.assert_close(cache.logits, own_logits(model, ids)[-1], atol=1e-5, rtol=1e-5)
     # transformers' own generate takes the cache's length of one row: an answer crosses into the next chunk
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(ids[None], **given)[0, n:].tolist()
-    assert kvbench.generate(model, [cache], 12) == [expected]
-    with kvbench.cache(model, "full") as own:
-        assert model.generate(ids[None], cache=own, **given)[0, n:].tolist() == expected
+    check_full_is_the_model(build("llama4_text"), prompt(n))
 
 
 def test_rows_of_unequal_lengths_answer_as_alone():
@@ -90,12 +78,12 @@ def test_queries_are_scaled_by_hand_and_only_inside_kvbench():
     model = build("llama4_text")
     rotated, plain = attention_modules(model)[:2]
     query = torch.ones(2, 4, 2, 16)
-    positions = torch.tensor([[14, 15], [46, 47]])
-    assert torch.equal(scaled(plain, query, positions), query)
+    positions_of = {2: torch.tensor([[14, 15], [46, 47]])}.__getitem__
+    assert torch.equal(scaled(plain, query, positions_of), query)
     with attached(model):
         assert plain.attn_temperature_tuning is False
-        assert torch.equal(scaled(rotated, query, positions), query)
-        out = scaled(plain, query, positions)
+        assert torch.equal(scaled(rotated, query, positions_of), query)
+        out = scaled(plain, query, positions_of)
     assert plain.attn_temperature_tuning
     # floor((p + 1) / 16) is 0, 1, 2 and 3; attn_scale is 0.1
     expected = 1 + 0.1 * torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.families import HOLDS_LATENTS, WITH_LATENTS, build, prompt
+from support.own_model import check_full_is_the_model, own_logits
 
 import kvbench
 from kvbench.__main__ import main
@@ -40,22 +41,9 @@ ENTRIES = [
 ]
 
 
-def own_logits(model, ids):
-    """The logits [T, V] after each of ``ids`` by the model itself, without a cache."""
-    with torch.no_grad():
-        return model(ids[None], use_cache=False).logits[0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_full_cache_answers_as_generate_and_its_logits_are_the_models(family):
-    model, ids = build(family), prompt(70)
-    (cache,) = kvbench.prefill(model, ids, ["full"])
-    torch.testing.assert_close(cache.logits, own_logits(model, ids)[-1], atol=1e-5, rtol=1e-5)
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(ids[None], **given)[0, len(ids) :].tolist()
-    assert kvbench.generate(model, [cache], 12) == [expected]
-    with kvbench.cache(model, "full") as own:
-        assert model.generate(ids[None], cache=own, **given)[0, len(ids) :].tolist() == expected
+    check_full_is_the_model(build(family), prompt(70))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.families import SHARES_KEYS, WITH_SHARING, build, prompt
+from support.own_model import check_full_is_the_model
 
 import kvbench
 from kvbench.audit.accounting import bytes_declared
@@ -28,16 +29,7 @@ WINDOW, SHARING = 24, (5, 6, 7)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_full_cache_answers_as_generate_and_its_logits_are_the_models(family):
-    model, ids = build(family), prompt(70)
-    (cache,) = kvbench.prefill(model, ids, ["full"])
-    with torch.no_grad():
-        own_logits = model(ids[None], use_cache=False).logits[0, -1]
-    torch.testing.assert_close(cache.logits, own_logits, atol=2e-5, rtol=1e-5)
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(ids[None], **given)[0, len(ids) :].tolist()
-    assert kvbench.generate(model, [cache], 12) == [expected]
-    with kvbench.cache(model, "full") as own:
-        assert model.generate(ids[None], cache=own, **given)[0, len(ids) :].tolist() == expected
+    check_full_is_the_model(build(family), prompt(70), atol=2e-5)
 
 
 def masks(n, new, kept):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.families import WITH_STATES, build, prompt
+from support.own_model import check_full_is_the_model, own_logits
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -32,22 +33,9 @@ SOME = ("qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2")
 """A family of each kind: linear attention, state space with layers of MLPs alone, both in one layer, convolution."""
 
 
-def own_logits(model, ids):
-    """The logits [T, V] after each of ``ids`` by the model itself, without a cache."""
-    with torch.no_grad():
-        return model(ids[None], use_cache=False).logits[0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_full_cache_answers_as_generate_and_its_logits_are_the_models(family):
-    model, ids = build(family), prompt(70)
-    (cache,) = kvbench.prefill(model, ids, ["full"])
-    torch.testing.assert_close(cache.logits, own_logits(model, ids)[-1], atol=1e-5, rtol=1e-5)
-    given = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(ids[None], **given)[0, len(ids) :].tolist()
-    assert kvbench.generate(model, [cache], 12) == [expected]
-    with kvbench.cache(model, "full") as own:
-        assert model.generate(ids[None], cache=own, **given)[0, len(ids) :].tolist() == expected
+    check_full_is_the_model(build(family), prompt(70))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

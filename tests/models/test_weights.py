@@ -29,7 +29,7 @@ def _checks_types():
 
 
 CHECKS_TYPES = _checks_types()
-"""Whether this release of transformers refuses a value of another type in a config.json."""
+"""True if this release of transformers refuses a value of another type in a config.json."""
 
 
 @pytest.fixture

@@ -96,9 +96,9 @@ WITH_STATES = {
 if HOLDS_STATES:
     CONFIGS |= WITH_STATES
 HOLDS_LATENTS = hasattr(DeepseekV3Attention, "expand_kv")
-"""Whether this release caches latents themselves; earlier ones cache the keys and values made of them."""
+"""True if this release caches latents themselves; earlier ones cache the keys and values made of them."""
 SHARES_KEYS = hasattr(Gemma3nTextConfig, "kv_sharing_modes")
-"""Whether this release shares keys and values between layers in the way that kvbench knows."""
+"""True if this release shares keys and values between layers in the way that kvbench knows."""
 LATENT = {
     **{**MLP, "num_key_value_heads": 4, "pad_token_id": 0, "kv_lora_rank": 24, "q_lora_rank": 20, "head_dim": 8},
     **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},

@@ -260,7 +260,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
     rows = []
     for point, group, samples in _compressed_cells(measured):
         # samples that were compared without decoding have no peak
-        held = max((sample.decode_peak or 0 for sample in samples), default=0)
+        most_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         texts = _texts_of_kind(samples, "reference")
         starts = range(0, _longest(texts), SMOOTH_LONG)
         before = _runs_in_mean(len(starts)) // 2 * SMOOTH_LONG
@@ -269,7 +269,12 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
             run = mean_divergence(texts, start, start + SMOOTH_LONG)
             running = mean_divergence(texts, max(0, start - before), start + after)
             assert run is not None and running is not None
-            place: Place = {"series": point.series, "task": group.task.id, "text": TEXTS["reference"], "held": held}
+            place: Place = {
+                "series": point.series,
+                "task": group.task.id,
+                "text": TEXTS["reference"],
+                "held": most_held,
+            }
             place |= {"position": _middle(start, SMOOTH_LONG)}
             rows.append(place | _mean_numbers(running) | {"kl": run.kl, "running": running.kl})
     return pd.DataFrame(rows)

@@ -1,0 +1,22 @@
+"""A model as transformers runs it, and the full cache held to it."""
+
+import torch
+
+import kvbench
+
+
+def own_logits(model, ids):
+    """The logits [T, V] after each of ``ids`` by the model itself, without a cache."""
+    with torch.no_grad():
+        return model(ids[None], use_cache=False).logits[0]
+
+
+def check_full_is_the_model(model, ids, atol=1e-5):
+    """Check the full cache's logits and answers against the model's, also as the cache that ``generate`` is given."""
+    (cache,) = kvbench.prefill(model, ids, ["full"])
+    torch.testing.assert_close(cache.logits, own_logits(model, ids)[-1], atol=atol, rtol=1e-5)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids[None], **options)[0, len(ids) :].tolist()
+    assert kvbench.generate(model, [cache], 12) == [expected]
+    with kvbench.cache(model, "full") as own:
+        assert model.generate(ids[None], cache=own, **options)[0, len(ids) :].tolist() == expected
