@@ -203,7 +203,7 @@ def calibrate(
         # a calibration of other weights, or of other positions, is another one
         identity={"weights": weights_of(model), "rope": getattr(model.config, "rope_parameters", None)},
         tokenizer=tokenizer,
-        context=getattr(model.config, "max_position_embeddings", None),
+        context=traits.context_length(model.config),
         own_corpus=path == EMBEDDED / "tiny",
         text=str(text) if text is not None else None,
         data=str(data) if data is not None else None,

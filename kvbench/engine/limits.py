@@ -13,6 +13,7 @@ from kvbench.base.conf import check, is_whole
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.chain import Chain
 from kvbench.models import traits
+from kvbench.models.indexer import indexer_reach
 from kvbench.models.interface import sliding_window
 
 MOST_TOKENS = 2**31 - 1
@@ -44,13 +45,23 @@ def check_precision() -> None:
 
 
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:
-    """Raise UsageError if a text of ``tokens`` tokens runs past a learned position table (OPT)."""
+    """Raise UsageError if a text of ``tokens`` tokens is longer than kvbench can read with this model.
+
+    It may run past a learned position table (OPT) or past the tokens that an indexer chooses (``models.indexer``).
+    """
     # rotary positions have no table, so a text may be longer than the model was made for
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit and traits.learned_positions(model):
         raise UsageError(
             f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
             "shorten the prompt or lower max_new_tokens"
+        )
+    reach = indexer_reach(model.config)
+    if reach is not None and tokens > reach:
+        raise UsageError(
+            f"prompt + new tokens = {tokens}, and the model's indexer chooses {reach} tokens for each query: kvbench "
+            f"runs the model where they are all tokens. Shorten the prompt or lower max_new_tokens to stay within "
+            f"{reach}"
         )
 
 

@@ -26,6 +26,7 @@ MAY_BE_ZERO = (
     "conv_numbers",
     "recurrent_numbers",
     "latent_width",
+    "expanded_numbers",
     "local_kv_heads",
     "local_head_dim",
     "sharing_layers",
@@ -45,6 +46,7 @@ class Shape:
     conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
     latent_width: the width of the latent that stands for keys and values of all query heads (``kv.own_values``). Keys
     have it and their rotated part as channels, under one kv head. 0: the model holds keys and values.
+    expanded_numbers: how many numbers the keys and values of all query heads are that a latent stands for; 0: unknown.
     """
 
     layers: int
@@ -57,6 +59,7 @@ class Shape:
     conv_numbers: int = 0
     recurrent_numbers: int = 0
     latent_width: int = 0
+    expanded_numbers: int = 0
     local_kv_heads: int = 0
     local_head_dim: int = 0
     sharing_layers: int = 0
@@ -162,9 +165,13 @@ class Shape:
         """A note for readers of a run's results on what layers hold beside or in place of keys and values; or None."""
         notes = []
         if self.own_values:
+            expanded = ""
+            if self.expanded_numbers:
+                expanded = f", in place of {self.expanded_numbers:,} of the heads' own keys and values"
             notes.append(
                 f"A token's keys and values are one latent for all heads: {self.latent_width} numbers, and "
-                f"{self.head_dim - self.latent_width} of a rotated key beside it. Methods and bytes are of these."
+                f"{self.head_dim - self.latent_width} of a rotated key beside it{expanded}. Methods and bytes are of "
+                "the latent."
             )
         layers = self._layers_note
         if layers is not None:
@@ -224,8 +231,9 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
             "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
-            "recurrent_numbers where it has layers with states, latent_width where it has latents, local_kv_heads and "
-            "local_head_dim where local layers have other heads, sharing_layers where layers share keys and values"
+            "recurrent_numbers where it has layers with states, latent_width and expanded_numbers where it has "
+            "latents, local_kv_heads and local_head_dim where local layers have other heads, sharing_layers where "
+            "layers share keys and values"
         )
     return Shape(**entry)
 
@@ -309,9 +317,13 @@ def from_config(config: Any) -> Shape:
     latent = latent_width(config)
     # the first layer of each kind stands for all (see ``traits.check_served``)
     compressed = next((i for i in holding if i not in local), 0)
+    expanded = 0
     if latent:
         # the key of all heads is the latent with the rotated part behind it
         kv_heads, head_dim = 1, latent + int(config.qk_rope_head_dim)
+        # a head's key without and with rotation, and its value
+        head_numbers = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim) + int(config.v_head_dim)
+        expanded = int(config.num_attention_heads) * head_numbers
     else:
         kv_heads, head_dim = layer_heads(config, compressed)
     window, local_kv_heads, local_head_dim = 0, 0, 0
@@ -329,6 +341,7 @@ def from_config(config: Any) -> Shape:
         window=window,
         keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(holding),
         latent_width=latent,
+        expanded_numbers=expanded,
         local_kv_heads=local_kv_heads,
         local_head_dim=local_head_dim,
         sharing_layers=sharing_layers(config),

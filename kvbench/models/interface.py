@@ -27,6 +27,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import from_config, key_layers, latent_width, layer_types, local_layers, sharing_layers
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import LogitScale
+from kvbench.models.indexer import choosing_all, indexer_reach
 from kvbench.models.latent import LatentCache, absorbed, expands_after_caching, head_outputs, unexpanded
 from kvbench.models.releases import named_cache, tell_untried
 from kvbench.models.temperature import scaled, scaled_here
@@ -170,12 +171,12 @@ def sliding_window(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class WindowMask:
-    """The mask of a layer that attends the last ``size`` tokens."""
+    """The mask of a layer that attends the last ``size`` tokens, or all of them where ``size`` is None."""
 
-    size: int
+    size: int | None
 
     def __getitem__(self, part: object) -> WindowMask:
-        """Return the mask itself, which holds for any of the queries: Gemma 4 drops queries before its last layers."""
+        """Return the mask itself, which holds for any part: Gemma 4 drops queries, and indexers read one head's."""
         return self
 
 
@@ -190,7 +191,8 @@ def mask(
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
     if kwargs.get("use_vmap"):
         raise UsageError("this model masks its attention by a rule of its own: kvbench cannot run it")
-    if local_size is None:
+    # attention modules with an indexer read the mask, so that it cannot be None
+    if local_size is None and indexer_reach(kwargs.get("config")) is None:
         return None
     return WindowMask(local_size)
 
@@ -215,7 +217,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation(NAME)
     modules = attention_modules(model)
     try:
-        with evaluating(model), unexpanded(modules), scaled_here(modules):
+        with evaluating(model), unexpanded(modules), scaled_here(modules), choosing_all(modules):
             yield
     finally:
         model.set_attn_implementation(previous)

@@ -30,6 +30,7 @@ from kvbench.kv.model_shape import (
     state_layers,
 )
 from kvbench.models import probe
+from kvbench.models.indexer import indexer_reach, indexers
 from kvbench.models.interface import attention_modules, decoder_layers
 from kvbench.models.latent import expands_after_caching, find_up_fault
 from kvbench.models.releases import HOLDS_STATES
@@ -83,7 +84,9 @@ TESTED = (
     # one latent a token in place of the keys and values of heads
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
     "glm4_moe_lite",
+    "glm_moe_dsa",
     "kimi_linear",
     "longcat_flash",
     "minicpm3",
@@ -93,6 +96,7 @@ MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building t
 MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = (
     "full_attention",
+    "indexed_attention",
     "sliding_attention",
     "chunked_attention",
     "linear_attention",
@@ -265,7 +269,9 @@ def check_served(model: PreTrainedModel) -> None:
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
         ),
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
-        "an indexer of its own chooses which tokens each query attends": getattr(config, "index_topk", None),
+        "an indexer that kvbench does not know chooses which tokens each query attends": (
+            indexer_reach(config) is not None and not _indexer_is_known(modules)
+        ),
         "this version of transformers caches the keys and values made of latents: install 5.24 or newer": (
             latent_width(config) and not all(expands_after_caching(module) for module in modules)
         ),
@@ -310,6 +316,17 @@ def _head_size_varies(config: Any) -> bool:
     except AttributeError:  # a model without attention, which is refused for that
         return False
     return len(heads) > len({is_local for is_local, _ in heads})
+
+
+def _indexer_is_known(modules: list[nn.Module]) -> bool:
+    """Return True if indexers choose among latents, as DeepSeek-V3.2's do, so that ``models.indexer`` holds."""
+    return bool(indexers(modules)) and all(expands_after_caching(module) for module in modules)
+
+
+def context_length(config: Any) -> int | None:
+    """Return the longest text, in tokens, that kvbench reads with a model of this config; None if it does not say."""
+    limits = (getattr(config, "max_position_embeddings", None), indexer_reach(config))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _refusal(config: Any, reason: str) -> UsageError:

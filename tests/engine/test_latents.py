@@ -244,3 +244,22 @@ def test_a_layer_that_attends_twice_is_no_layer_to_drop_tokens_before():
 def test_shapes_of_latents_are_checked(changes, reason):
     with pytest.raises(UsageError, match=reason):
         Shape(**{"layers": 3, "query_heads": 4, "kv_heads": 1, "head_dim": 32, "latent_width": 24, **changes})
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_an_indexer_chooses_all_tokens_of_a_text_within_its_reach_and_longer_texts_are_refused(family):
+    model = build(family)
+    check_full_is_the_model(model, prompt(500))  # the longest prompt beside 12 new tokens of 512
+    reach = r"prompt \+ new tokens = 513, and the model's indexer chooses 512 tokens for each query"
+    with pytest.raises(UsageError, match=reach):
+        kvbench.prefill(model, prompt(513), [SNAPKV])
+    (cache,) = kvbench.prefill(model, prompt(505), [SNAPKV])
+    with pytest.raises(UsageError, match=reach):
+        kvbench.generate(model, [cache], 8)
+    assert traits.context_length(model.config) == 512
+    # the model's own attention scores with its own indexer, also while kvbench's attention is attached
+    ids = prompt(520)
+    expected = own_logits(model, ids)
+    with attached(model):
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(own_logits(model, ids), expected, atol=1e-4, rtol=1e-4)

@@ -147,6 +147,15 @@ CONFIGS["llama4_text"] = {
     **{"no_rope_layers": [1, 0, 1, 0, 0], "attention_chunk_size": 24, "floor_scale": 16, "intermediate_size_mlp": 96},
     **{"num_local_experts": 2, "moe_layers": [1]},
 }
+# the indexers choose 512 tokens for each query, and all texts of the tests but those about that are shorter
+INDEXED = {**LATENT_EXPERTS, "index_topk": 512, "index_head_dim": 16, "index_n_heads": 2, "num_hidden_layers": 4}
+if HOLDS_LATENTS:
+    WITH_INDEXERS = {
+        "deepseek_v32": INDEXED,
+        "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full", "full"]},
+    }
+    WITH_LATENTS |= WITH_INDEXERS
+    CONFIGS |= WITH_INDEXERS
 FAMILIES = tuple(CONFIGS)
 PLAIN = tuple(f for f in FAMILIES if f not in WITH_LATENTS)
 """Families that hold keys and values, on which every kind of method has a meaning."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.engine.calibration import text as texts
-from kvbench.models import load
+from kvbench.models import load, traits
 from kvbench.papers.figures.figure import Figure
 from kvbench.papers.figures.reading import Prompt
 from kvbench.plan.config import RunConfig
@@ -47,7 +47,7 @@ class Origin:
     @property
     def context(self) -> int | None:
         """Return the longest text that the model takes, in tokens."""
-        return self.cfg.model.context or getattr(self.source.config, "max_position_embeddings", None)
+        return self.cfg.model.context or traits.context_length(self.source.config)
 
     @cached_property
     def model(self) -> PreTrainedModel:

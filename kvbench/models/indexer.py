@@ -1,0 +1,52 @@
+"""Sparse attention by an indexer (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1), within its reach.
+
+An indexer scores all earlier tokens for each query by small keys of its own, and the layer attends the k best of them
+(``index_topk``, 2,048 in DeepSeek-V3.2 and GLM-5). A text of at most k tokens is therefore attended whole, whatever
+the scores are. kvbench runs these models on such texts and leaves the scores and the indexer's keys out. On longer
+texts each row would need the indexer's keys of the tokens that it has kept; no method says yet what to do with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvbench.models.latent import LatentCache
+
+
+def indexer_reach(config: Any) -> int | None:
+    """Return k, the number of tokens that an indexer chooses for each query; None for models without an indexer."""
+    reach = getattr(config, "index_topk", None)
+    return None if reach is None else int(reach)
+
+
+def indexers(modules: list[nn.Module]) -> list[nn.Module]:
+    """Return the indexers of attention modules. A module that shares another's choice has none of its own."""
+    own = (getattr(module, "indexer", None) for module in modules)
+    return [indexer for indexer in own if isinstance(indexer, nn.Module)]
+
+
+@contextmanager
+def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
+    """Keep the indexers of attention modules from scoring: kvbench's attention takes every token as chosen."""
+
+    def choose(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # without kvbench's cache the model's own attention runs, which needs the choice
+        if not any(isinstance(value, LatentCache) for value in (*args, *kwargs.values())):
+            return type(self).forward(self, hidden_states, *args, **kwargs)
+        # kvbench's attention does not read it, and layers that share a choice only ask whether there is one
+        return hidden_states.new_empty(0, dtype=torch.int32)
+
+    patched = indexers(modules)
+    for indexer in patched:
+        vars(indexer)["forward"] = MethodType(choose, indexer)
+    try:
+        yield
+    finally:
+        for indexer in patched:
+            del vars(indexer)["forward"]
