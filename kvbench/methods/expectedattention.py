@@ -9,7 +9,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
-from kvbench.kv.segment import LayerCache, per_head
+from kvbench.kv.segment import LayerCache, Segment, per_head
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.knobs import Rule, at_least, knob
@@ -50,20 +50,30 @@ class ExpectedAttention(Selector):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         segment, first = ops.only_segment(cache), capacity.sinks
-        # the expected query is the same for all budgets
-        key = ("expected query", first, self.future)
-        mean, cov = obs.once(key, lambda: self._expected_query(obs, first))
+
+        def compute() -> tuple[Segment, torch.Tensor]:
+            return segment, self._score_tokens(segment, cache.heads, obs, first)
+
+        # budgets of one prompt share the scores, as long as they choose among the same keys and values
+        settings = (first, self.future, self.covariance, self.vnorm, self.epsilon, cache.heads)
+        scored, scores = obs.once(("expected scores", *settings), compute)
+        if scored.k is segment.k and scored.v is segment.v:
+            return scores
+        return self._score_tokens(segment, cache.heads, obs, first)
+
+    def _score_tokens(self, segment: Segment, heads: int, obs: Observation, first: int) -> torch.Tensor:
+        """Return the scores [heads, n] of all tokens. The ``first`` ones, which always stay, get 0."""
+        mean, cov = obs.once(("expected query", first, self.future), lambda: self._expected_query(obs, first))
         keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
         # log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2: first the mean of the logit, then half its variance
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
         if self.covariance:
             logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
-        scores = group_mean(logits.softmax(dim=-1), cache.heads)
+        scores = group_mean(logits.softmax(dim=-1), heads)
         if self.vnorm:
             # s_j = (a_j + epsilon) * ||v_j||_2
             value_norms = segment.v[:, first:].float().norm(dim=-1)
-            scores = (scores + self.epsilon) * at_heads(value_norms, cache.heads)
-        # the sinks, which always stay, get 0
+            scores = (scores + self.epsilon) * at_heads(value_norms, heads)
         return torch.nn.functional.pad(scores, (first, 0))
 
     def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:
