@@ -169,10 +169,12 @@ bench-shared: $(VENV)/.ready  ## a table beside a busy process, over the same al
 
 ##@ Housekeeping
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt kernels/setup.py kernels/kvbench_kernels/packed.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvbench needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: make run PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@if command -v $${CC:-cc} > /dev/null; then $(PY) -m pip install --quiet --disable-pip-version-check ./kernels; \
+	  else echo 'no C compiler: kvbench-kernels, which speeds up packed caches on a CPU, is left out'; fi
 	@touch $@
 
 clean:  ## remove the environment and caches; results stay

@@ -18,6 +18,7 @@ from kvbench.kv.own_values import are_stored, values_or_keys
 from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped, is_plain, softmax
 from kvbench.storage import kernels
+from kvbench.storage.kernels import on_cpu
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
 
@@ -132,6 +133,10 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
         # q.k = (q B).(k B), because the basis B has orthonormal rows
         q = (q.float() @ rotation).to(q.dtype)
     flat_query = q.flatten(0, 1)
+    if estimate is as_they_are:
+        products = on_cpu.logits(flat_query, keys)
+        if products is not None:
+            return capped(products, scale).view(u, hq, t, length)
     scores = query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
     for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
         scores[heads, :, tokens] = summed(flat_query[heads], estimate(part).transpose(1, 2))
@@ -148,6 +153,9 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     if rotation is not None:
         c = rotation.shape[1]
     flat_probs = probs.reshape(u * h, hq // h * t, length)
+    weighed = on_cpu.weigh(flat_probs, values)
+    if weighed is not None:
+        return weighed.view(u, hq, t, -1)
     out = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
     for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
         out[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]

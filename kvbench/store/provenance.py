@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench.base.version import version
 from kvbench.storage import kernels
+from kvbench.storage.kernels import on_cpu
 from kvbench.store.results import CellRecord, Facts
 
 
@@ -26,10 +27,12 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
     name = f"cpu {platform.machine()}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-    # Triton's kernels sum in another order than plain attention, so the last digits change
+    # kernels sum in another order than plain attention, so the last digits change
     attention = "plain"
     if kernels.serves(device):
         attention = "triton"
+    elif device.type == "cpu" and kernels.enabled() and on_cpu.installed():
+        attention = "c"
     return {
         "kvbench": version(),
         "commit": git_commit(),

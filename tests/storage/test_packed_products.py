@@ -1,10 +1,25 @@
-"""Products with packed keys and values equal those with the same numbers unpacked, in double precision."""
+"""Products with packed keys and values equal those with the same numbers unpacked, in double precision.
+
+All of it by plain PyTorch, and by the C functions of kvbench-kernels where they are installed.
+"""
+
+import os
 
 import pytest
 import torch
 
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
+from kvbench.storage.kernels import SWITCH, on_cpu
+
+NEEDED = "KVBENCH_REQUIRE_KERNELS" in os.environ
+
+
+@pytest.fixture(params=["off", "on"], autouse=True)
+def switched(request, monkeypatch):
+    monkeypatch.setenv(SWITCH, request.param)
+    if request.param == "on" and not on_cpu.installed() and not NEEDED:
+        pytest.skip("kvbench-kernels is not installed (pip install ./kernels, with a C compiler)")
 
 
 def random(*shape, seed=0):
@@ -67,3 +82,25 @@ def test_logits_of_half_precision_are_not_rounded(dtype):
     query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
     keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
     close(packed_logits(query, packed, 0.125, None, as_they_are), 0.125 * (query.float() @ keys.mT))
+
+
+@pytest.mark.skipif(not on_cpu.installed(), reason="kvbench-kernels is not installed")
+def test_the_c_functions_serve_plain_fp32_and_leave_the_rest(switched, monkeypatch):
+    query, packed = random(2, 3, 64), quantise_tokens(random(2, 40, 64), 4, 32)
+    served = on_cpu.logits(query, packed)
+    assert (served is None) == (os.environ[SWITCH] == "off")
+    assert on_cpu.logits(query.bfloat16(), packed) is None
+    assert on_cpu.logits(random(2, 65, 64), packed) is None  # many queries: a prompt
+    assert on_cpu.logits(random(2, 3, 1024), quantise_tokens(random(2, 8, 1024), 4, 32)) is None  # a head too wide
+
+
+@pytest.mark.skipif(not on_cpu.installed(), reason="kvbench-kernels is not installed")
+def test_heads_over_threads_have_the_same_bits(monkeypatch):
+    monkeypatch.setenv(SWITCH, "on")
+    query, packed = random(5, 3, 64), quantise_channels(random(5, 96, 64), 4, 32)
+    probs = random(5, 3, 96).softmax(dim=-1)
+    alone = on_cpu.logits(query, packed), on_cpu.weigh(probs, packed)
+    monkeypatch.setattr(on_cpu, "BYTES_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for found, want in zip((on_cpu.logits(query, packed), on_cpu.weigh(probs, packed)), alone, strict=True):
+        assert torch.equal(found, want)

@@ -1,7 +1,8 @@
-"""Decode attention by Triton kernels on a GPU. A kernel dequantises and sums tokens as it reads them.
+"""Decode attention by kernels, which dequantise and sum tokens as they read them: Triton's on a GPU, C on a CPU.
 
 ``attend`` and ``attend_packed`` return None where no kernel serves. Plain PyTorch then computes the attention
 (kvbench.storage.attend, packed_rows), and its numbers are the reference. ``KVBENCH_KERNELS=off`` turns kernels off.
+``on_cpu`` has the C functions; all else here is about Triton.
 For tests, ``TRITON_INTERPRET=1`` lets Triton's slow interpreter serve tensors on a CPU. The variable must be set before
 anything imports Triton.
 Shapes: B rows, Hq query heads, H stored heads, T new tokens, L tokens, D head dimension, C kept channels.
@@ -36,7 +37,7 @@ def enabled() -> bool:
     """Return True if the environment allows kernels. Raises UsageError if KVBENCH_KERNELS is neither on nor off."""
     setting = os.environ.get(SWITCH, "on")
     if setting not in ("on", "off"):
-        raise UsageError(f"{SWITCH}={setting}: must be on (Triton kernels on a GPU) or off (plain PyTorch)")
+        raise UsageError(f"{SWITCH}={setting}: must be on (kernels where there are any) or off (plain PyTorch)")
     return setting == "on"
 
 

@@ -1,0 +1,242 @@
+/* Decode attention over packed tokens on a CPU: logits and weighted sums, dequantised a block at a time.
+ *
+ * Plain C without threads. Each function has a version for the machine's own vector instructions; the loader picks it.
+ * kvbench passes pointers to contiguous fp32 and uint8 memory (storage/kernels/on_cpu.py). Its own PyTorch code computes
+ * the same and is the reference.
+ *
+ * A run of m codes of `bits` bits is packed in planes of 4, 2 and 1 bits, the plane of the lowest bits first. A plane of
+ * w bits takes b = ceil(m w / 8) bytes, and byte j holds the codes j, j + b, j + 2 b, ... from its lowest bits up.
+ *
+ *     value = scale * code + low
+ *
+ * axis 0: a run is the C channels of a token, and each `group` of channels has a scale and a low.
+ * axis 1: a run is the `group` tokens of a channel, for C channels side by side. They share a scale and a low.
+ */
+
+#include <stdint.h>
+
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FOR_EACH_CPU __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_CPU
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+#define INTERFACE 1      /* the layout of `struct packed` and of the arguments */
+#define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
+#define TOKENS 32        /* tokens of a block if each token is a step of its own */
+
+/* Sixteen numbers, that the compiler adds in the widest registers of the processor. They need no alignment. */
+typedef float floats __attribute__((vector_size(64), aligned(4)));
+typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
+#define WIDTH 16
+
+struct packed {
+    const uint8_t *codes; /* [heads, steps, step_bytes] */
+    const float *scale;   /* [heads, steps, scales] */
+    const float *low;     /* [heads, steps, scales] */
+    int64_t heads, steps, channels, bits, group, axis;
+    int64_t step_bytes, scales; /* of a step: one token (axis 0), or a group of tokens (axis 1) */
+    int64_t head_bytes;         /* from one head's codes to the next one's */
+};
+
+int64_t kvbench_kernels_interface(void) { return INTERFACE; }
+int64_t kvbench_kernels_most_codes(void) { return MOST_CODES; }
+
+/* to[0 .. count) = (from >> shift) & mask, or with these bits put in at first_bit. */
+INLINE void take_bits(const uint8_t *from, uint8_t *to, int64_t count, int shift, uint8_t mask, int first_bit)
+{
+    int64_t j = 0;
+    for (; j + WIDTH <= count; j += WIDTH) {
+        const bytes code = (*(const bytes *)(from + j) >> shift) & mask;
+        if (first_bit)
+            *(bytes *)(to + j) |= code << first_bit;
+        else
+            *(bytes *)(to + j) = code;
+    }
+    for (; j < count; j++) {
+        const uint8_t code = (uint8_t)((from[j] >> shift) & mask);
+        to[j] = first_bit ? (uint8_t)(to[j] | code << first_bit) : code;
+    }
+}
+
+/* Unpack m codes, each `inner` bytes wide, and return where they are. Codes of 8 bits stay where they are. */
+INLINE const uint8_t *unpack(const uint8_t *packed, uint8_t *codes, int64_t bits, int64_t m, int64_t inner)
+{
+    if (bits == 8)
+        return packed;
+    int first_bit = 0;
+    for (int width = 4; width; width /= 2) {
+        if (!(bits & width))
+            continue;
+        const int64_t run = (m * width + 7) / 8;
+        const uint8_t mask = (uint8_t)((1 << width) - 1);
+        for (int64_t place = 0; place * run < m; place++) {
+            const int64_t count = m - place * run < run ? m - place * run : run;
+            uint8_t *to = codes + place * run * inner;
+            take_bits(packed, to, count * inner, (int)(place * width), mask, first_bit);
+        }
+        packed += run * inner;
+        first_bit += width;
+    }
+    return codes;
+}
+
+/* Channels of a dequantised token: C with zeros behind them up to a multiple of WIDTH. */
+INLINE int64_t padded(int64_t channels) { return (channels + WIDTH - 1) / WIDTH * WIDTH; }
+
+/* values[0 .. count) = scale * code + low, with one scale and one low. */
+INLINE void scale_run(const uint8_t *code, float scale, float low, int64_t count, float *values)
+{
+    int64_t c = 0;
+    /* GCC makes vector instructions of a loop of a fixed length, and none of its own conversion of a vector of bytes */
+    for (; c + WIDTH <= count; c += WIDTH)
+        for (int i = 0; i < WIDTH; i++)
+            values[c + i] = scale * (float)code[c + i] + low;
+    for (; c < count; c++)
+        values[c] = scale * (float)code[c] + low;
+}
+
+/* values[0 .. count) = scale * code + low, with a scale and a low for each number. */
+INLINE void scale_each(const uint8_t *code, const float *scale, const float *low, int64_t count, float *values)
+{
+    int64_t c = 0;
+    for (; c + WIDTH <= count; c += WIDTH)
+        for (int i = 0; i < WIDTH; i++)
+            values[c + i] = scale[c + i] * (float)code[c + i] + low[c + i];
+    for (; c < count; c++)
+        values[c] = scale[c] * (float)code[c] + low[c];
+}
+
+/* Dequantise the tokens of `steps` steps into rows of padded(C) numbers. */
+INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int64_t steps, uint8_t *codes, float *values)
+{
+    const int64_t channels = p->channels, width = padded(channels);
+    for (int64_t step = first; step < first + steps; step++) {
+        const uint8_t *run = p->codes + head * p->head_bytes + step * p->step_bytes;
+        const float *scale = p->scale + (head * p->steps + step) * p->scales;
+        const float *low = p->low + (head * p->steps + step) * p->scales;
+        if (p->axis) {
+            const uint8_t *code = unpack(run, codes, p->bits, p->group, channels);
+            for (int64_t t = 0; t < p->group; t++, values += width)
+                scale_each(code + t * channels, scale, low, channels, values);
+            continue;
+        }
+        const uint8_t *code = unpack(run, codes, p->bits, channels, 1);
+        for (int64_t g = 0, start = 0; start < channels; g++, start += p->group) {
+            const int64_t count = start + p->group < channels ? p->group : channels - start;
+            scale_run(code + start, scale[g], low[g], count, values + start);
+        }
+        values += width;
+    }
+}
+
+INLINE int64_t tokens_of_a_step(const struct packed *p) { return p->axis ? p->group : 1; }
+INLINE int64_t steps_of_a_block(const struct packed *p) { return p->axis ? 1 : TOKENS; }
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE floats products(const float *a, const float *b, int64_t width)
+{
+    floats sums = {0};
+    for (int64_t c = 0; c < width; c += WIDTH)
+        sums += *(const floats *)(a + c) * *(const floats *)(b + c);
+    return sums;
+}
+
+INLINE float dot(const float *a, const float *b, int64_t width)
+{
+    const floats sums = products(a, b, width);
+    float sum = 0;
+    for (int i = 0; i < WIDTH; i++)
+        sum += sums[i];
+    return sum;
+}
+
+/* The sums of 16 vectors, one in each place. Each level adds halves, of two vectors at once, so that no sum is by itself. */
+#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+INLINE floats sums_of(const floats v[WIDTH])
+{
+    floats by8[8], by4[4], by2[2];
+    for (int i = 0; i < 8; i++)
+        by8[i] = FOLD(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
+                 + FOLD(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        by4[i] = FOLD(by8[2 * i], by8[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
+                 + FOLD(by8[2 * i], by8[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        by2[i] = FOLD(by4[2 * i], by4[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
+                 + FOLD(by4[2 * i], by4[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+    return FOLD(by2[0], by2[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+           + FOLD(by2[0], by2[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+/* out[head, r, l] = sum over c of query[head, r, c] * key[head, l, c], for the L tokens of all steps.
+ * A query has padded(C) numbers, those behind C are 0. */
+FOR_EACH_CPU void kvbench_kernels_logits(const struct packed *keys, const float *query, int64_t queries, float *out)
+{
+    uint8_t codes[MOST_CODES];
+    float values[MOST_CODES];
+    const int64_t width = padded(keys->channels), tokens = tokens_of_a_step(keys), length = keys->steps * tokens;
+    for (int64_t i = 0; i < MOST_CODES; i++)
+        values[i] = 0;
+    for (int64_t head = 0; head < keys->heads; head++) {
+        for (int64_t step = 0; step < keys->steps; step += steps_of_a_block(keys)) {
+            const int64_t steps = least(steps_of_a_block(keys), keys->steps - step);
+            dequantise(keys, head, step, steps, codes, values);
+            for (int64_t r = 0; r < queries; r++) {
+                const float *q = query + (head * queries + r) * width;
+                float *logit = out + (head * queries + r) * length + step * tokens;
+                int64_t t = 0;
+                for (; t + WIDTH <= steps * tokens; t += WIDTH) {
+                    floats sums[WIDTH];
+                    for (int i = 0; i < WIDTH; i++)
+                        sums[i] = products(q, values + (t + i) * width, width);
+                    *(floats *)(logit + t) = sums_of(sums);
+                }
+                for (; t < steps * tokens; t++)
+                    logit[t] = dot(q, values + t * width, width);
+            }
+        }
+    }
+}
+
+/* Add the weighted sum of `tokens` rows of values to `count` times WIDTH numbers. */
+INLINE void add_weighted(const float *w, const float *values, int64_t width, int64_t tokens, float *sum, const int count)
+{
+    floats sums[4];
+    for (int i = 0; i < count; i++)
+        sums[i] = *(floats *)(sum + i * WIDTH);
+    for (int64_t t = 0; t < tokens; t++)
+        for (int i = 0; i < count; i++)
+            sums[i] += w[t] * *(const floats *)(values + t * width + i * WIDTH);
+    for (int i = 0; i < count; i++)
+        *(floats *)(sum + i * WIDTH) = sums[i];
+}
+
+/* out[head, r, c] = sum over l of weight[head, r, l] * value[head, l, c]. An output has padded(C) numbers. */
+FOR_EACH_CPU void kvbench_kernels_weigh(const struct packed *packed, const float *weight, int64_t queries, float *out)
+{
+    uint8_t codes[MOST_CODES];
+    float values[MOST_CODES];
+    const int64_t width = padded(packed->channels), tokens = tokens_of_a_step(packed), length = packed->steps * tokens;
+    for (int64_t i = 0; i < MOST_CODES; i++)
+        values[i] = 0;
+    for (int64_t i = 0; i < packed->heads * queries * width; i++)
+        out[i] = 0;
+    for (int64_t head = 0; head < packed->heads; head++) {
+        for (int64_t step = 0; step < packed->steps; step += steps_of_a_block(packed)) {
+            const int64_t steps = least(steps_of_a_block(packed), packed->steps - step);
+            dequantise(packed, head, step, steps, codes, values);
+            for (int64_t r = 0; r < queries; r++) {
+                const float *w = weight + (head * queries + r) * length + step * tokens;
+                float *sum = out + (head * queries + r) * width;
+                int64_t c = 0;
+                /* four sums at once, since one alone would wait for its last product */
+                for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
+                    add_weighted(w, values + c, width, steps * tokens, sum + c, 4);
+                for (; c < width; c += WIDTH)
+                    add_weighted(w, values + c, width, steps * tokens, sum + c, 1);
+            }
+        }
+    }
+}
