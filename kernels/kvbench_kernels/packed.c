@@ -28,9 +28,11 @@
 
 /* Sixteen numbers, that the compiler adds in the widest registers of the processor. They need no alignment. */
 typedef float floats __attribute__((vector_size(64), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(64)));
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 #define WIDTH 16
 
+/* Keys or values of N heads, one head of a row after the other. */
 struct packed {
     const uint8_t *codes; /* [heads, steps, step_bytes] */
     const float *scale;   /* [heads, steps, scales] */
@@ -170,33 +172,22 @@ INLINE floats sums_of(const floats v[WIDTH])
            + FOLD(by2[0], by2[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-/* out[head, r, l] = sum over c of query[head, r, c] * key[head, l, c], for the L tokens of all steps.
- * A query has padded(C) numbers, those behind C are 0. */
-FOR_EACH_CPU void kvbench_kernels_logits(const struct packed *keys, const float *query, int64_t queries, float *out)
+/* out[r, l] = sum over c of query[r, c] * values[l, c], for rows of `width` numbers; out has `length` numbers a query. */
+INLINE void multiply(const float *query, int64_t queries, const float *values, int64_t width, int64_t tokens, float *out,
+                     int64_t length)
 {
-    uint8_t codes[MOST_CODES];
-    float values[MOST_CODES];
-    const int64_t width = padded(keys->channels), tokens = tokens_of_a_step(keys), length = keys->steps * tokens;
-    for (int64_t i = 0; i < MOST_CODES; i++)
-        values[i] = 0;
-    for (int64_t head = 0; head < keys->heads; head++) {
-        for (int64_t step = 0; step < keys->steps; step += steps_of_a_block(keys)) {
-            const int64_t steps = least(steps_of_a_block(keys), keys->steps - step);
-            dequantise(keys, head, step, steps, codes, values);
-            for (int64_t r = 0; r < queries; r++) {
-                const float *q = query + (head * queries + r) * width;
-                float *logit = out + (head * queries + r) * length + step * tokens;
-                int64_t t = 0;
-                for (; t + WIDTH <= steps * tokens; t += WIDTH) {
-                    floats sums[WIDTH];
-                    for (int i = 0; i < WIDTH; i++)
-                        sums[i] = products(q, values + (t + i) * width, width);
-                    *(floats *)(logit + t) = sums_of(sums);
-                }
-                for (; t < steps * tokens; t++)
-                    logit[t] = dot(q, values + t * width, width);
-            }
+    for (int64_t r = 0; r < queries; r++) {
+        const float *q = query + r * width;
+        float *logit = out + r * length;
+        int64_t t = 0;
+        for (; t + WIDTH <= tokens; t += WIDTH) {
+            floats sums[WIDTH];
+            for (int i = 0; i < WIDTH; i++)
+                sums[i] = products(q, values + (t + i) * width, width);
+            *(floats *)(logit + t) = sums_of(sums);
         }
+        for (; t < tokens; t++)
+            logit[t] = dot(q, values + t * width, width);
     }
 }
 
@@ -213,30 +204,157 @@ INLINE void add_weighted(const float *w, const float *values, int64_t width, int
         *(floats *)(sum + i * WIDTH) = sums[i];
 }
 
+/* Add the sum over l of weight[r, l] * values[l, c] to out[r, c]; weight has `length` numbers a query. */
+INLINE void add_all(const float *weight, int64_t length, int64_t queries, const float *values, int64_t width,
+                    int64_t tokens, float *out)
+{
+    for (int64_t r = 0; r < queries; r++) {
+        const float *w = weight + r * length;
+        float *sum = out + r * width;
+        int64_t c = 0;
+        /* four sums at once, since one alone would wait for its last product */
+        for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
+            add_weighted(w, values + c, width, tokens, sum + c, 4);
+        for (; c < width; c += WIDTH)
+            add_weighted(w, values + c, width, tokens, sum + c, 1);
+    }
+}
+
+INLINE void clear(float *numbers, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        numbers[i] = 0;
+}
+
+/* Write the logits of a head's first `count` steps, or add its weighted values: one of `logits` and `sums` is set. */
+INLINE void over_steps(const struct packed *p, int64_t head, int64_t count, const float *factors, int64_t queries,
+                       int64_t length, float *logits, float *sums, uint8_t *codes, float *values)
+{
+    const int64_t width = padded(p->channels), tokens = tokens_of_a_step(p);
+    for (int64_t step = 0; step < count; step += steps_of_a_block(p)) {
+        const int64_t steps = least(steps_of_a_block(p), count - step);
+        dequantise(p, head, step, steps, codes, values);
+        if (logits)
+            multiply(factors, queries, values, width, steps * tokens, logits + step * tokens, length);
+        else
+            add_all(factors + step * tokens, length, queries, values, width, steps * tokens, sums);
+    }
+}
+
+/* out[head, r, l] = sum over c of query[head, r, c] * key[head, l, c], for the L tokens of all steps.
+ * A query has padded(C) numbers, those behind C are 0. */
+FOR_EACH_CPU void kvbench_kernels_logits(const struct packed *keys, const float *query, int64_t queries, float *out)
+{
+    uint8_t codes[MOST_CODES];
+    float values[MOST_CODES];
+    const int64_t width = padded(keys->channels), length = keys->steps * tokens_of_a_step(keys);
+    clear(values, MOST_CODES);
+    for (int64_t head = 0; head < keys->heads; head++, query += queries * width, out += queries * length)
+        over_steps(keys, head, keys->steps, query, queries, length, out, 0, codes, values);
+}
+
 /* out[head, r, c] = sum over l of weight[head, r, l] * value[head, l, c]. An output has padded(C) numbers. */
 FOR_EACH_CPU void kvbench_kernels_weigh(const struct packed *packed, const float *weight, int64_t queries, float *out)
 {
     uint8_t codes[MOST_CODES];
     float values[MOST_CODES];
-    const int64_t width = padded(packed->channels), tokens = tokens_of_a_step(packed), length = packed->steps * tokens;
-    for (int64_t i = 0; i < MOST_CODES; i++)
-        values[i] = 0;
-    for (int64_t i = 0; i < packed->heads * queries * width; i++)
-        out[i] = 0;
-    for (int64_t head = 0; head < packed->heads; head++) {
-        for (int64_t step = 0; step < packed->steps; step += steps_of_a_block(packed)) {
-            const int64_t steps = least(steps_of_a_block(packed), packed->steps - step);
-            dequantise(packed, head, step, steps, codes, values);
-            for (int64_t r = 0; r < queries; r++) {
-                const float *w = weight + (head * queries + r) * length + step * tokens;
-                float *sum = out + (head * queries + r) * width;
-                int64_t c = 0;
-                /* four sums at once, since one alone would wait for its last product */
-                for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
-                    add_weighted(w, values + c, width, steps * tokens, sum + c, 4);
-                for (; c < width; c += WIDTH)
-                    add_weighted(w, values + c, width, steps * tokens, sum + c, 1);
-            }
+    const int64_t width = padded(packed->channels), length = packed->steps * tokens_of_a_step(packed);
+    clear(values, MOST_CODES);
+    clear(out, packed->heads * queries * width);
+    for (int64_t head = 0; head < packed->heads; head++, weight += queries * length, out += queries * width)
+        over_steps(packed, head, packed->steps, weight, queries, length, 0, out, codes, values);
+}
+
+/* Tokens behind the packed ones lie in rings of exact numbers, token t in slot t mod slots. */
+struct ring {
+    const float *keys, *values; /* [heads, slots, C] */
+    int64_t key_slots, value_slots;
+    const int64_t *packed_keys, *packed_values, *tokens; /* of each head: how many are packed, and how many there are */
+};
+
+/* e^x for x <= 0 to a few units in the last place: 2^n times a polynomial in the rest, which is at most ln 2 / 2. */
+INLINE floats exponential(floats x)
+{
+    /* below -87 the result would be no normal number */
+    const floats limit = {-87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87};
+    const ints below = x < limit;
+    x = (floats)(((ints)x & ~below) | ((ints)limit & below));
+    /* x <= 0, so that cutting off the fraction of x / ln 2 - 1/2 rounds x / ln 2 */
+    const ints n = __builtin_convertvector(x * 1.44269504f - 0.5f, ints);
+    const floats whole = __builtin_convertvector(n, floats);
+    const floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f; /* ln 2 in two parts */
+    floats p = rest * (1.0f / 5040) + 1.0f / 720;
+    p = p * rest + 1.0f / 120;
+    p = p * rest + 1.0f / 24;
+    p = p * rest + 1.0f / 6;
+    p = p * rest + 0.5f;
+    p = p * rest + 1.0f;
+    p = p * rest + 1.0f;
+    return p * (floats)((n + 127) << 23);
+}
+
+/* Replace `count` logits by their softmax. */
+INLINE void softmax(float *logits, int64_t count)
+{
+    float most[WIDTH], top = logits[0];
+    for (int lane = 0; lane < WIDTH; lane++)
+        most[lane] = top;
+    int64_t i = 0;
+    for (; i + WIDTH <= count; i += WIDTH)
+        for (int lane = 0; lane < WIDTH; lane++)
+            most[lane] = logits[i + lane] > most[lane] ? logits[i + lane] : most[lane];
+    for (; i < count; i++)
+        top = logits[i] > top ? logits[i] : top;
+    for (int lane = 0; lane < WIDTH; lane++)
+        top = most[lane] > top ? most[lane] : top;
+    floats sums = {0};
+    float sum = 0;
+    for (i = 0; i + WIDTH <= count; i += WIDTH) {
+        const floats weight = exponential(*(floats *)(logits + i) - top);
+        *(floats *)(logits + i) = weight;
+        sums += weight;
+    }
+    for (; i < count; i++) {
+        const floats x = {logits[i] - top};
+        logits[i] = exponential(x)[0];
+        sum += logits[i];
+    }
+    for (int lane = 0; lane < WIDTH; lane++)
+        sum += sums[lane];
+    for (i = 0; i < count; i++)
+        logits[i] /= sum;
+}
+
+/* Attention of one new token: out[head, r, c] for queries [head, r, c]. C is a multiple of WIDTH, and `scratch` has room
+ * for the logits of all queries of a head. */
+FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct packed *values, const struct ring *ring,
+                                         const float *query, int64_t queries, float *scratch, float *out)
+{
+    uint8_t codes[MOST_CODES];
+    float numbers[MOST_CODES];
+    const int64_t channels = keys->channels;
+    clear(numbers, MOST_CODES);
+    clear(out, keys->heads * queries * channels);
+    for (int64_t head = 0; head < keys->heads; head++, query += queries * channels, out += queries * channels) {
+        const int64_t length = ring->tokens[head], packed_keys = ring->packed_keys[head];
+        over_steps(keys, head, packed_keys / tokens_of_a_step(keys), query, queries, length, scratch, 0, codes, numbers);
+        const float *exact = ring->keys + head * ring->key_slots * channels;
+        /* the exact tokens are at most two runs of slots: up to the ring's end, and from its beginning on */
+        for (int64_t t = packed_keys; t < length;) {
+            const int64_t slot = t % ring->key_slots, run = least(length - t, ring->key_slots - slot);
+            multiply(query, queries, exact + slot * channels, channels, run, scratch + t, length);
+            t += run;
+        }
+        for (int64_t r = 0; r < queries; r++)
+            softmax(scratch + r * length, length);
+        const int64_t packed_values = ring->packed_values[head];
+        over_steps(values, head, packed_values / tokens_of_a_step(values), scratch, queries, length, 0, out, codes,
+                   numbers);
+        exact = ring->values + head * ring->value_slots * channels;
+        for (int64_t t = packed_values; t < length;) {
+            const int64_t slot = t % ring->value_slots, run = least(length - t, ring->value_slots - slot);
+            add_all(scratch + t, length, queries, exact + slot * channels, channels, run, out);
+            t += run;
         }
     }
 }

@@ -147,9 +147,12 @@ def test_splits_cover_every_token_once(longest, programs, token_bytes):
 
 def test_provenance_says_which_attention_it_was(monkeypatch):
     model = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    for served, name in ((False, "plain"), (True, "triton")):
-        monkeypatch.setattr(kernels, "serves", lambda device, found=served: found)
+    for on_gpu, on_cpu, name in ((False, False, "plain"), (True, False, "triton"), (False, True, "c")):
+        monkeypatch.setattr(kernels, "serves", lambda device, found=on_gpu: found)
+        monkeypatch.setattr(kernels.on_cpu, "installed", lambda found=on_cpu: found)
         assert provenance(model, 1)["attention"] == name
+    monkeypatch.setenv(SWITCH, "off")
+    assert provenance(model, 1)["attention"] == "plain"
 
 
 @pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])

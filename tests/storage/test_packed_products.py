@@ -7,15 +7,19 @@ import os
 
 import pytest
 import torch
+from support.families import build, prompt
 
+import kvbench
+from kvbench.engine import step
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
+from kvbench.models.interface import attached
 from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
 from kvbench.storage.kernels import SWITCH, on_cpu
 
 NEEDED = "KVBENCH_REQUIRE_KERNELS" in os.environ
 
 
-@pytest.fixture(params=["off", "on"], autouse=True)
+@pytest.fixture(params=["off", "on"])
 def switched(request, monkeypatch):
     monkeypatch.setenv(SWITCH, request.param)
     if request.param == "on" and not on_cpu.installed() and not NEEDED:
@@ -47,6 +51,7 @@ def packings(u, h, n, c, bits):
     ("u", "h", "group", "t", "n", "c"),
     [(1, 1, 1, 1, 1, 1), (2, 2, 4, 1, 96, 128), (3, 2, 2, 1, 65, 77), (1, 3, 1, 3, 160, 20), (2, 1, 8, 2, 35, 17)],
 )
+@pytest.mark.usefixtures("switched")
 def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
     query, probs = random(u, h * group, t, c, seed=4), random(u, h * group, t, n, seed=5).softmax(dim=-1)
     for packed in packings(u, h, n, c, bits):
@@ -55,6 +60,7 @@ def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
         close(packed_weigh(probs, packed), probs.double() @ numbers)
 
 
+@pytest.mark.usefixtures("switched")
 def test_thin_keys_and_stand_ins():
     channels = torch.stack([random(2, 24, seed=s).argsort(dim=-1)[:, :9].sort(dim=-1).values for s in (1, 2)])
     query, packed = random(2, 4, 1, 24), quantise_channels(random(2, 2, 64, 9, seed=3), 2, 32)
@@ -66,6 +72,7 @@ def test_thin_keys_and_stand_ins():
 
 
 @pytest.mark.parametrize("layout", ["a view of a growing buffer", "transposed"])
+@pytest.mark.usefixtures("switched")
 def test_layouts_of_memory(layout):
     query = random(2, 4, 1, 40)
     for packed in packings(2, 2, 160, 40, 4):
@@ -78,6 +85,7 @@ def test_layouts_of_memory(layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("switched")
 def test_logits_of_half_precision_are_not_rounded(dtype):
     query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
     keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
@@ -104,3 +112,34 @@ def test_heads_over_threads_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for found, want in zip((on_cpu.logits(query, packed), on_cpu.weigh(probs, packed)), alone, strict=True):
         assert torch.equal(found, want)
+
+
+@pytest.mark.skipif(not on_cpu.installed(), reason="kvbench-kernels is not installed")
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "kivi", "bits": 4, "group": 16, "residual": 16},
+        {"method": "kivi", "bits": 2, "group": 8, "residual": 24},
+        {"method": "flexgen", "bits": 4, "group": 16},
+        {"method": "qhitter", "kv_ratio": 0.5},
+        {"method": "int8"},
+    ],
+    ids=lambda entry: entry["method"],
+)
+def test_attention_of_rows_of_several_lengths_is_that_of_pytorch(method, monkeypatch):
+    model, served, text = build("llama"), [], prompt(40, 4)
+    own = on_cpu.attend
+    monkeypatch.setattr(on_cpu, "attend", lambda *given: served.append(own(*given)) or served[-1])
+    logits = {}
+    for setting in ("off", "on"):
+        monkeypatch.setenv(SWITCH, setting)
+        caches = [c for n in (70, 33, 8) for c in kvbench.prefill(model, prompt(n), [method])]
+        positions = torch.tensor([[cache.seen] for cache in caches])
+        logits[setting] = []
+        with torch.no_grad(), attached(model):
+            layers = step.build(model, caches, len(text))
+            for i, token in enumerate(text):
+                tokens = token.expand(len(caches), 1)
+                logits[setting].append(step.step(model, layers, tokens, positions + i))
+    torch.testing.assert_close(torch.stack(logits["on"]), torch.stack(logits["off"]), atol=1e-4, rtol=1e-4)
+    assert any(out is not None for out in served) == (method["method"] in ("kivi", "flexgen"))

@@ -101,6 +101,10 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
     ``keys`` and ``values`` hold all tokens, the newest included. Returns None if no kernel serves these tensors.
     """
     heads = keys.ring.shape[1]
+    if query.device.type == "cpu" and not interpreted():
+        from kvbench.storage.kernels import on_cpu
+
+        return on_cpu.attend(query, scale, keys, values)
     if not _fits(query, heads):
         return None
     from kvbench.storage.kernels import packed, softmax

@@ -1,9 +1,9 @@
 """Products with packed tokens on a CPU by the C functions of kvbench-kernels, where that package is installed.
 
-``logits`` and ``weigh`` return None where no function serves, and plain PyTorch then computes the same
-(kvbench.storage.attend). Sums are in another order, so that results differ in the last bits of fp32.
+``attend``, ``logits`` and ``weigh`` return None where no function serves, and plain PyTorch then computes the same
+(kvbench.storage.attend, packed_rows). Sums are in another order, so that results differ in the last bits of fp32.
 
-Shapes: N heads of all rows, R queries of a head, L tokens, C channels.
+Shapes: U rows of H stored heads, N = U H heads of all rows, R queries of a head, L tokens, C channels.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,9 @@ from torch import Tensor
 
 from kvbench.kv.packed import MinMax, Packed
 from kvbench.storage import kernels
+
+if TYPE_CHECKING:
+    from kvbench.storage.packed_half import PackedHalf
 
 INTERFACE = 1
 """The version of the C functions' arguments that this module passes."""
@@ -50,21 +54,92 @@ class _PackedArgument(ctypes.Structure):
     )
 
 
+class _RingArgument(ctypes.Structure):
+    """The C functions' ``struct ring``."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_slots", ctypes.c_int64),
+        ("value_slots", ctypes.c_int64),
+        ("packed_keys", ctypes.c_void_p),
+        ("packed_values", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+    )
+
+
+def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
+    """Return attention [U, Hq, 1, D] of one new token, query [U, Hq, 1, D], over packed and exact tokens.
+
+    ``keys`` and ``values`` hold all tokens, the newest included. Returns None if no function serves.
+    """
+    rows, query_heads, new_tokens, channels = query.shape
+    heads = keys.ring.shape[1]
+    thin = keys.channels is not None or values.channels is not None
+    # several new tokens see each other causally, and thin keys meet other channels than exact ones
+    if new_tokens > 1 or thin or channels % WIDTH:
+        return None
+    flat_query = query.reshape(rows * heads, query_heads // heads, channels)
+    old_keys, old_values = keys.old(), values.old()
+    if not isinstance(old_keys, MinMax) or not isinstance(old_values, MinMax):
+        return None
+    library = _library_for(flat_query, old_keys)
+    if library is None or _library_for(flat_query, old_values) is None:
+        return None
+    flat_query = flat_query * scale
+    packed_keys, keys_alive = _argument(old_keys)
+    packed_values, values_alive = _argument(old_values)
+    # every head of a row has as many tokens as its row
+    counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
+    ring_keys, ring_values = keys.ring.contiguous(), values.ring.contiguous()
+    out = torch.empty_like(flat_query)
+    each = _heads_of_a_thread(packed_keys)
+    scratch = query.new_empty(-(-len(flat_query) // each), flat_query.shape[1], max(keys.total))
+    calls = []
+    for thread, first in enumerate(range(0, len(flat_query), each)):
+        ring = _RingArgument(
+            keys=ring_keys.flatten(0, 1)[first].data_ptr(),
+            values=ring_values.flatten(0, 1)[first].data_ptr(),
+            key_slots=keys.slots,
+            value_slots=values.slots,
+            packed_keys=counts[0, first:].data_ptr(),
+            packed_values=counts[1, first:].data_ptr(),
+            tokens=counts[2, first:].data_ptr(),
+        )
+        call = (
+            _part(packed_keys, first, each),
+            _part(packed_values, first, each),
+            ctypes.byref(ring),
+            flat_query[first].data_ptr(),
+            flat_query.shape[1],
+            scratch[thread].data_ptr(),
+            out[first].data_ptr(),
+        )
+        calls.append(call)
+    _call(library.kvbench_kernels_attend, calls)
+    del keys_alive, values_alive
+    return out.view(query.shape)
+
+
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
     """Return q.k [N, R, L] of query [N, R, C] fp32 and packed keys [..., L, C], or None if no function serves."""
+    if not isinstance(keys, MinMax):
+        return None
     library = _library_for(query, keys)
     if library is None:
         return None
     argument, alive = _argument(keys)
     query = F.pad(query, (0, -query.shape[2] % WIDTH)).contiguous()
     out = query.new_empty(*query.shape[:2], keys.shape[-2])
-    _call(library.kvbench_kernels_logits, argument, query, out)
+    _call(library.kvbench_kernels_logits, _calls(argument, query, out))
     del alive
     return out
 
 
 def weigh(probs: Tensor, values: Packed) -> Tensor | None:
     """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32, or None if no function serves."""
+    if not isinstance(values, MinMax):
+        return None
     library = _library_for(probs, values)
     if library is None:
         return None
@@ -72,15 +147,15 @@ def weigh(probs: Tensor, values: Packed) -> Tensor | None:
     probs = probs.contiguous()
     channels = values.shape[-1]
     out = probs.new_empty(*probs.shape[:2], channels + -channels % WIDTH)
-    _call(library.kvbench_kernels_weigh, argument, probs, out)
+    _call(library.kvbench_kernels_weigh, _calls(argument, probs, out))
     del alive
     return out[..., :channels]
 
 
-def _library_for(x: Tensor, packed: Packed) -> ctypes.CDLL | None:
+def _library_for(x: Tensor, packed: MinMax) -> ctypes.CDLL | None:
     """Return the library if its functions multiply x [N, R, .] and ``packed``, else None."""
-    # other formats, and other dtypes than fp32, whose rounding has rules of its own, are PyTorch's
-    if not isinstance(packed, MinMax) or x.device.type != "cpu" or x.dtype != torch.float32:
+    # half precision is PyTorch's, since its rounding has rules of its own
+    if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
     # a few new tokens: products of many queries are faster by PyTorch, which unpacks once for all of them
     if x.shape[1] > kernels.MOST_QUERIES or not kernels.enabled():
@@ -119,21 +194,36 @@ def _argument(packed: MinMax) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
     return argument, (codes, scale, low)
 
 
-def _call(function: Callable[..., None], argument: _PackedArgument, x: Tensor, out: Tensor) -> None:
-    """Call a C function, which reads x [N, R, .] and writes out [N, R, .]. Many heads are divided over threads."""
-    heads = argument.heads
-    size = heads * argument.steps * argument.step_bytes
-    threads = max(1, min(torch.get_num_threads(), heads, size // BYTES_A_THREAD))
-    each = -(-heads // threads)
-    calls = []
-    for first in range(0, heads, each):
-        part = _PackedArgument.from_buffer_copy(argument)
-        part.heads = min(each, heads - first)
+def _heads_of_a_thread(argument: _PackedArgument) -> int:
+    """Return how many heads one thread reads: all, unless there are so many codes that more threads pay."""
+    size = argument.heads * argument.steps * argument.step_bytes
+    threads = max(1, min(torch.get_num_threads(), argument.heads, size // BYTES_A_THREAD))
+    return -(-argument.heads // threads)
+
+
+def _part(argument: _PackedArgument, first: int, count: int) -> object:
+    """Return a reference to the argument's heads from ``first`` on, at most ``count``."""
+    part = _PackedArgument.from_buffer_copy(argument)
+    part.heads = min(count, argument.heads - first)
+    # without packed tokens there is no memory; a float of C has 4 bytes
+    if argument.steps:
         part.codes = argument.codes + first * argument.head_bytes
-        # the C type is a float of 4 bytes
         part.scale = argument.scale + first * argument.steps * argument.scales * 4
         part.low = argument.low + first * argument.steps * argument.scales * 4
-        calls.append((ctypes.byref(part), x[first].data_ptr(), x.shape[1], out[first].data_ptr()))
+    return ctypes.byref(part)
+
+
+def _calls(argument: _PackedArgument, x: Tensor, out: Tensor) -> list[tuple[object, ...]]:
+    """Return the arguments of each thread's call, which reads heads of x [N, R, .] and writes heads of out."""
+    each = _heads_of_a_thread(argument)
+    calls: list[tuple[object, ...]] = []
+    for first in range(0, argument.heads, each):
+        calls.append((_part(argument, first, each), x[first].data_ptr(), x.shape[1], out[first].data_ptr()))
+    return calls
+
+
+def _call(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
+    """Call a C function once for each of ``calls``, in threads if there are several."""
     if len(calls) == 1:
         function(*calls[0])
         return
@@ -176,7 +266,10 @@ def _library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
-    for function in (library.kvbench_kernels_logits, library.kvbench_kernels_weigh):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.kvbench_kernels_logits.argtypes = [pointer, pointer, number, pointer]
+    library.kvbench_kernels_weigh.argtypes = [pointer, pointer, number, pointer]
+    library.kvbench_kernels_attend.argtypes = [pointer, pointer, pointer, pointer, number, pointer, pointer]
+    for function in (library.kvbench_kernels_logits, library.kvbench_kernels_weigh, library.kvbench_kernels_attend):
         function.restype = None
     return library
