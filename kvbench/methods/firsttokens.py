@@ -1,4 +1,4 @@
-"""The first tokens alone: a negative control, which any method of use must beat.
+"""The first tokens alone: a negative control that every useful method must beat.
 
 It has no paper: it is StreamingLLM (arXiv 2309.17453) with sinks and without recent tokens. A prompt's question and
 most of its text are gone, so a score that this control reaches was not earned by what a cache holds.
