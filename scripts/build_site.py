@@ -11,6 +11,7 @@ results/                   results/README.md with the pages, tables and pictures
 
 from __future__ import annotations
 
+import json
 import logging
 import posixpath
 import re
@@ -31,6 +32,8 @@ import option_tables
 import paper_pages
 import suite_pages
 
+from kvbench.papers.spec import catalogue
+
 ROOT = Path(__file__).parents[1]
 SHOWN = (".md", ".png", ".txt", ".csv")
 GENERATED = ("methods/", "papers/")
@@ -41,6 +44,10 @@ WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/"
 """The weight in the search of pages by the beginning of their name; others have 1."""
 WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
 """Pages whose tables need the space of both sidebars."""
+CLAIMS = "results/claims.md"
+TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.papers())})-(\d+)\.md")
+"""Pages of a paper's table: the paper, and the number of the table."""
+NOT_FOUND = "404.html"
 TABS = {"METHODS": method_pages.navigation, "PAPERS": paper_pages.navigation}
 """The names in the navigation of mkdocs.yml that stand for generated pages."""
 
@@ -89,7 +96,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, name, content=_relinked(_fences(_lists(text)), folder, name, published)))
     for name in published:
         if name.endswith(".md"):
-            text = _lists((ROOT / name).read_text("utf-8"))
+            text = _introduced(_lists((ROOT / name).read_text("utf-8")), name)
             text = _relinked(text, posixpath.dirname(name), name, published)
             page = name.replace("README.md", "index.md")
             files.append(File.generated(config, page, content=_with_front_matter(text, page)))
@@ -114,10 +121,71 @@ def _with_front_matter(text: str, name: str) -> str:
     return "\n".join(["---", *lines, "---", "", text])
 
 
+def _introduced(text: str, name: str) -> str:
+    """Return the text of a page of results that a command wrote, with a line that says what the page is for."""
+    if name == CLAIMS:
+        return (
+            "# Claims of the papers, tested\n\nEach row has a claim in the paper's own words, its test, and what two "
+            "models show. [How claims are tested](papers.md#what-the-papers-claim), and [all verdicts of a "
+            f"paper](../docs/papers/index.md).\n\n{paper_pages.plain(text)}"
+        )
+    match = TABLE_OF_PAPER.fullmatch(name)
+    if match is None:
+        return text
+    paper, number = match.groups()
+    title, _, rest = text.partition("\n")
+    about = (
+        f"kvbench's measurement of table {number} of [{catalogue.paper(paper).name}](../../docs/papers/{paper}.md). "
+        "The notes below the table explain its entries."
+    )
+    return f"{title}\n\n{about}\n{rest}"
+
+
 def _published() -> tuple[str, ...]:
     """Return the names of the committed files of results/ that the site shows."""
     names = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
     return tuple(n for n in names.split() if n.endswith(SHOWN) or n.startswith("results/suite/"))
+
+
+def on_post_template(output_content: str, *, template_name: str, config: MkDocsConfig) -> str:
+    """Return a page that belongs to no text of docs/. That for missing pages works at any address and from a folder."""
+    if template_name != NOT_FOUND:
+        return output_content
+    page = output_content
+    # mkdocs writes links from the root of a server, where the site need not be. The base is found when the page opens:
+    # the folder of this file, or the one above the folder of the missing page
+    folders = "assets|methods|notebooks|papers|results|search"
+    base = (
+        "<script>{const base = document.createElement('base'), path = location.pathname;"
+        f"base.href = path.endsWith('/{NOT_FOUND}') ? path.slice(0, -{len(NOT_FOUND)})"
+        f" : path.replace(/^(.*\\/)(?:{folders})\\/.*|[^/]*$/, '$1');"
+        "document.head.prepend(base);}</script>"
+    )
+    page = page.replace("<head>", f"<head>{base}", 1)
+    page = re.sub(r'(href|src)="/\.?"', r'\1="index.html"', page)
+    page = re.sub(r'(href|src)="/(?=[^/])', r'\1="', page)
+    page = page.replace('new URL("/",location)', 'new URL(".",document.baseURI)')
+    page = re.sub(r'(<script id="__config"[^>]*>)(.*?)(</script>)', _rebased, page, count=1, flags=re.DOTALL)
+    page = page.replace("<title>kvbench</title>", "<title>Page not found - kvbench</title>")
+    return page.replace(
+        "<h1>404 - Not found</h1>",
+        "<h1>Page not found</h1><p>The site has no page at this address. Search for it above, or begin at the "
+        '<a href="index.html">home page</a>, the <a href="guide.html">guide</a>, the <a href="methods/index.html">'
+        'methods</a> or the <a href="results/index.html">findings</a>.</p>',
+    )
+
+
+def _rebased(match: re.Match[str]) -> str:
+    """Return the theme's settings followed by a script that puts the base of the page into them."""
+    opened, settings, closed = match.groups()
+    values = json.loads(settings)
+    values.update(base=".", search=values["search"].lstrip("/"))
+    script = (
+        "<script>{const config = document.getElementById('__config'), values = JSON.parse(config.textContent);"
+        "for (const key of ['base', 'search']) values[key] = new URL(values[key], document.baseURI).href;"
+        "config.textContent = JSON.stringify(values);}</script>"
+    )
+    return f"{opened}{json.dumps(values)}{closed}{script}"
 
 
 def _sections(text: str) -> dict[str, str]:

@@ -119,10 +119,10 @@ def _claim_row(claim: dict[str, Any]) -> tuple[str, ...]:
     verdict = claim["verdict"]
     if claim["decided_by"] and verdict in MARKS and verdict != UNDECIDED:
         verdict = f"**{verdict}** by {MEASURES[claim['decided_by']]}"
-    return MARKS.get(claim["verdict"], "—"), f"“{_plain(claim['quote'])}” ({claim['where']})", claim["tested"], verdict
+    return MARKS.get(claim["verdict"], "—"), f"“{plain(claim['quote'])}” ({claim['where']})", claim["tested"], verdict
 
 
-def _plain(quote: str) -> str:
+def plain(quote: str) -> str:
     """Return a quotation without the marks of LaTeX."""
     for mark, sign in LATEX.items():
         quote = quote.replace(mark, sign)

@@ -93,3 +93,33 @@ def test_the_refused_method_of_own_md_is_refused_in_these_words(tmp_path):
     (printed,) = re.findall(r"```text\n(newest .*?)^```", text, re.DOTALL | re.MULTILINE)
     for line in printed.splitlines():
         assert line in done.stdout
+
+
+@pytest.mark.e2e("imports what makes the site")
+def test_the_page_for_missing_pages_works_at_any_address():
+    pytest.importorskip("mkdocs")
+    import build_site
+
+    made = (
+        '<head><title>kvbench</title><link href="/site.css"><script>new URL("/",location)</script></head>'
+        '<a href="/."></a><h1>404 - Not found</h1>'
+        '<script id="__config" type="application/json">{"base": "/", "search": "/s.js"}</script>'
+    )
+    page = build_site.on_post_template(made, template_name="404.html", config=None)
+    assert page.startswith("<head><script>") and "document.createElement('base')" in page
+    assert 'href="/' not in page and 'href="site.css"' in page and 'href="index.html"' in page
+    assert '{"base": ".", "search": "s.js"}' in page and "<h1>Page not found</h1>" in page
+    assert build_site.on_post_template(made, template_name="sitemap.xml", config=None) == made
+
+
+@pytest.mark.e2e("imports what makes the site")
+def test_pages_that_a_command_wrote_say_what_they_are_for():
+    pytest.importorskip("mkdocs")
+    import build_site
+
+    table = build_site._introduced("# think/2\n\n| a |\n", "results/tiny/think-2.md")
+    assert "table 2 of [ThinK](../../docs/papers/think.md)" in table and table.endswith("\n\n| a |\n")
+    assert build_site._introduced("- counts $l_1$\n", "results/claims.md").startswith(
+        "# Claims of the papers, tested\n"
+    )
+    assert build_site._introduced("# Other\n", "results/tables/ranking.md") == "# Other\n"
