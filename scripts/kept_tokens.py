@@ -48,6 +48,12 @@ def figure(method: str, stage: str) -> str:
     share = f"{small.nbytes() / 1024:.1f} of {full.nbytes() / 1024:.1f} KiB"
     written = " ".join([f"method={method}", *(f"{name}={value}" for name, value in options.items())])
     if all(len(positions) == small.prompt_tokens for layer in small.layers for positions in layer.kept_positions()):
+        exact = registry.defaults(stage).get("residual") or 0
+        if exact >= small.prompt_tokens:
+            return (
+                f"`{written}` keeps every token. The newest {exact} tokens stay exact (`residual={exact}`), so it "
+                f"packs nothing of this prompt of {small.prompt_tokens} tokens."
+            )
         return f"With `{written}` it keeps every token of the prompt, in {share}."
     words = [tokenizer.decode([i]) for i in ids[0]]
     introduction = (

@@ -16,10 +16,10 @@ from kvbench.tasks.base import Task, load_tasks
 from kvbench.tasks.metrics import METRICS
 from kvbench.tasks.rowset import RowFormat
 
-HEAD = """# What exactly is measured
+HEAD = """# Data and metrics
 
-This page is generated from the configuration files, loaders and metrics that runs use. It reads no data. The number of
-examples is that of a dataset's own description.
+This page describes every dataset, prompt format, preset, metric and model. It is generated from the configuration,
+loaders and metrics that runs use. Numbers of examples are those that a dataset's own description states.
 """
 
 
@@ -105,8 +105,8 @@ def _longbench() -> Iterator[str]:
 
 
 def _prompts() -> Iterator[str]:
-    yield "## Prompt policies (`prompt=`)\n"
-    head = ("policy", "template", "truncation", "limit", "least new tokens", "what it is")
+    yield "## Prompt formats (`prompt=`)\n"
+    head = ("format", "template", "truncation", "limit", "least new tokens", "what it is")
     yield writers.table(
         head,
         [

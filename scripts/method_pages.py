@@ -88,8 +88,9 @@ def _described(method: str) -> dict[str, Any]:
 def _index() -> str:
     parts = [
         "# Methods",
-        "`+` combines methods (`method=snapkv+think`), and commas list alternatives (`method=snapkv,h2o`). Each page "
-        "has the formula, when to use the method, the tokens that it keeps of one prompt, its cost and its options. "
+        "The methods of kvbench, by what they do. `+` combines methods (`method=snapkv+think`), and commas list "
+        "alternatives (`method=snapkv,h2o`). Each page has the formula, when to use the method, the tokens that it "
+        "keeps of one prompt, its cost and its options. "
         f"*Size* compares the cache with the full one, at the default options on [SmolLM2]({RESULTS}/methods.txt).",
     ]
     for group in groups().values():
@@ -123,7 +124,7 @@ def _page(method: str) -> str:
         "## When to use it",
         _with_math(about["when"]),
         f"```bash\n{_command(method)}\n```",
-        *explain_budgets([_command(method)]),
+        *_budgets_in_words(method),
     ]
     if about.get("note"):
         parts.append(about["note"])
@@ -198,6 +199,11 @@ def _budget(method: str) -> list[str]:
     if "value_ratio" in names:
         words.append(f"value_ratio={defaults['value_ratio']:g}")
     return words
+
+
+def _budgets_in_words(method: str) -> list[str]:
+    """Return a sentence on each budget of a method's command; [] if it has none."""
+    return [re.sub(r"(\w+): ", r"`\1=` is ", note) for note in explain_budgets([_command(method)])]
 
 
 def _formula(latex: str) -> str:

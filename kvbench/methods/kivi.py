@@ -1,4 +1,4 @@
-"""KIVI: keys packed by channel, values by token, the newest exact (arXiv 2402.02750, sections 3.2 and 4)."""
+"""KIVI: keys packed by channel, values by token, the newest tokens exact (arXiv 2402.02750, sections 3.2 and 4)."""
 
 from __future__ import annotations
 
