@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and filters of results: {chosen}"
     )
-    parser.add_argument("--yes", action="store_true", help="delete; without it only list")
+    parser.add_argument("--yes", action="store_true", help="delete (without --yes, clean only lists)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -55,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(KINDS)} (default: how many of each). Filters of runs: results=, status=, "
         "model=, method=, dataset=",
     )
-    parser.add_argument("--results", help="folder of results, for runs, tables (default results)")
+    parser.add_argument("--results", help="folder of results for runs and tables (default results)")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -25,8 +25,8 @@ DEFAULT_SAMPLES = 3
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or keys of run")
-    parser.add_argument("--samples", type=int, help="number of answers to print of a result (default 3)")
-    parser.add_argument("--results", help="folder of results, as results= (default results)")
+    parser.add_argument("--samples", type=int, help="number of a result's answers to print (default 3)")
+    parser.add_argument("--results", help="folder of results, the same as results= (default results)")
     report_arguments(parser)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter or all; one table as in think/7")
+    parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter, all, or one table such as think/7")
     parser.add_argument(
         "--exact", action="store_true", help="list the values that can be recomputed, instead of findings"
     )

@@ -27,12 +27,12 @@ SHARD_KEYS = ("shard", "shards")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("suite", nargs="?", default="", help="the suite, as retain-v1-mini")
+    parser.add_argument("suite", nargs="?", default="", help="name of the suite, for example retain-v1-mini")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="method=, edition=, output=, ...")
     parser.add_argument("--plan", action="store_true", help="show what would be measured and how long, and stop")
-    parser.add_argument("--stored", action="store_true", help="measure nothing, make the card of what is measured")
+    parser.add_argument("--stored", action="store_true", help="measure nothing, make the card from stored results")
     parser.add_argument(
-        "--lock", action="store_true", help="write the suite's lock anew (a change of it is another suite)"
+        "--lock", action="store_true", help="write the suite's lock again (another lock is another suite)"
     )
 
 

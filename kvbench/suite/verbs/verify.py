@@ -10,7 +10,11 @@ from pathlib import Path
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("--without-texts", action="store_true", help="check all else where the datasets are not here")
+    parser.add_argument(
+        "--without-texts",
+        action="store_true",
+        help="do not score answers again if the datasets are not on this machine, check everything else",
+    )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder that `kvbench suite` wrote")
 
 
