@@ -47,6 +47,8 @@ WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
 CLAIMS = "results/claims.md"
 TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.papers())})-(\d+)\.md")
 """Pages of a paper's table: the paper, and the number of the table."""
+TABLE_OF_TINY = re.compile(r"results/tiny/tiny-([\w-]+)\.md")
+"""Pages of a measurement on the tiny model: what is varied."""
 NOT_FOUND = "404.html"
 TABS = {"METHODS": method_pages.navigation, "PAPERS": paper_pages.navigation}
 """The names in the navigation of mkdocs.yml that stand for generated pages."""
@@ -129,16 +131,21 @@ def _introduced(text: str, name: str) -> str:
             "models show. [How claims are tested](papers.md#what-the-papers-claim), and [all verdicts of a "
             f"paper](../docs/papers/index.md).\n\n{paper_pages.plain(text)}"
         )
-    match = TABLE_OF_PAPER.fullmatch(name)
-    if match is None:
-        return text
-    paper, number = match.groups()
     title, _, rest = text.partition("\n")
-    about = (
-        f"kvbench's measurement of table {number} of [{catalogue.paper(paper).name}](../../docs/papers/{paper}.md). "
-        "The notes below the table explain its entries."
-    )
-    return f"{title}\n\n{about}\n{rest}"
+    of_paper, of_tiny = TABLE_OF_PAPER.fullmatch(name), TABLE_OF_TINY.fullmatch(name)
+    if of_paper:
+        paper, number = of_paper.groups()
+        link = f"[{catalogue.paper(paper).name}](../../docs/papers/{paper}.md)"
+        about = (
+            f"This is table {number} of {link} as kvbench measures it. The notes below the table explain its entries."
+        )
+        if title.endswith("as printed"):
+            about = f"This is table {number} of {link} as the paper prints it."
+        return f"{title}\n\n{about}\n{rest}"
+    if of_tiny:
+        about = "This is a measurement on the tiny model. [Its page](../tiny.md) sums up these measurements."
+        return f"# The tiny model: {of_tiny[1].replace('-', ', ')}\n\n{about}\n{rest}"
+    return text
 
 
 def _published() -> tuple[str, ...]:

@@ -118,7 +118,11 @@ def test_pages_that_a_command_wrote_say_what_they_are_for():
     import build_site
 
     table = build_site._introduced("# think/2\n\n| a |\n", "results/tiny/think-2.md")
-    assert "table 2 of [ThinK](../../docs/papers/think.md)" in table and table.endswith("\n\n| a |\n")
+    assert "table 2 of [ThinK](../../docs/papers/think.md) as kvbench measures it" in table
+    assert table.endswith("\n\n| a |\n")
+    assert "as the paper prints it" in build_site._introduced("# vatp/5 — as printed\n", "results/tiny/vatp-5.md")
+    tiny = build_site._introduced("# tiny-selection-more\n", "results/tiny/tiny-selection-more.md")
+    assert tiny.startswith("# The tiny model: selection, more\n") and "(../tiny.md)" in tiny
     assert build_site._introduced("- counts $l_1$\n", "results/claims.md").startswith(
         "# Claims of the papers, tested\n"
     )
