@@ -90,10 +90,12 @@ FEW_NAMES = 12
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", listed_by: str = "") -> UsageError:
-    """Return the error for a name that is not one of ``allowed``: with the nearest name, and the place of all names.
+    """Return the error for ``value``, which should be one of the names ``allowed``. It suggests the nearest name.
 
-    kind: a noun, and behind `` of `` the thing that has such names, as in ``option of snapkv``.
-    listed_by: the command that lists the names. Without it few names are listed, and all of them if no name is near.
+    kind: what the names are, such as ``dataset`` or ``option of snapkv``.
+    hint: a sentence that is added at the end.
+    listed_by: the command that lists all names. Without a command, the error itself lists the names if they are few
+    or if none of them is near.
     """
     names = sorted(set(allowed))
     question = did_you_mean(value, names)

@@ -63,7 +63,7 @@ codecs.register_error("json", _json_escapes)
 
 
 def describe_duration(seconds: float) -> str:
-    """Return a time in its largest unit that gives at least two of it."""
+    """Return a time as text: in hours from 2 hours on, in minutes from 2 minutes on, and in seconds below that."""
     for unit, unit_seconds in (("h", 3600), ("min", 60)):
         if seconds >= 2 * unit_seconds:
             return f"{seconds / unit_seconds:.0f} {unit}"

@@ -78,7 +78,10 @@ def _score(cell: StoredCell) -> str:
 
 
 def _fold(text: str, at: str) -> list[str]:
-    """Return the lines, of at most WIDTH characters, of a text broken behind ``at``. Longer parts are cut anywhere."""
+    """Break a text into lines of at most WIDTH characters, behind the separator ``at``.
+
+    A part between two separators that is longer than a line is cut anywhere.
+    """
     if not text:
         return []
     lines: list[str] = []

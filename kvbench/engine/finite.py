@@ -21,7 +21,7 @@ def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
 
 
 def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
-    """Return the refusal of an answer, or of a scored text, for logits that were not finite."""
+    """Return the error for an answer, or for a scored text, whose logits were not finite."""
     return _refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
 
 

@@ -1,4 +1,4 @@
-"""Further passes over a prompt, read again behind its own cache, and the attention that the cache then receives."""
+"""Passes that read a prompt again behind its own cache, to measure the attention that each cached token receives."""
 
 from __future__ import annotations
 

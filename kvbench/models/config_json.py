@@ -97,7 +97,7 @@ def _is_dtype(name: str) -> bool:
 
 
 def _check_thetas(path: str, config: Mapping[str, object]) -> None:
-    """Raise UsageError for a base of rotary positions that is no number above 0.
+    """Raise UsageError for a base of rotary positions that is not a finite number above 0.
 
     Mappings within the configuration are checked, too: some families have a base for each type of layer.
     """

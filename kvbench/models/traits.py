@@ -107,7 +107,7 @@ LAYER_TYPES = (
 )
 """The types of layers, as transformers names them, that kvbench runs."""
 ONE_BY_ONE = ("jamba",)
-"""Families of which transformers 5.24 reads several tokens behind a state as if there were none."""
+"""Families for which transformers 5.24 ignores the stored state when it reads several new tokens at once."""
 PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "query_key_value", "rotary_emb", "q_norm")
 """Children of an attention module that do not change keys and values between its projections and the cache."""
 
@@ -206,7 +206,7 @@ def shape_of(config: Any) -> Shape:
 
 
 def reads_one_by_one(config: Any) -> bool:
-    """Return True if tokens that follow a text must be read one at a time, for transformers' own fault."""
+    """Return True if tokens that follow a text must be read one at a time, because of a bug in transformers."""
     return config.model_type in ONE_BY_ONE
 
 

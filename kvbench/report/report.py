@@ -36,7 +36,7 @@ class Report(ReportData):
         return pd.DataFrame(render.records(self), columns=list(render.CSV_FIELDS))
 
     def plot(self) -> Canvas:
-        """Return a figure with a panel a task: scores with intervals against size in per cent of the full cache."""
+        """Return a figure with one panel for each task: scores with intervals against size in % of the full cache."""
         require("matplotlib", "plot")
         from kvbench.report import scatter
 

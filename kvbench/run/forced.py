@@ -121,9 +121,9 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
 
 
 def _first(example: Example) -> int:
-    """Return the position of the first token that counts, from the end of the compressed prefix on.
+    """Return the position of the first token that counts; position 0 is the first token after the compressed prefix.
 
-    It is 0 except in windows of a long text, of which only the tokens from ``scored_from`` on count.
+    It is 0 except in windows of a long text. In these, only the tokens from ``scored_from`` on count.
     """
     return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
 

@@ -70,7 +70,10 @@ class Host:
     def prefill(
         self, ids: Sequence[int], chains: Sequence[Chain], lengths: Sequence[int] | None = None
     ) -> list[PromptCache]:
-        """Return a prompt's cache under each chain, after its first ``lengths`` tokens; see ``prefill_chains``."""
+        """Read a prompt once and return its cache under each chain.
+
+        lengths: how many of the prompt's first tokens each chain's cache covers; None: all tokens.
+        """
         return prefill_chains(
             self.model,
             # [tokens]: one prompt without padding, so that methods see only tokens of the prompt

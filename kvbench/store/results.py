@@ -29,7 +29,8 @@ class Timing:
 
     prefill_s, compress_s, decode_s: seconds of each stage.
     batch_rows: how many rows were decoded together.
-    batch_factor: the bytes of keys and values of that batch over those of its rows' tokens.
+    batch_factor: the bytes that the batch allocated for keys and values, divided by the bytes of its rows' tokens. It
+    exceeds 1 if rows are padded.
     """
 
     prefill_s: float
@@ -149,11 +150,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class CellRecord:
-    """The record of a cell.
+    """The content of a cell's cell.json.
 
     kind: None for a cell that kvbench measured, "imported" or "engine" for any other.
     label, column: the method and the task in words.
-    of: the number of examples of the task.
+    of: the number of the task's examples; None if unknown.
     identity: all settings that decide the cell's numbers.
     provenance: the facts of each process that measured samples.
     """

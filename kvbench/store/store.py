@@ -291,7 +291,7 @@ class ResultStore:
             raise unreadable(path, error) from None
 
     def damage(self, cell_id: str) -> str | None:
-        """Return why the cell cannot be used, or None. Its folder or a file that it needs may be unreadable."""
+        """Return why the cell's folder, or a file that it needs, cannot be read; None if the cell is whole."""
         try:
             folder = self.folder(cell_id)
         except UsageError as error:  # a cleaning leaves such a cell alone

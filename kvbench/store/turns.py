@@ -30,7 +30,10 @@ class TurnAnswer:
 
 @dataclass(frozen=True)
 class IndexScore:
-    """The mean score of the questions with one index, over the ``n`` contexts with a scored question of this index."""
+    """The mean score of all contexts' first questions, or of all their second questions, and so on.
+
+    n: the number of contexts that have a scored question at this place.
+    """
 
     n: int
     score: float | None

@@ -245,7 +245,7 @@ def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -
 def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> list[Task]:
     """Return the tasks with the first ``questions`` of every context. None keeps all questions.
 
-    Raises UsageError unless it is a whole number from 1.
+    Raises UsageError if ``questions`` is not a whole number of at least 1.
     """
     if questions is None:
         return tasks

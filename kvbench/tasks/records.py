@@ -74,7 +74,7 @@ def _read_lines(row: FileRow) -> tuple[Records, str]:
 
 
 def _generate_lines(seed: str, count: int) -> Records:
-    """Return ``count`` records: names drawn without repetition, each with a number from 1 to LARGEST_NUMBER."""
+    """Return ``count`` records for LongEval's lines: different names, each with a number from 1 to LARGEST_NUMBER."""
     all_names = [f"{adjective}-{noun}" for adjective, noun in product(ADJECTIVES, NOUNS)]
     records = {}
     for name in islice(drawn(all_names, seed), count):

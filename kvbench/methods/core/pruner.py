@@ -85,7 +85,7 @@ class ChannelPruner(Stage):
         return [pruned, recent]
 
     def id_bytes(self, head_dim: int) -> int:
-        """Return the bytes of one head's channel ids, 2 each, where not all channels stay."""
+        """Return the bytes of one head's channel ids: 2 bytes for each kept channel, none if all channels stay."""
         counts = (self.kept_keys(head_dim), self.kept_values(head_dim))
         return sum(2 * count for count in counts if count < head_dim)
 

@@ -254,7 +254,7 @@ def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
 
 
 def as_printed(side: str) -> str:
-    """Return the name of a side's row that runs with the paper's own windows."""
+    """Return the name of the row in which a claim's ``side`` runs with the paper's windows, not scaled to the model."""
     return f"{side};{AS_PRINTED}"
 
 

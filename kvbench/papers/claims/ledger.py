@@ -123,7 +123,7 @@ def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
 
 
 def own_path(model: str, results: Path, papers: Sequence[str]) -> Path:
-    """Return the path of a ledger that a user's own run of ``kvbench claims`` writes. It never replaces another's."""
+    """Return the path of a ledger that a user's own run of ``kvbench claims`` writes, apart from published ledgers."""
     return ledger_path(model, results / OWN, papers)
 
 

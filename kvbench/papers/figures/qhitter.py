@@ -73,9 +73,9 @@ def shifts(reading: Reading) -> pd.DataFrame:
 
 
 def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[tuple[str, int, int, int, float]]:
-    """Return (kind, bits, layer, head, overlap) of one prompt.
+    """Return (kind, bits, layer, head, overlap) for each layer and query head of one prompt.
 
-    One pass reads the exact cache, and one for every width a quantised one.
+    The prompt is read once with an exact cache, and once for each of ``widths`` with a quantised cache.
     """
     exact: dict[int, Tensor] = {}
     shifted: dict[tuple[str, int, int], Tensor] = {}  # by kind, bits and layer

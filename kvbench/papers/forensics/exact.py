@@ -244,7 +244,7 @@ def _cells_of_quantity(
 
 
 def _memory(book: Book) -> Iterator[Exact]:
-    """Yield ThinK's table 7, column Memory: payload by its own formula, under all 32 query heads in fp16."""
+    """Yield the column Memory of ThinK's table 7: payload in fp16 by the paper's formula, which stores all 32 heads."""
     for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
         # channels are pruned for all tokens except the 32 most recent
         formula = "0.5 N MiB" if "ratio" not in row.settings else "0.5 N − 0.1 (N − 32) MiB"

@@ -216,7 +216,10 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
 
 
 def _printed(entry: CellView, relative: bool) -> str:
-    """Return the text of the printed side of a cell, with its marks."""
+    """Return the paper's value of a cell as text, with its marks; '' if the paper prints none.
+
+    relative: show the value in per cent of the paper's full-cache row instead.
+    """
     value, digits = entry.published, 2
     if relative:
         value, digits = entry.published_relative, 1

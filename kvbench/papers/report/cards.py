@@ -193,7 +193,7 @@ def _points(found: VerdictSet) -> list[_Point]:
 
 
 def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
-    """Return the picture of scores against sizes as SVG; '' where a score has no such axis, as a perplexity."""
+    """Return a picture of scores against sizes as SVG; '' for scores without a fixed scale, such as perplexities."""
     full = next(row for row in found.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
         return ""

@@ -224,7 +224,7 @@ def _place_name(entry: CatalogueEntry) -> str:
 
 
 def _as_typed(value: object) -> str:
-    """Return a value as it is typed."""
+    """Return a knob's value as a user types it on the command line, such as ``[1,2]``."""
     # YAML ends a lone number or word with a line of three dots
     return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()
 

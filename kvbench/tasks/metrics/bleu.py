@@ -39,7 +39,7 @@ def bleu(prediction: str, reference: str) -> float:
 
 
 def tokenize(text: str) -> list[str]:
-    """Split text into words at spaces, at symbols, and at punctuation with a neighbour that is no digit.
+    """Split text into words at spaces, at symbols, and at punctuation that does not stand between two digits.
 
     "3.5" and a final "1999." stay whole. This is the international tokenisation of mteval-v14. Its rules replace from
     left to right, one after the other.

@@ -26,10 +26,10 @@ STEP = 10
 
 @dataclass(frozen=True)
 class AskedOfDocuments:
-    """A question with its references.
+    """A question with its reference answers.
 
     gold: the numbers of the documents that hold the answer.
-    near: the numbers of other documents on the same subject. RULER takes these first.
+    near: the numbers of other documents on the same subject. RULER fills a prompt with these before it draws others.
     """
 
     text: str
