@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,22 +49,26 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
 def _measure_group(
     run: EngineRun, group: Group, reference: LlamaCpp, engines: Mapping[str, LlamaCpp], tick: Tick
 ) -> None:
-    """Compare rows with ``reference`` on the windows of one task, each window read by it once for all rows.
+    """Compare rows with ``reference`` on the windows of one task.
+
+    The reference reads each window once for all rows.
 
     engines: llama.cpp with each row's cache, by label.
     """
-    missing = {row.label: {example.id for example in run.left(group, row)} for row in run.rows}
+    missing: dict[str, set[str]] = {}
+    for row in run.rows:
+        missing[row.label] = {example.id for example in run.left(group, row)}
     with ExitStack() as stack:
         writers = {}
         for row in run.rows:
             if missing[row.label]:
                 writers[row.label] = stack.enter_context(writing(run, group, row, engines[row.label]))
         for example in group.examples:
-            lacking = [label for label, ids in missing.items() if example.id in ids]
-            if not lacking:
+            labels = [label for label, ids in missing.items() if example.id in ids]
+            if not labels:
                 continue
             exact_logits = reference.logits(example.tokens)
-            for label in lacking:
+            for label in labels:
                 logits = engines[label].logits(example.tokens)
                 writers[label].append(record(example, exact_logits, logits))
                 tick(label, 1)
@@ -77,8 +80,10 @@ def _opened(row: EngineRow) -> LlamaCpp:
     return engine
 
 
-def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, Any]:
-    """Return a window's divergence as it is stored, from the logits [T, V] of both caches after each token.
+def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
+    """Return a window's divergence as it is stored.
+
+    exact, logits: the logits [T, V] after each token with the exact cache and with the row's.
 
     Predictions count from the middle of the window on, as in llama.cpp's tool.
     """
@@ -88,7 +93,7 @@ def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, Any]:
     scored = slice(first, len(example.tokens) - 1)
     (divergence,) = compare(exact[scored], logits[None, scored], targets)
     losses = torch.nn.functional.cross_entropy(logits[scored].double(), targets, reduction="sum")
-    # what rounding alone makes is not known of llama.cpp: its floor is 0
+    # nobody has measured how far rounding alone moves llama.cpp's logits, so the floor is 0
     fidelity = text_fidelity(divergence, float(losses), 0.0, document=str(example.meta.get("document", "")))
     return {
         "id": example.id,
@@ -127,12 +132,13 @@ def table(by_label: Mapping[str, FidelitySummary]) -> Table:
         texts = [label, f"{summary.kl_mean:.3g}", f"{summary.top1:.1f}", f"{summary.perplexity:.3f}"]
         if summary.ci is not None:
             texts[1] += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
-        rows.append((*texts, f"{summary.ppl_ratio:.4f}"))
+        texts.append(f"{summary.ppl_ratio:.4f}")
+        rows.append(tuple(texts))
     return Table(tuple(heads), tuple(rows))
 
 
 def notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
-    """Return what the numbers mean."""
+    """Return the note below the table: how the numbers are computed, and over how much text."""
     first = next(iter(by_label.values()))
     return [
         "KL: mean divergence of the next-token distribution from that of llama.cpp's own f16 cache, over the second "

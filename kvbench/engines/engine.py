@@ -12,7 +12,7 @@ from kvbench.store.results import Facts
 
 @dataclass(frozen=True, kw_only=True)
 class AskedPrompt:
-    """One prompt as an engine is asked it.
+    """One prompt for an engine.
 
     text: the prompt, or with ``chat`` the user's message, which the engine puts into its own template.
     ids: the same text as token ids of the tokenizer that ``model=`` names.
@@ -33,9 +33,9 @@ class Reply:
     """An engine's answer to one prompt.
 
     new_tokens: the answer's tokens as the engine counts them; None if it does not say.
-    seconds: from the question to the answer, with all that the engine did meanwhile.
-    first: ln p of the likeliest first tokens by their text; {} if the engine does not say.
-    bytes: the bytes of the cache as the engine says them; None if it does not.
+    seconds: from the question to the answer, waiting included.
+    first: ln p of the likeliest first tokens by their text; {} if the engine does not report it.
+    bytes: the bytes of the cache as the engine reports them; None if it does not.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Engine(Protocol):
         """Return the answer to a prompt. Several threads may ask at once. Raises EngineError."""
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Free the engine's memory, or end the connection to it."""
 
 
 class EngineError(KvbenchError):

@@ -156,7 +156,7 @@ class LlamaCpp:
             )
 
     def _bytes(self, tokens: int) -> int:
-        """Return the bytes of the first ``tokens`` tokens' state, as llama.cpp says them."""
+        """Return the bytes that llama.cpp reports for the state of the first ``tokens`` tokens."""
         import llama_cpp
 
         context = self.model.ctx

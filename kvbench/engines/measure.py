@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import fmean
-from typing import Any
 
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
@@ -21,7 +20,8 @@ from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import metric, score, stats
 
-Line = dict[str, Any]
+Line = dict[str, object]
+"""One line of a result's file, by field."""
 
 
 def measure(run: EngineRun, quiet: bool = False) -> list[str]:
@@ -46,7 +46,7 @@ def measure(run: EngineRun, quiet: bool = False) -> list[str]:
 
 
 def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
-    """Measure one row. Return the reasons why tasks of it failed."""
+    """Measure one row. Return the reasons why some of its tasks failed."""
     problems = []
     engine = row.open()
     try:
@@ -55,7 +55,7 @@ def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
             if not examples:
                 continue
             try:
-                _measure_cell(run, group, row, engine, examples, tick)
+                _measure_cell(run, group, row, engine=engine, examples=examples, tick=tick)
             except EngineError as error:
                 run.run.store.mark(run.cell(group, row), "failed", str(error))
                 if error.ends_run:
@@ -104,27 +104,26 @@ def writing(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Ite
 def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
     """Yield (example, reply) as replies come.
 
-    After an error that ends the run no further question is asked; replies to questions that were asked before it still
-    come, and then it is raised. Refused prompts are counted, and raised as one error at the end.
+    After an error that ends the run, no further question is asked. Replies to questions that were asked earlier are
+    still yielded, and then the error is raised. Refused prompts are counted and raised as one error at the end.
     """
     failure: EngineError | None = None
     refused: list[EngineError] = []
     try:
         for future in as_completed(waiting):
-            # a question that was never asked, since an earlier one failed
+            # this question was never asked, since an earlier one failed
             if future.cancelled():
                 continue
             try:
                 reply = future.result()
             except EngineError as error:
-                if not error.ends_run:
+                if error.ends_run:
+                    failure = failure or error
+                    _cancel(waiting)
+                else:
                     refused.append(error)
-                    continue
-                if failure is None:
-                    failure = error
-                _cancel(waiting)
-                continue
-            yield waiting[future], reply
+            else:
+                yield waiting[future], reply
     finally:
         _cancel(waiting)
     if failure is not None:
@@ -139,7 +138,10 @@ def _cancel(waiting: Mapping[Future[Reply], Example]) -> None:
 
 
 def _first_began(run: EngineRun, cell: Cell) -> str:
-    """Return when the cell's first answer was asked for, so that rows are listed in the order of their measuring."""
+    """Return the time at which a cell's measurement began. Rows are listed in this order.
+
+    It is the stored time if the cell has answers from earlier, and now otherwise.
+    """
     record = run.run.store.cell(cell.id)
     if record is not None and record.provenance:
         return str(record.provenance[0].get("began", ""))
@@ -147,7 +149,7 @@ def _first_began(run: EngineRun, cell: Cell) -> str:
 
 
 def _line(group: Group, example: Example, reply: Reply) -> Line:
-    """Return an answer with its score as it is stored. What the engine does not say is left out."""
+    """Return an answer with its score as it is stored, without the fields that the engine does not report."""
     line: Line = {
         "id": example.id,
         "prediction": reply.text,
@@ -166,23 +168,24 @@ def _line(group: Group, example: Example, reply: Reply) -> Line:
 
 
 def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | None = None) -> None:
-    """Write the mean score of a row on a task from all that is stored of it. ``more`` is written beside it."""
+    """Write the mean score of all stored answers of a row to a task. ``more`` are further facts to write."""
     cell = run.cell(group, row)
     lines = list(run.run.store.lines(cell.id).values())
     if not lines:
         return
-    shown = metric(group.task.metric)
+    task_metric = metric(group.task.metric)
     scores = [float(line["score"]) for line in lines if line["score"] is not None]
     point, ci = None, None
     if scores:
-        point = shown.show(fmean(scores))
+        point = task_metric.show(fmean(scores))
     if len(scores) >= stats.FEWEST:
         bounds: stats.Bounds | None = None
-        if shown.shown is None:
-            bounds = (0.0, 1.0)  # a log loss has none
+        # a likelihood is shown by a formula of its own, and its log losses have no bounds
+        if task_metric.shown is None:
+            bounds = (0.0, 1.0)
         interval = stats.mean_interval(scores, bounds=bounds)
         if interval is not None:
-            ci = [shown.show(end) for end in interval]
+            ci = [task_metric.show(end) for end in interval]
     status = "done"
     if len(lines) == len(group.task.examples):
         status = "complete"

@@ -55,15 +55,17 @@ class EngineRun:
         identity["engine"] = {"label": row.label} | dict(row.identity)
         return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
 
-    def shared_identity(self, group: Group) -> dict[str, Any]:
-        """Return the identity of a task's results without the engine: rows that share it have the same prompts."""
-        identity = dict(group.cells[0].identity)
-        # the engine has weights and a cache of its own; of the model that is here only the tokenizer is used
+    def shared_identity(self, group: Group) -> dict[str, object]:
+        """Return the identity of a task's results without the engine. Rows that share it have the same prompts."""
+        own = group.cells[0].identity
+        identity: dict[str, object] = dict(own)
+        # the engine has its own weights and cache; kvbench's model only lends its tokenizer
         del identity["chain"]
-        identity["model"] = {"prompts": identity["model"]["fingerprint"]}
-        identity["prompt"] = dict(identity["prompt"])
+        identity["model"] = {"prompts": own["model"]["fingerprint"]}
+        prompt = dict(own["prompt"])
         if self.chat and self.run.cfg.prompt.templated(group.task):
-            identity["prompt"]["template"] = "the engine's own"
+            prompt["template"] = "the engine's own"
+        identity["prompt"] = prompt
         identity["kind"] = KIND
         return identity
 
@@ -73,8 +75,11 @@ class EngineRun:
         return [example for example in group.examples if example.id not in done]
 
     def count_left(self) -> dict[str, int]:
-        """Return the number of unanswered examples of all tasks by the row's label."""
-        return {row.label: sum(len(self.left(group, row)) for group in self.run.groups) for row in self.rows}
+        """Return how many examples of all tasks each row has not answered, by the row's label."""
+        counts = {}
+        for row in self.rows:
+            counts[row.label] = sum(len(self.left(group, row)) for group in self.run.groups)
+        return counts
 
     def question(self, group: Group, example: Example) -> AskedPrompt:
         """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
@@ -92,7 +97,7 @@ class EngineRun:
             text=text,
             ids=ids,
             limit=example.max_new_tokens,
-            stop=(*group.task.stop, *run.cfg.model.stop),
+            stop=tuple(group.task.stop) + tuple(run.cfg.model.stop),
             chat=chat,
             system=system,
         )
@@ -128,10 +133,10 @@ def check_tasks(run: RunPlan) -> None:
             )
 
 
-def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, Any], CellRecord]]:
-    """Yield (the engine's identity, record) of all results on a task's prompts, those measured first first."""
+def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, object], CellRecord]]:
+    """Yield (the engine's identity, record) of all stored results on a task's prompts, in the order of measuring."""
     wanted = run.shared_identity(group)
-    rows = []
+    rows: list[tuple[str, str, Mapping[str, object], CellRecord]] = []
     for cell_id in run.run.store.cells():
         if run.run.store.damage(cell_id) is not None:
             continue
@@ -143,5 +148,7 @@ def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, Any
         if identity == wanted:
             began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
             rows.append((began, str(engine["label"]), engine, record))
-    for _, _, engine, record in sorted(rows, key=lambda entry: entry[:2]):
+    # by time and label alone: identities cannot be ordered
+    rows.sort(key=lambda row: row[:2])
+    for _, _, engine, record in rows:
         yield engine, record

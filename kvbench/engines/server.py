@@ -1,6 +1,6 @@
 """An OpenAI-compatible server (vLLM, SGLang, llama.cpp, TensorRT-LLM and others) through the client ``openai``.
 
-Only the address that the user typed is spoken to. The key is read from the environment and written nowhere.
+kvbench connects only to the address that the user typed. It reads the key from the environment and never stores it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,17 @@ class Server:
         import openai
 
         self.url, self.served = url, served
-        key = next((os.environ[name] for name in KEYS if os.environ.get(name)), NO_KEY)
-        # neither a redirect nor a proxy of the environment may lead a question elsewhere
+        key = NO_KEY
+        for name in KEYS:
+            if os.environ.get(name):
+                key = os.environ[name]
+                break
+        # questions and the key go to this address alone: no redirects, and no proxy from the environment
         http = openai.DefaultHttpxClient(follow_redirects=False, trust_env=False)
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=RETRIES, http_client=http)
-        # servers differ in whether they give log-probabilities; it is asked once
+        # log-probabilities are asked for until the server once refuses them
         self.gives_choices = True
+        # the model that answers named; answers by several threads may not change it
         self.model_said: str | None = None
         self.version = ""
         self.lock = Lock()
@@ -67,7 +72,7 @@ class Server:
         if prompt.chat:
             ask = self._chat
         try:
-            # other threads may learn meanwhile that the server gives none: each question remembers what it asked for
+            # pass the flag on: another thread may clear it while this question waits for its answer
             reply = self._call(partial(ask, prompt, self.gives_choices))
         except NoChoices:
             self.gives_choices = False
@@ -91,9 +96,10 @@ class Server:
         """Return the version that the server says, as vLLM does at /version; '' if it says none."""
         root = f"{urlsplit(self.url).scheme}://{urlsplit(self.url).netloc}"
         try:
-            content = self.client.with_options(max_retries=1, timeout=5).get(f"{root}/version", cast_to=dict[str, Any])
+            client = self.client.with_options(max_retries=1, timeout=5)
+            content = client.get(f"{root}/version", cast_to=dict[str, object])
         except Exception:
-            # whatever comes back, a server without this page is no error
+            # many servers lack this page: no failure here is an error
             return ""
         return str(content.get("version", ""))
 
@@ -230,7 +236,7 @@ def _new_tokens(response: Any) -> int | None:
 
 
 def _said(error: Any) -> str:
-    """Return what the server said of an error."""
+    """Return the server's own message about an error."""
     return _short(getattr(error, "message", "") or error)
 
 

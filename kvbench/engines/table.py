@@ -17,8 +17,39 @@ from kvbench.store.results import Sample
 from kvbench.tasks.metrics import metric, stats
 from kvbench.tasks.metrics.stats import FEWEST, Interval
 
-Lines = Mapping[str, Mapping[str, Any]]
-"""Stored answers by example."""
+
+@dataclass(frozen=True, kw_only=True)
+class StoredAnswer:
+    """An engine's stored answer to one prompt.
+
+    score: from 0 to 1; None if the metric gives this answer no score.
+    first: ln p of the likeliest first tokens by their text; {} if the engine does not report it.
+    bytes_said: the bytes of the cache as the engine reports them; None if it does not.
+    """
+
+    prediction: str
+    score: float | None
+    first: Mapping[str, float]
+    bytes_said: float | None
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> StoredAnswer:
+        """Return the answer in a line of a result's file."""
+        score, bytes_said = line["score"], line.get("bytes_said")
+        if score is not None:
+            score = float(score)
+        if bytes_said is not None:
+            bytes_said = float(bytes_said)
+        return cls(
+            prediction=line["prediction"],
+            score=score,
+            first=line.get("first") or {},
+            bytes_said=bytes_said,
+        )
+
+
+Answers = Mapping[str, StoredAnswer]
+"""A row's answers to one task, by example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +65,12 @@ class TaskResult:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstChoices:
-    """A row's first tokens beside the baseline's, on prompts of which both engines said them.
+    """A row's first tokens beside the baseline's, over the prompts for which both engines report them.
 
-    same: the share of prompts with the same likeliest first token. change: the mean change of ln p of the baseline's
-    likeliest first token, with the least likely listed one in place of a token that is not listed. n: the prompts.
+    same: the share of prompts with the same likeliest first token.
+    change: the mean change of ln p of the baseline's likeliest first token. A token that the row does not list counts
+    with ln p of the least likely token that it lists.
+    n: the number of prompts.
     """
 
     same: float
@@ -47,7 +80,13 @@ class FirstChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineResult:
-    """One row of the table. delta, ci: the mean difference over tasks. bytes: a cache as the engine says it."""
+    """One row of the table.
+
+    mean: the mean score over tasks; None unless the row has answered the baseline's prompts.
+    delta, ci: the mean difference from the baseline over tasks, with its 95 % interval.
+    bytes: the mean bytes of a prompt's cache as the engine reports them; None if it does not.
+    empty: the number of empty answers.
+    """
 
     label: str
     tasks: tuple[TaskResult, ...]
@@ -61,7 +100,10 @@ class EngineResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineReport:
-    """All rows on the same prompts, the baseline first. alike: notes on answers beside kvbench's own full cache."""
+    """All rows on the same prompts, the baseline first.
+
+    notes: for each row, how far its answers equal those of kvbench's own full cache.
+    """
 
     baseline: str
     rows: tuple[EngineResult, ...]
@@ -71,41 +113,44 @@ class EngineReport:
 
 def report(run: EngineRun) -> EngineReport:
     """Return all rows that engines answered on this run's prompts. Raises UsageError for an unknown baseline."""
-    by_engine: dict[str, dict[str, Lines]] = {}
-    engines: dict[str, Mapping[str, Any]] = {}
+    by_engine: dict[str, dict[str, Answers]] = {}
+    engines: dict[str, Mapping[str, object]] = {}
     for group in run.run.groups:
         wanted = {example.id for example in group.examples}
         for engine, record in stored_rows(run, group):
             lines = run.run.store.lines(record.id)
-            here = {i: line for i, line in lines.items() if i in wanted}
-            if here:
-                # not by the label: two models may have been measured under one
+            answers = {i: StoredAnswer.read(line) for i, line in lines.items() if i in wanted}
+            if answers:
+                # rows are told apart by the whole identity: two models may have been measured under one label
                 key = json.dumps(engine, sort_keys=True)
                 engines[key] = engine
-                by_engine.setdefault(key, {})[group.column] = here
+                by_engine.setdefault(key, {})[group.column] = answers
     names = _names(engines)
     by_label = {names[key]: columns for key, columns in by_engine.items()}
     if not by_label:
         raise UsageError("no engine has answered these prompts yet")
-    labels = list(by_label)
-    baseline = run.baseline or labels[0]
-    if baseline not in labels:
-        raise UsageError(f"baseline={baseline} is no row on these prompts: {', '.join(labels)}")
-    labels.remove(baseline)
-    rows = []
-    for label in [baseline, *labels]:
-        rows.append(_row(run.run.groups, label, by_label[label], by_label[baseline], is_baseline=label == baseline))
+    baseline = run.baseline or next(iter(by_label))
+    if baseline not in by_label:
+        raise UsageError(f"baseline={baseline} is no row on these prompts: {', '.join(by_label)}")
+    groups = run.run.groups
+    rows = [_row(groups, baseline, by_label[baseline], by_label[baseline], is_baseline=True)]
+    for label, columns in by_label.items():
+        if label != baseline:
+            rows.append(_row(groups, label, columns, by_label[baseline], is_baseline=False))
     return EngineReport(
         baseline=baseline,
         rows=tuple(rows),
-        columns=tuple(group.column for group in run.run.groups),
+        columns=tuple(group.column for group in groups),
         notes=tuple(_beside_own(run, by_label)),
     )
 
 
-def _names(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the name of each row: its label, and behind it its model where a label stands for several."""
-    labels = [engine["label"] for engine in engines.values()]
+def _names(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+    """Return each row's name in the table: its label, followed by its model if several rows have this label.
+
+    engines: the rows' identities.
+    """
+    labels = [str(engine["label"]) for engine in engines.values()]
     names = {}
     for key, engine in engines.items():
         name = str(engine["label"])
@@ -116,27 +161,28 @@ def _names(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def _row(
-    groups: Sequence[Group], label: str, own: Mapping[str, Lines], baseline: Mapping[str, Lines], is_baseline: bool
+    groups: Sequence[Group], label: str, own: Mapping[str, Answers], baseline: Mapping[str, Answers], is_baseline: bool
 ) -> EngineResult:
     """Return one row from its stored answers and the baseline's, by column."""
     tasks = []
     differences: list[list[float]] = []
     for group in groups:
-        lines = own.get(group.column, {})
-        shown = metric(group.task.metric)
-        scores = _scores(lines)
+        task_metric = metric(group.task.metric)
+        scores = _scores(own.get(group.column, {}))
         score, delta, ci = None, None, None
         if scores:
-            score = shown.show(fmean(scores.values()))
+            score = task_metric.show(fmean(scores.values()))
         # the pairs are the prompts that both rows have answered
-        other = _scores(baseline.get(group.column, {}))
-        shared = [i for i in scores if i in other]
+        baseline_scores = _scores(baseline.get(group.column, {}))
+        shared = [i for i in scores if i in baseline_scores]
         if shared and not is_baseline:
-            differences.append([scores[i] - other[i] for i in shared])
-            delta, interval = stats.paired_difference([scores[i] for i in shared], [other[i] for i in shared])
-            delta = shown.scale * delta
+            own_shared = [scores[i] for i in shared]
+            baseline_shared = [baseline_scores[i] for i in shared]
+            differences.append([a - b for a, b in zip(own_shared, baseline_shared, strict=True)])
+            difference, interval = stats.paired_difference(own_shared, baseline_shared)
+            delta = task_metric.scale * difference
             if interval is not None and len(shared) >= FEWEST:
-                ci = (shown.scale * interval[0], shown.scale * interval[1])
+                ci = (task_metric.scale * interval[0], task_metric.scale * interval[1])
         tasks.append(TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci))
     measured = [task.score for task in tasks if task.score is not None]
     # a mean over other prompts than the baseline's would not fit its difference
@@ -153,11 +199,13 @@ def _row(
         mean_delta = scale * mean_difference
         if interval is not None:
             mean_ci = (scale * interval[0], scale * interval[1])
-    all_lines = [line for lines in own.values() for line in lines.values()]
-    said = [float(line["bytes_said"]) for line in all_lines if "bytes_said" in line]
+    answers: list[StoredAnswer] = []
+    for column_answers in own.values():
+        answers.extend(column_answers.values())
+    sizes = [answer.bytes_said for answer in answers if answer.bytes_said is not None]
     bytes_said = None
-    if said and is_whole:
-        bytes_said = fmean(said)
+    if sizes and is_whole:
+        bytes_said = fmean(sizes)
     first = None
     if not is_baseline:
         first = _first_choices(own, baseline)
@@ -168,22 +216,25 @@ def _row(
         delta=mean_delta,
         ci=mean_ci,
         bytes=bytes_said,
-        empty=sum(not line["prediction"].strip() for line in all_lines),
+        empty=sum(not answer.prediction.strip() for answer in answers),
         first=first,
     )
 
 
-def _scores(lines: Lines) -> dict[str, float]:
+def _scores(answers: Answers) -> dict[str, float]:
     """Return the scores in [0, 1] by example, without answers that cannot be scored."""
-    return {i: float(line["score"]) for i, line in sorted(lines.items()) if line["score"] is not None}
+    return {i: answer.score for i, answer in sorted(answers.items()) if answer.score is not None}
 
 
-def _first_choices(own: Mapping[str, Lines], baseline: Mapping[str, Lines]) -> FirstChoices | None:
+def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> FirstChoices | None:
     """Return a row's first tokens beside the baseline's; None if one of the two engines does not say them."""
     same, changes = [], []
-    for column, lines in own.items():
-        for i, line in lines.items():
-            ours, theirs = line.get("first"), baseline.get(column, {}).get(i, {}).get("first")
+    for column, answers in own.items():
+        baseline_answers = baseline.get(column, {})
+        for i, answer in answers.items():
+            if i not in baseline_answers:
+                continue
+            ours, theirs = answer.first, baseline_answers[i].first
             if not ours or not theirs:
                 continue
             # {text of a token: its ln p}: the key with the largest value is the first choice
@@ -196,8 +247,11 @@ def _first_choices(own: Mapping[str, Lines], baseline: Mapping[str, Lines]) -> F
     return FirstChoices(same=fmean(same), change=fmean(changes), n=len(same))
 
 
-def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Lines]]) -> list[str]:
-    """Return, for each row, how many tokens of its answers are those of kvbench's own full cache, if that is stored."""
+def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -> list[str]:
+    """Return a note for each row: how many of its answers' tokens equal those of kvbench's own full cache.
+
+    Rows on prompts that kvbench's full cache has not answered have no note.
+    """
     own: dict[str, Mapping[str, Sample]] = {}
     for group in run.run.groups:
         samples = run.run.samples(group, group.cells[0])
@@ -206,10 +260,11 @@ def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Lines]]) -> 
     notes = []
     for label, columns in by_label.items():
         shares = []
-        for column, lines in columns.items():
-            for i, line in lines.items():
-                if i in own.get(column, {}):
-                    shares.append(equal_tokens(run.run.tokenizer, line["prediction"], own[column][i].prediction))
+        for column, answers in columns.items():
+            own_samples = own.get(column, {})
+            for i, answer in answers.items():
+                if i in own_samples:
+                    shares.append(equal_tokens(run.run.tokenizer, answer.prediction, own_samples[i].prediction))
         if shares:
             notes.append(
                 f"{label}: {100 * fmean(shares):.0f} % of the answers' tokens are those of kvbench's own full cache "
@@ -219,16 +274,19 @@ def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Lines]]) -> 
 
 
 def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
-    """Return the share of places at which two texts have the same token, of the longer one's places."""
-    ids = tokenizer.encode(a, add_special_tokens=False), tokenizer.encode(b, add_special_tokens=False)
-    longest = max(map(len, ids))
+    """Return at how many places two texts have the same token, divided by the number of the longer text's tokens."""
+    a_ids = tokenizer.encode(a, add_special_tokens=False)
+    b_ids = tokenizer.encode(b, add_special_tokens=False)
+    longest = max(len(a_ids), len(b_ids))
     if not longest:
         return 1.0
-    return sum(x == y for x, y in zip(*ids, strict=False)) / longest
+    # zip ends with the shorter text: behind its end, no token is the same
+    same = sum(x == y for x, y in zip(a_ids, b_ids, strict=False))
+    return same / longest
 
 
 def verdicts(answered: EngineReport) -> Table | None:
-    """Return a line for each row but the baseline: its size, its score and what that says."""
+    """Return a line for each row except the baseline: its size, its score, and the verdict on both."""
     baseline = answered.rows[0]
     lines = []
     for row in answered.rows[1:]:
@@ -249,7 +307,8 @@ def verdicts(answered: EngineReport) -> Table | None:
         )
     if not lines:
         return None
-    return Table(("row", "size", "score", "difference", "verdict"), tuple(lines), left=5, bare=True)
+    heads = ("row", "size", "score", "difference", "verdict")
+    return Table(heads, tuple(lines), left=len(heads), bare=True)
 
 
 def _outcome(row: EngineResult, baseline: str) -> str:
@@ -283,10 +342,12 @@ def tables(answered: EngineReport) -> list[Table]:
         texts = [row.label]
         for task in row.tasks:
             texts += [number(task.score), _difference(task)]
-        said = "unknown"
+        texts.append(str(sum(task.n for task in row.tasks)))
         if row.bytes is not None:
-            said = size(row.bytes)
-        rows.append((*texts, str(sum(task.n for task in row.tasks)), said))
+            texts.append(size(row.bytes))
+        else:
+            texts.append("unknown")
+        rows.append(tuple(texts))
     scores = Table(tuple(heads), tuple(rows), breaks=True)
     above = verdicts(answered)
     if above is None:
@@ -295,7 +356,7 @@ def tables(answered: EngineReport) -> list[Table]:
 
 
 def _difference(task: TaskResult) -> str:
-    """Return a task's difference to the baseline as text; a dash for the baseline itself."""
+    """Return a task's difference from the baseline as text; a dash for the baseline itself."""
     if task.delta is None:
         return "—"
     return _signed(task.delta, task.ci)
@@ -311,10 +372,9 @@ def notes(answered: EngineReport) -> list[str]:
         if row.empty:
             lines.append(f"{row.label}: {row.empty} answers are empty.")
         if row.first is not None:
-            text = (
+            change = f"{row.first.change:+.3f}".replace("-", "−")
+            lines.append(
                 f"{row.label}: the likeliest first token is {answered.baseline}'s in {100 * row.first.same:.0f} % of "
+                f"{row.first.n} prompts; ln p of that token changes by {change}."
             )
-            text += f"{row.first.n} prompts; ln p of that token changes by "
-            text += f"{row.first.change:+.3f}".replace("-", "−")
-            lines.append(text + ".")
     return lines + list(answered.notes)
