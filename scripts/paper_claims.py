@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import committed
 import shards
@@ -60,7 +59,7 @@ def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: Result
     archive.pack(store, cells, samples(goal))
 
 
-def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> dict[str, Any]:
+def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> ledger.Ledger:
     """Return the ledger of the measured claims."""
     return json.loads(json.dumps(claim_runner.plain(prepared, goal.model, claim_runner.settle(prepared, goal.model))))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from textwrap import fill, shorten
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import write_json
@@ -127,7 +127,7 @@ def own_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     return ledger_path(model, results / OWN, papers)
 
 
-def write(content: Mapping[str, Any], path: Path) -> Path:
+def write(content: Ledger, path: Path) -> Path:
     """Write a ledger to ``path`` (``ledger_path`` or ``own_path``) and return it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
@@ -151,9 +151,9 @@ def read(results: Path) -> list[Ledger]:
 
 
 def read_with_own(results: Path) -> list[Ledger]:
-    """Read the ledgers below a results folder, the user's own in place of committed ones of the same claims.
+    """Read the ledgers below a results folder. A user's own ledger replaces the committed one of the same claims.
 
-    Raises UsageError for a damaged one.
+    Raises UsageError for a damaged ledger.
     """
     own = read(results / OWN)
     own_names = {_key(content) for content in own}
@@ -161,9 +161,10 @@ def read_with_own(results: Path) -> list[Ledger]:
     return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
 
 
-def _key(content: Ledger) -> tuple[str, ...]:
-    """Return what two ledgers share if one is the newer state of the other: the model and the claims."""
-    return (content["model"], *(record["id"] for record in content["verdicts"]))
+def _key(content: Ledger) -> tuple[str, str]:
+    """Return (model, ids of the claims). Two ledgers with the same key are an older and a newer state of one."""
+    ids = [record["id"] for record in content["verdicts"]]
+    return (content["model"], "\n".join(ids))
 
 
 def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
@@ -176,7 +177,7 @@ def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger |
     return content
 
 
-def any_measured(content: Mapping[str, Any]) -> bool:
+def any_measured(content: Ledger) -> bool:
     """Tell whether a ledger has a single measured pair behind any of its claims."""
     for record in content["verdicts"]:
         for numbers in record["measures"].values():
@@ -185,7 +186,7 @@ def any_measured(content: Mapping[str, Any]) -> bool:
     return False
 
 
-def tally(content: Mapping[str, Any]) -> str:
+def tally(content: Ledger) -> str:
     """Return how many claims have each verdict: ``9 supported · 4 contradicted · 13 undecided``."""
     words = [record["verdict"] for record in content["verdicts"]]
     counts = []
@@ -196,7 +197,7 @@ def tally(content: Mapping[str, Any]) -> str:
     return " · ".join(counts)
 
 
-def brief(content: Mapping[str, Any]) -> str:
+def brief(content: Ledger) -> str:
     """Return the tally and, for each claim, a line with its difference and verdict above the tested statement."""
     lines = [tally(content)]
     records = content["verdicts"]
@@ -236,7 +237,7 @@ def _describe_difference(record: ClaimRecord) -> str:
 
 
 def _count_examples(record: ClaimRecord) -> int:
-    """Return how many examples a claim's difference is the mean of."""
+    """Return the number of examples behind a claim's mean difference."""
     _, numbers = _choose_measure(record)
     return sum(numbers["n"].values())
 
@@ -303,43 +304,45 @@ def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
     return any(len(record["measures"]) > 1 for record in records)
 
 
-def outcome(v: ClaimRecord) -> str:
+def outcome(record: ClaimRecord) -> str:
     """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
-    text = v["verdict"]
-    if v["side"]:
-        text += f" ({v['side']} in the mean)"
-    if v["decided_by"] and len(v["measures"]) > 1:
-        text += f" by {BY[v['decided_by']]}"
+    text = record["verdict"]
+    if record["side"]:
+        text += f" ({record['side']} in the mean)"
+    if record["decided_by"] and len(record["measures"]) > 1:
+        text += f" by {BY[record['decided_by']]}"
     return text
 
 
-def evidence(v: ClaimRecord) -> str:
+def evidence(record: ClaimRecord) -> str:
     """Return the numbers behind a verdict, a block of lines for each measure taken."""
     lines = []
-    for measure, numbers in v["measures"].items():
+    for measure, numbers in record["measures"].items():
         if numbers["mean"] is not None:
-            lines += _describe_measure(v, measure, numbers)
+            lines += _describe_measure(record, measure, numbers)
     # minus signs are as wide as plus signs, unlike hyphens
     return "\n".join(lines).replace("-", "−") or "—"
 
 
-def _scale(v: ClaimRecord, measure: str) -> tuple[int, int]:
+def _scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
     """Return the divisor of a measure's numbers, which a ledger has in hundredths, and the digits to print."""
     # divergences of claimed gains are relative, and stay per cent
-    if measure == LIKELIHOOD or (measure == DIVERGENCE and v["test"] != "better"):
+    if measure == LIKELIHOOD or (measure == DIVERGENCE and record["test"] != "better"):
         return 100, 3
     return 1, 1
 
 
-def _margin(v: ClaimRecord, measure: str) -> float:
-    """Return the loss that counts as nothing, in points or in nats."""
-    return v["margin"] if measure == POINTS else claims.NATS
+def _margin(record: ClaimRecord, measure: str) -> float:
+    """Return the largest loss that counts as no loss, in points or in nats."""
+    if measure == POINTS:
+        return record["margin"]
+    return claims.NATS
 
 
-def _format_difference(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
+def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
     """Return a measured mean difference with its interval."""
     assert numbers["mean"] is not None
-    scale, digits = _scale(v, measure)
+    scale, digits = _scale(record, measure)
     low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
     mean, low, high = numbers["mean"] / scale, low / scale, high / scale
     unit = ""
@@ -350,25 +353,27 @@ def _format_difference(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> 
     return f"{mean:+.{digits}f}{unit} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
+def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
     """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
-    scale, digits = _scale(v, measure)
-    margin = _margin(v, measure)
+    scale, digits = _scale(record, measure)
+    margin = _margin(record, measure)
     # the bound that the mean must exceed, in the hundredths of the ledger
     least = 0.0
-    if v["test"] != "better":
+    if record["test"] != "better":
         least = -margin * scale
-    difference = _format_difference(v, measure, numbers)
+    difference = _format_difference(record, measure, numbers)
     if least:
         difference += f", margin {margin:g}"
-    if len(v["measures"]) > 1:
+    if len(record["measures"]) > 1:
         difference = f"{NAMES[measure]}\n{difference}"
     # tasks can have different numbers of examples
     sizes = sorted(numbers["n"].values())
     n = f"{sizes[0]}"
     if sizes[0] != sizes[-1]:
         n = f"{sizes[0]} to {sizes[-1]}"
-    task_word = "tasks" if len(sizes) > 1 else "task"
+    task_word = "task"
+    if len(sizes) > 1:
+        task_word = "tasks"
     p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
     # a task is on neither side if its mean is the bound itself, up to rounding
     tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
@@ -392,7 +397,7 @@ def _describe_measure(v: ClaimRecord, measure: str, numbers: MeasureRecord) -> l
     return lines
 
 
-def _model_note(content: Mapping[str, Any]) -> str:
+def _model_note(content: Ledger) -> str:
     """Return the ledger's model with its dtype, and what a substitute model reads in place of the papers' model."""
     note = str(content["model"])
     if content["dtype"]:
@@ -406,7 +411,7 @@ def _model_note(content: Mapping[str, Any]) -> str:
     return f"{note}, a substitute for the papers' models: {read_here}"
 
 
-def notes(content: Mapping[str, Any]) -> list[str]:
+def notes(content: Ledger) -> list[str]:
     """Return the notes that explain a ledger's verdicts."""
     tested = content["tested"]
     # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures

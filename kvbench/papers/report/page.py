@@ -112,16 +112,17 @@ class MeasuredTable:
 class ReportPage:
     """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs.
 
-    runs: lines of the open format (run/open_results.py), also of other folders.
-    own_figures: those of methods that the user named. papers: False where the user's runs alone are shown.
-    verdicts: those on the user's methods, by model and dataset. paper_cells: the ids of results that the papers' tables
-    and claims use, which are folded away.
+    runs: lines of the open format (report/open_results.py), also of other folders.
+    own_figures: the figures of methods that the user named.
+    papers: False to show the user's runs alone.
+    verdicts: the verdicts on the user's methods, by model and dataset.
+    paper_cells: the ids of results that the papers' tables and claims use. The page folds them away.
     """
 
     model: str
     tables: Sequence[ReportPart]
     figures: Sequence[Mapping[str, str]]
-    claims: Sequence[Mapping[str, Any]]
+    claims: Sequence[ledger.Ledger]
     audit: Sequence[Finding]
     samples: Sequence[Mapping[str, object]]
     runs: Sequence[Mapping[str, Any]]
@@ -164,7 +165,7 @@ class ReportPage:
         return build(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
 
     def _title(self) -> str:
-        """Name the sections, each with the models whose numbers stand in it."""
+        """Return the page's title: its parts, each with the models that were measured."""
         # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
         if not models:
@@ -179,8 +180,10 @@ class ReportPage:
 
     def _lead(self) -> list[str]:
         """Return the first lines of the page, which count its contents."""
-        plural = "" if len(self.samples) == 1 else "s"
-        lines = [f"{len(self.runs)} results of your runs, {len(self.samples)} single example{plural}."]
+        counts = f"{len(self.runs)} results of your runs, {len(self.samples)} single example"
+        if len(self.samples) != 1:
+            counts += "s"
+        lines = [f"{counts}."]
         if self.papers:
             # a table whose only measured rows are those of the full cache says nothing about a method
             tables_with_ours = 0
@@ -205,8 +208,10 @@ class ReportPage:
         heads = ("table", "row", "value", "printed", "recomputed", "weight", "why")
         findings = []
         for f in self.audit:
-            # the row of a finding about a statement is the statement, which need not stand there twice
-            printed = "" if f.printed == f.row else f.printed
+            printed = f.printed
+            if f.printed == f.row:
+                # a finding about a statement has the statement as its row: do not show it twice
+                printed = ""
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
         ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: kvbench claims.</p>"
         return [
@@ -218,7 +223,10 @@ class ReportPage:
         ]
 
     def _runs(self) -> str:
-        """Return the figures of the user's methods, and a table of the store's cells with scores and bytes."""
+        """Return the figures of the user's methods, and a table of results for each method.
+
+        Results that only the papers' tables and claims use come last, in one table.
+        """
         if self.own_figures:
             figures_html = figures(self.own_figures)
         else:
@@ -226,11 +234,7 @@ class ReportPage:
         if not self.runs:
             return f"{figures_html}<p>None.</p>"
         run_values = [_printed_run(run) for run in self.runs]
-        # a column that no run fills would only push the others out of sight
-        filled_columns: set[str] = set()
-        for values in run_values:
-            filled_columns.update(key for key, value in values.items() if value not in (None, ""))
-        columns = [key for key in RUN_COLUMNS if key in filled_columns]
+        columns = _filled_columns(run_values)
         own_runs: dict[str, list[dict[str, object]]] = {}
         paper_runs: list[dict[str, object]] = []
         for values in run_values:
@@ -246,7 +250,7 @@ class ReportPage:
         return figures_html + filtered("".join(folds))
 
     def _provenance(self) -> str:
-        """Return a table of what the samples behind the papers' tables were measured with."""
+        """Return a table with the provenance of the samples behind the papers' tables."""
         measured = [table.measured for table in self.tables if table.measured is not None]
         if not measured:
             return "<p>None.</p>"
@@ -261,17 +265,29 @@ class ReportPage:
         return rows(heads, body)
 
 
+def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return the RUN_COLUMNS that at least one run fills. An empty column would only push others out of sight."""
+    filled: set[str] = set()
+    for values in run_values:
+        filled.update(key for key, value in values.items() if value not in (None, ""))
+    return [key for key in RUN_COLUMNS if key in filled]
+
+
 def _fold(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Return the table of some runs to unfold, under a name with their number."""
+    """Return a table of runs that the reader unfolds. Its heading is ``name`` with the number of runs."""
     heads = [RUN_HEADS.get(key, key) for key in columns]
-    body = [[values.get(key) for key in columns] for values in runs]
-    plural = "" if len(runs) == 1 else "s"
-    summary = html.escape(f"{name}: {len(runs)} result{plural}")
+    body = []
+    for values in runs:
+        body.append([values.get(key) for key in columns])
+    summary = f"{name}: {len(runs)} result"
+    if len(runs) != 1:
+        summary += "s"
+    summary = html.escape(summary)
     return f"<details><summary>{summary}</summary>{rows(heads, body)}</details>"
 
 
 def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
-    """Return a line of the open format by RUN_COLUMNS, with its numbers as they are printed."""
+    """Return the values of RUN_COLUMNS for one line of the open format, with its numbers as they are printed."""
     values: dict[str, object] = dict(run)
     # other programs' lines may lack the parts that kvbench writes, or have null there
     for kind, divergence in (run.get("fidelity") or {}).items():
@@ -306,8 +322,8 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
     return "{:.3g} [{:.2g}, {:.2g}]".format(mean, *interval)
 
 
-def ledger_table(content: Mapping[str, Any]) -> str:
-    """Return a model's claims with their verdicts and evidence."""
+def ledger_table(content: ledger.Ledger) -> str:
+    """Return a model's claims with their verdicts and evidence as HTML."""
     # a row of the table, and the class of its element, for each claim
     body, verdict_classes = [], []
     for verdict in content["verdicts"]:
