@@ -71,7 +71,7 @@ class _Rows:
                     self._pieces.append((i, row, tokens))
                     kept[row] += tokens
             self.kept.append(kept)
-        self.whole = all(tokens == n for kept in self.kept for tokens in kept)
+        self.whole = all(set(kept) == {n} for kept in self.kept)
 
     def occupied(self, pages: int) -> Tensor:
         """Return a mask [layers, rows, pages] of the pages with a kept token. Rows that a layer lacks are empty."""

@@ -164,7 +164,11 @@ def _bytes_held(caches: Sequence[PromptCache]) -> int:
     total = 0
     for cache in caches:
         total += sum(bytes_held(layer).total for layer in cache.layers + cache.local)
-        total += storage_bytes(t for state in cache.states for t in state.tensors())
+        state_tensors: list[Tensor] = []
+        for state in cache.states:
+            state_tensors += state.tensors()
+        # tensors that share a storage count once
+        total += storage_bytes(state_tensors)
     return total
 
 

@@ -198,7 +198,10 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
     from kvbench.store.labels import explain_budgets
 
     print(f"{kind}:")
-    for note in explain_budgets(f"preset {setting.key}=" for item in items for setting in item.settings):
+    preset_keys = []
+    for item in items:
+        preset_keys += [f"preset {setting.key}=" for setting in item.settings]
+    for note in explain_budgets(preset_keys):
         print(fill(note, 100, initial_indent="  ", subsequent_indent="  "))
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]

@@ -8,6 +8,12 @@ DATA = Path(__file__).parent / "data"
 
 
 def files(pattern: str) -> list[Path]:
-    """Return the files that match, as in ``*/paper.yaml``: ours and those below the folder KVBENCH_PAPERS_DATA."""
-    roots = [DATA, *map(Path, filter(None, [os.environ.get("KVBENCH_PAPERS_DATA")]))]
-    return sorted((path for root in roots for path in root.glob(pattern)), key=lambda p: (p.parent.name, p.name))
+    """Return the files that match a pattern such as ``*/paper.yaml``, sorted by folder and name.
+
+    They are kvbench's own files and those below the folder that the environment variable KVBENCH_PAPERS_DATA names.
+    """
+    found = list(DATA.glob(pattern))
+    own_folder = os.environ.get("KVBENCH_PAPERS_DATA")
+    if own_folder:
+        found += Path(own_folder).glob(pattern)
+    return sorted(found, key=lambda path: (path.parent.name, path.name))

@@ -19,14 +19,21 @@ SHORT_ANSWER = 16
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
     """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
-    answered = [t for t in tasks if not t.examples[0].tokens]
-    templated = [t for t in answered if policy.templated(t)]
+    # texts of given tokens are only scored: they are not prompts, and have no answers
+    answered = [task for task in tasks if not task.examples[0].tokens]
+    templated = [task for task in answered if policy.templated(task)]
     notes = []
-    if answered and policy.name == "plain" and policy.template == "off" and getattr(tokenizer, "chat_template", None):
+    is_bare = policy.name == "plain" and policy.template == "off"
+    if answered and is_bare and getattr(tokenizer, "chat_template", None):
         notes.append("The tokenizer has a chat template; prompt=chat applies it.")
     if policy.system and not templated:
         notes.append("system= is ignored: no prompt here goes through a chat template (prompt=chat applies it).")
-    short = {t.id: n for t in templated if (n := max(e.max_new_tokens for e in t.examples)) < SHORT_ANSWER}
+    # tasks of chat prompts with short answers, and the longest answer of each
+    short: dict[str, int] = {}
+    for task in templated:
+        longest_answer = max(example.max_new_tokens for example in task.examples)
+        if longest_answer < SHORT_ANSWER:
+            short[task.id] = longest_answer
     if short:
         notes.append(
             f"{', '.join(short)}: answers of at most {max(short.values())} tokens can end before a chat model has come "
@@ -36,25 +43,30 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 
 
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
-    """Return notes on given keys that do not affect these tasks."""
+    """Return notes on the keys that the user set although they do not affect these tasks."""
     notes = []
+    # keys of drawn answers, and keys of any answers: True for a key that the user set
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
     answering = {"temperature": cfg.sampling.temperature != 0}
     answering |= drawing
     answering["samples_per_prompt"] = cfg.sampling.samples_per_prompt != 1
     answering["max_length"] = cfg.max_length is not None
     answering["min_new_tokens"] = cfg.prompt.min_new_tokens is not None
-    if all(t.examples[0].tokens for t in tasks):
+    if all(task.examples[0].tokens for task in tasks):
         notes += _ignored(answering, "texts are read here, and nothing is answered")
     elif not cfg.sampling.temperature:
         notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
     for dataset in cfg.datasets:
+        tasks_of_dataset = [task for task in tasks if task.id.partition("/")[0] == dataset.name]
+        if any(task.turns for task in tasks_of_dataset):
+            continue
         defaults = entries("dataset").get(dataset.name, {})
-        given: dict[str, bool] = {
-            k: dataset.knobs.get(k) != defaults[k] for k in ("turns", "questions") if k in defaults
-        }
-        if not any(t.turns for t in tasks if t.id.partition("/")[0] == dataset.name):
-            notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
+        given: dict[str, bool] = {}
+        for key in ("turns", "questions"):
+            if key in defaults:
+                given[key] = dataset.knobs.get(key) != defaults[key]
+        notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
+    # datasets of one name may be swept, and then give the same note
     return list(dict.fromkeys(notes))
 
 

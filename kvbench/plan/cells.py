@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,10 @@ class Group:
     column: str
     cells: tuple[Cell, ...]
     examples: tuple[Example, ...]
+
+    def only(self, ids: Container[str]) -> Group:
+        """Return the group with only the cells whose id is in ``ids``."""
+        return replace(self, cells=tuple(cell for cell in self.cells if cell.id in ids))
 
 
 def build_groups(
@@ -246,7 +250,9 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     kvbench's own answers are stored before foreign code is first asked in a run, so that it cannot change them. Prompts
     are read for each foreign class alone. Groups without cells in a round are left out.
     """
-    classes = dict.fromkeys(cell.chain.foreign_stages for group in groups for cell in group.cells)
+    classes: dict[tuple[str, ...], None] = {}
+    for group in groups:
+        classes |= dict.fromkeys(cell.chain.foreign_stages for cell in group.cells)
     in_rounds = []
     for stages in sorted(classes, key=len):  # kvbench's own methods have no foreign class, so they come first
         groups_of_round = []
@@ -266,8 +272,11 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
         # other knobs may give a task several groups of one kind: each begins another pair
         key = next((key for key in alike if _withholds(group) not in by_task[key]), (group.task.id, len(alike)))
         by_task.setdefault(key, {})[_withholds(group)] = group
-    # False before True: the question in view comes first
-    return [tuple(group for _, group in sorted(pair.items())) for pair in by_task.values()]
+    in_order = []
+    for pair in by_task.values():
+        # False before True: the question in view comes first
+        in_order.append(tuple(pair[withheld] for withheld in sorted(pair)))
+    return in_order
 
 
 def _withholds(group: Group) -> bool:

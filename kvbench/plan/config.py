@@ -228,8 +228,10 @@ def parse(
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
+    knobs: dict[str, object] = {registry.PER: raw["per"]}
+    knobs |= request.knobs
     try:
-        chains = resolve(methods or raw["chains"], {registry.PER: raw["per"], **request.knobs}, _preset_values(request))
+        chains = resolve(methods or raw["chains"], knobs, _preset_values(request))
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
     rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
@@ -249,9 +251,13 @@ def parse(
 
 def group_overrides(request: RunRequest) -> list[str]:
     """Return the Hydra overrides that choose the request's entries from the groups of conf/."""
-    datasets = dict.fromkeys(t.partition("/")[0] for t in request.tasks or whole_config()["tasks"])
-    chosen = (f"{group}={entry}" for group, entry in request.groups.items())
-    return [*chosen, f"dataset=[{','.join(datasets)}]", "method=[]"]
+    tasks = request.tasks or whole_config()["tasks"]
+    datasets = dict.fromkeys(task.partition("/")[0] for task in tasks)
+    overrides = [f"{group}={entry}" for group, entry in request.groups.items()]
+    overrides.append(f"dataset=[{','.join(datasets)}]")
+    # methods are resolved by ``resolve``, not by Hydra
+    overrides.append("method=[]")
+    return overrides
 
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -278,8 +284,7 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
     No run reads these knobs: ``resolve`` merges those of each method on its own.
     """
     raw = compose(request)
-    stages = dict.fromkeys(stage for method in raw["chains"] for stage in registry.split(method))
-    raw["method"] = entries_of(tuple(stages), _preset_values(request), request.knobs)
+    raw["method"] = entries_of(words.stages_of(raw["chains"]), _preset_values(request), request.knobs)
     return raw
 
 
@@ -308,19 +313,25 @@ def _preset_values(request: RunRequest) -> dict[str, object]:
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a full key such as ``model.dtype``. Raises UsageError if there is no such key."""
-    *path, last = key.split(".")
+    parent, _, last = key.rpartition(".")
     mapping = raw
-    for part in path:
-        mapping = mapping[part]
+    prefix = ""
+    if parent:
+        prefix = f"{parent}."
+        for part in parent.split("."):
+            mapping = mapping[part]
     if last not in mapping:
-        names = [".".join([*path, name]) for name in mapping]
+        names = [f"{prefix}{name}" for name in mapping]
         raise unknown("key", key, names, listed_by="kvbench run --help keys")
     mapping[last] = value
 
 
 def _limit_names() -> set[str]:
     """Return the names of prompt limits in the entries of conf/model."""
-    return {name for entry in entries("model").values() for name in entry["prompt_limits"]}
+    names: set[str] = set()
+    for entry in entries("model").values():
+        names.update(entry["prompt_limits"])
+    return names
 
 
 def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
@@ -372,11 +383,13 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
         keys = [key for key, _ in axes]
-        for query_aware, *combination in itertools.product(ways, *(swept for _, swept in axes)):
+        swept_lists = [swept for _, swept in axes]
+        # query_aware varies slowest: all combinations of knobs come with its first value, then all with its second
+        for query_aware, combination in itertools.product(ways, itertools.product(*swept_lists)):
             swept_values = dict(zip(keys, combination, strict=True))
             label = [f"{key}={value}" for key, value in swept_values.items()]
             if len(ways) > 1:
-                # each of the two orders has columns of its own
+                # each value of query_aware has columns of its own
                 label.insert(0, f"query_aware={words.text_of(query_aware)}")
             knobs = dict(entry) | swept_values
             default_limit = knobs.pop("default_limit", None)

@@ -61,13 +61,15 @@ def forecast_run(plan: RunPlan) -> Forecast:
             prefills=prefills,
             prefills_saved=todo.prefills_saved - (prefills - todo.prefills),
         )
-        cells = [cell for part in parts for cell in part.cells]
+        too_large = []
+        for part in parts:
+            too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
         forecast = GroupForecast(
             **vars(todo),
             prompt_tokens=estimate.prompt_tokens,
-            bytes=max((estimate.bytes(p.cells, cache_memory) for p in parts), default=0),
+            bytes=max((estimate.bytes(part.cells, cache_memory) for part in parts), default=0),
             parts=[labels(part) for part in parts],
-            too_large=[cell.label for cell in cells if estimate.alone(cell) > cache_memory],
+            too_large=too_large,
             seconds=estimate.seconds,
         )
         groups.append(forecast)

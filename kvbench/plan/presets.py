@@ -73,14 +73,21 @@ def values(name: str, model: str = "") -> dict[str, Any]:
 def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
     """Return the ``methods`` that run with their plain defaults, since the preset sets no knob of theirs."""
     keys = values(name, model)
-    return [m for m in dict.fromkeys(methods) if not any(k.startswith(f"method.{m}.") for k in keys)]
+    without_knobs = []
+    for method in dict.fromkeys(methods):
+        if not any(key.startswith(f"method.{method}.") for key in keys):
+            without_knobs.append(method)
+    return without_knobs
 
 
 def explain(error: UsageError, name: str | None) -> UsageError:
-    """Return the error. If it concerns a knob that the preset ``name`` sets, the preset is named as the source."""
-    if name is None or not any(s.key.startswith("method.") and f"{s.key}=" in str(error) for s in settings(name)):
+    """Return the error. If its text names a knob that the preset ``name`` sets, the preset is added as the source."""
+    if name is None:
         return error
-    return UsageError(f"{error}; preset={name} sets it (kvbench list presets), and what you type wins")
+    for setting in settings(name):
+        if setting.key.startswith("method.") and f"{setting.key}=" in str(error):
+            return UsageError(f"{error}; preset={name} sets it (kvbench list presets), and what you type wins")
+    return error
 
 
 def _read_text(name: str) -> str:

@@ -197,11 +197,19 @@ class RunPlan:
 
         group = self.usable(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
-        rows = self.cfg.batch_rows or default_rows(device)
-        shape, hidden = traits.shape_of(config), int(config.hidden_size)
+        shape = traits.shape_of(config)
         functions = Functions()
         try:
-            return estimate(group, self.left(group), samples, shape, dtype.itemsize, hidden, rows, tokens)
+            return estimate(
+                group,
+                self.left(group),
+                samples,
+                shape,
+                itemsize=dtype.itemsize,
+                hidden_size=int(config.hidden_size),
+                rows=self.cfg.batch_rows or default_rows(device),
+                prompt_tokens=tokens,
+            )
         finally:
             functions.restored()  # methods were asked for needs and budgets here, outside the isolation of foreign code
 
@@ -362,7 +370,11 @@ def plan_run(
         ask = partial(_budget_questions, shape=traits.shape_of(source.config), lengths=lengths)
         unplanned |= _failures(cfg.chains, ask)
     cfg = _without(cfg, unplanned)
-    groups = tuple(replace(g, cells=tuple(c for c in g.cells if c.label not in unplanned)) for g in groups)
+    # methods that failed when they were asked for budgets still have cells
+    planned_groups = []
+    for group in groups:
+        planned_groups.append(group.only([cell.id for cell in group.cells if cell.label not in unplanned]))
+    groups = tuple(planned_groups)
     for label, why in unplanned.items():
         if not any(g.cells for g in groups):
             raise KvbenchError(f"{label}: {why}")

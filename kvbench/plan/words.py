@@ -10,7 +10,7 @@ method=h2o,h2o+think reference=h2o+think  ->  methods h2o, h2o+think; reference 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -358,7 +358,9 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
         # snapkv.window is short for method.snapkv.window
         group, rest = "method", plain_key
     if group not in GROUPS:
-        names = [*top_level(), "data.root", *(f"{g}.…" for g in GROUPS)]
+        names = list(top_level())
+        names.append("data.root")
+        names += [f"{known_group}.…" for known_group in GROUPS]
         raise unknown("key", key, names, listed_by="kvbench run --help keys")
     return _parse_full_key(group, rest, value, methods, datasets)
 
@@ -380,7 +382,7 @@ def _parse_full_key(
             f"{group}.{rest}={text} names no option: write {group}.{rest}.OPTION={text} (kvbench run --help {rest})"
         )
     if group == "method":
-        used = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
+        used = stages_of(methods)
         known = registry.defaults(owner)
     else:
         used, known = list(datasets), entries("dataset").get(owner, {})
@@ -392,6 +394,14 @@ def _parse_full_key(
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
+def stages_of(methods: Iterable[str]) -> list[str]:
+    """Return the ids of the stages of all ``methods``, each once, in order."""
+    stages: dict[str, None] = {}
+    for method in methods:
+        stages |= dict.fromkeys(registry.split(method))
+    return list(stages)
+
+
 def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
 
@@ -400,7 +410,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
     """
     text = text_of(value)
-    stages = list(dict.fromkeys(s for m in methods for s in registry.split(m)))
+    stages = stages_of(methods)
     # every owner of knobs, each with its knobs and their plain values
     holders: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
     holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def of_look(look: Look, points: int = 0) -> dict[str, Any]:
 
 NAME_SIZE = 6.0
 """Points of a name beside a point of a drawing."""
-NAME_PLACES = [(right, up) for up in (-2, 5, -10, 12, -18, 20, 28, -27, 36, 45, 54) for right in (5, -5)]
+NAME_PLACES = [(right, up) for up, right in product((-2, 5, -10, 12, -18, 20, 28, -27, 36, 45, 54), (5, -5))]
 """Where a name may stand, in points from what it names: at its side first."""
 
 

@@ -144,7 +144,9 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     cell and the full cache both have.
     """
     # rows in the order in which the groups name them first
-    labels = dict.fromkeys(cell.label for group in groups for cell in group.cells)
+    labels: dict[str, None] = {}
+    for group in groups:
+        labels |= dict.fromkeys(cell.label for cell in group.cells)
     rows = [_row(label, groups, store) for label in labels]
     columns = []
     for i, group in enumerate(groups):
@@ -159,7 +161,9 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
     notes += _about_empty(groups, rows)
     notes += _about_unended(groups, store)
     # a budget while decoding shows its effect over a long answer, and in when the answer ends
-    evictors = [cell.chain.evictor for group in groups for cell in group.cells]
+    evictors = []
+    for group in groups:
+        evictors += [cell.chain.evictor for cell in group.cells]
     if any(evictor is not None and evictor.every for evictor in evictors):
         notes += _about_lengths(rows)
     return Report(
@@ -176,7 +180,9 @@ def collect(groups: Sequence[Group], store: ResultStore) -> Report:
 
 def _row(label: str, groups: Sequence[Group], store: ResultStore) -> ReportRow:
     """Return the row of the method with a label, over all groups."""
-    own_cells = [next(c for c in group.cells if c.label == label) for group in groups]
+    own_cells = []
+    for group in groups:
+        own_cells.append(next(cell for cell in group.cells if cell.label == label))
     cells = tuple(measured(group, cell, store) for group, cell in zip(groups, own_cells, strict=True))
     summaries = [c.summary for c in cells if c.summary is not None]
     means = None
@@ -251,7 +257,11 @@ def _about_unended(groups: Sequence[Group], store: ResultStore) -> list[str]:
         for cell in group.cells:
             if store.damage(cell.id) is not None:
                 continue
-            reached = [n >= most[i] for i, s in store.samples(cell.id).items() if i in most for n in s.answer_lengths]
+            reached: list[bool] = []
+            for i, sample in store.samples(cell.id).items():
+                # the store may have samples of examples that this run leaves out
+                if i in most:
+                    reached += [length >= most[i] for length in sample.answer_lengths]
             if any(reached):
                 counts.append(f"{cell.label} {sum(reached)} of {len(reached)}")
         if counts:
@@ -279,8 +289,11 @@ def _apart(groups: Sequence[Group], store: ResultStore) -> tuple[str, ...]:
 
 def _about_batches(rows: Sequence[ReportRow]) -> list[str]:
     """Return the note that decode batches took more memory than their rows' tokens; [] if they did not."""
-    summaries = [c.summary for r in rows for c in r.cells if c.summary is not None]
-    factors = [s.timing.batch_factor for s in summaries if s.timing.batch_factor]
+    factors = []
+    for row in rows:
+        for cell in row.cells:
+            if cell.summary is not None and cell.summary.timing.batch_factor:
+                factors.append(cell.summary.timing.batch_factor)
     if not factors or max(factors) < 1.05:
         return []
     least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"

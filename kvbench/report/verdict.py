@@ -103,10 +103,15 @@ def table(report: ReportData) -> Table | None:
     if not rows:
         return None
     # a column that is empty in all rows says nothing
-    filled = [i for i in range(len(rows[0])) if any(row[i] for row in rows)]
+    filled = []
+    for i in range(len(HEADS)):
+        if any(row[i] for row in rows):
+            filled.append(i)
     heads = tuple(HEADS[i] for i in filled)
-    kept_rows = [tuple(row[i] for i in filled) for row in rows]
-    return Table(heads, tuple(kept_rows), left=len(filled), bare=True)
+    filled_rows = []
+    for row in rows:
+        filled_rows.append(tuple(row[i] for i in filled))
+    return Table(heads, tuple(filled_rows), left=len(filled), bare=True)
 
 
 def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
@@ -185,17 +190,19 @@ def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str
     # the mean over several tasks may have an interval even if no task has one
     if min(summary.n for summary in measured) < FEWEST and (row.delta is None or row.delta.ci is None):
         return "too few examples to compare"
-    several = len(row.cells) > 1
     parts = []
-    if worse:
-        parts.append(f"worse on {_name(worse, len(row.cells))}" if several else "worse than full")
-    if better:
-        parts.append(f"better on {_name(better, len(row.cells))}" if several else "better than full")
+    for word, names in (("worse", worse), ("better", better)):
+        if names and len(row.cells) > 1:
+            parts.append(f"{word} on {_name(names, len(row.cells))}")
+        elif names:
+            parts.append(f"{word} than full")
     if parts:
         return ", ".join(parts)
-    if row.delta is not None and row.delta.is_sure:
-        return "worse in the mean" if row.delta.mean < 0 else "better in the mean"
-    return "not told apart"
+    if row.delta is None or not row.delta.is_sure:
+        return "not told apart"
+    if row.delta.mean < 0:
+        return "worse in the mean"
+    return "better in the mean"
 
 
 def _name(tasks: Sequence[str], count: int) -> str:
@@ -209,10 +216,14 @@ def _name(tasks: Sequence[str], count: int) -> str:
 
 def _shorten(labels: Sequence[str]) -> list[str]:
     """Return labels without the options that all rows of a method share: ``snapkv kv_ratio=0.25`` becomes snapkv."""
+    options_by_method: dict[str, list[list[str]]] = {}
+    for label in labels:
+        words = label.split(" ")
+        options_by_method.setdefault(words[0], []).append(words[1:])
     names = []
     for label in labels:
-        method, *options = label.split(" ")
-        alike = [other.split(" ")[1:] for other in labels if other.split(" ")[0] == method]
-        kept = [option for option in options if not all(option in others for others in alike)]
-        names.append(" ".join([method] + kept))
+        words = label.split(" ")
+        # an option that every row of the method has tells none of them apart
+        shared = set(words).intersection(*options_by_method[words[0]])
+        names.append(" ".join(word for word in words if word not in shared))
     return names

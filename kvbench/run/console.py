@@ -149,7 +149,10 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
         print(heading)
         lines = [str(match) for match in run.matched]
         lines += _forecast_lines(forecast)
-        lines += explain_budgets(method for group in forecast.groups for method in group.methods)
+        methods = []
+        for group in forecast.groups:
+            methods += group.methods
+        lines += explain_budgets(methods)
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent="    "))
     return 0

@@ -142,7 +142,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
             else:
                 yield from pair
         for pair, busy in shared:
-            host = _measure_left(prepared, host, pair, busy, facts, broadcast, quiet)
+            host = _measure_left(prepared, host, pair, busy=busy, facts=facts, broadcast=broadcast, quiet=quiet)
             yield from pair
 
 
@@ -164,8 +164,8 @@ def _measure_left(
         time.sleep(WAITING_S)
         waited += WAITING_S
         # cells that were measured here are done; only the others are tried again
-        ids = {c.id for c in busy}
-        rest = [replace(g, cells=tuple(c for c in g.cells if c.id in ids)) for g in pair]
+        ids = {cell.id for cell in busy}
+        rest = [group.only(ids) for group in pair]
         host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
     return host
 
@@ -223,7 +223,10 @@ def _run_parts(
             busy = run_groups(host, parts, prepared.store, facts, shard=cfg.shard, mix=cfg.mix, listeners=broadcast)
             return host, busy
         except ModelChanged as changed:
-            parts = [replace(p, cells=tuple(c for c in p.cells if c.id not in changed.cells)) for p in parts]
+            left = []
+            for part in parts:
+                left.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
+            parts = left
             if prepared.model is not None:
                 # a model that the user passed in cannot be loaded again from here
                 raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None

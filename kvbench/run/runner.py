@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import TypeVar
@@ -225,7 +225,7 @@ class GroupRun:
 
     def ask(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
         """Queue questions of one context, compressed by several methods."""
-        # the answers find their context by these ids when they come
+        # ``add`` looks up the context of an answer by these ids
         self.asking |= {(a.cell.id, a.example.id): a for a in askings}
         for turn in turns:
             while not self.queue.takes(len(askings)):
@@ -357,7 +357,8 @@ class GroupRun:
                 sample: Sample | None = sample_of(row, answer, text, value, decode_peak)
             else:
                 asking = self.asking[cell.id, example.id]
-                sample = self._with_room(partial(asking.record, row, answer, text, value, decode_peak))
+                record = partial(asking.record, row, answer, text=text, value=value, peak=decode_peak)
+                sample = self._with_room(record)
         except Exception as error:
             self.lose(cell, error, example)
             return
@@ -508,7 +509,7 @@ def run_groups(
             else:
                 stack.callback(writers[cell.id].close)
         # read the store again: another process may have answered some examples before its locks were free
-        opened = [replace(g, cells=tuple(c for c in g.cells if c.id in writers)) for g in groups]
+        opened = [group.only(writers) for group in groups]
         todo = _pending(opened, store)
         cells = _waiting(todo)
         if not cells:
@@ -536,7 +537,11 @@ def run_groups(
 
 def _pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
     """Return, for each group, the cells that still need each example, by example id."""
-    return [pending(g, {c.id: list(store.lines(c.id)) for c in g.cells}) for g in groups]
+    todo = []
+    for group in groups:
+        done = {cell.id: list(store.lines(cell.id)) for cell in group.cells}
+        todo.append(pending(group, done))
+    return todo
 
 
 def _waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:

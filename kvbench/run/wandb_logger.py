@@ -243,7 +243,7 @@ class _Sender:
         """Return the open W&B run of a cell. It is started when it is first asked for."""
         if cell.id not in self.open:
             cfg = self.prepared.cfg
-            group = next(g for g in self.prepared.groups if cell.id in {c.id for c in g.cells})
+            group = next(group for group in self.prepared.groups if group.only([cell.id]).cells)
             # W&B filters and groups runs by their job_type: the run of a whole cell, or of one shard
             job_type = "cell"
             if cfg.shards > 1:

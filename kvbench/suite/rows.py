@@ -50,7 +50,9 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
     """
     suite_rows = []
     for control in suite.controls:
-        (template,) = resolve([{"method": control.method, **control.options}])
+        entry: dict[str, object] = {"method": control.method}
+        entry |= control.options
+        (template,) = resolve([entry])
         suite_rows += at_budgets(suite, control.name, control.role, template, shape)
     # a control that the user names, too, is measured once
     control_names = {row.name for row in suite_rows}

@@ -224,10 +224,13 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
     gaps: list[NDArray[np.float64]] = []
     for column, scores in row.items():
         shared = [i for i in scores if i in chance[column] and i in full[column]]
-        own, low, high = (np.array([side[column][i] for i in shared]) for side in (row, chance, full))
+        own_scores = np.array([scores[i] for i in shared])
+        chance_scores = np.array([chance[column][i] for i in shared])
+        full_scores = np.array([full[column][i] for i in shared])
         # (score - random, full - random) of each prompt
-        pairs.append(np.stack([own - low, high - low], axis=1))
-        gaps.append(high - low)
+        gap = full_scores - chance_scores
+        pairs.append(np.stack([own_scores - chance_scores, gap], axis=1))
+        gaps.append(gap)
     share = stats.Share()
     if is_measurable(gaps):
         share = stats.ratio_of_means(pairs)

@@ -69,7 +69,7 @@ def verify(place: Path, without_texts: bool = False) -> Checked:
         store = ResultStore(Path(temporary))
         archive.unpack(place / SAMPLES, store)
         settings = {"results": temporary, "model": rows[0]["model"]}
-        groups: Groups = {}
+        groups: dict[str, dict[str, Group]] = {}
         try:
             run = plan.prepare(suite, [], {}, settings)
         except MissingData:
@@ -78,11 +78,14 @@ def verify(place: Path, without_texts: bool = False) -> Checked:
                 raise
             expected = lock.read(suite)["editions"][suite.edition]
         else:
-            groups = {p.part.name: {group.column: group for group in p.run.groups} for p in run.parts}
+            for part in run.parts:
+                groups[part.part.name] = {group.column: group for group in part.run.groups}
             expected = lock.of_run(run)
             if rows[0].get("division") == CLOSED:
                 checked.problems += lock.differences(suite, run)
-        samples = [_row_samples(suite, row, expected, groups, store, checked) for row in rows]
+        samples = []
+        for row in rows:
+            samples.append(_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
         # numbers of samples that are missing or of another suite would only repeat these problems
         if not checked.problems:
             _check_controls(rows, plan.list_rows(suite, [], {}, settings), checked)

@@ -138,7 +138,9 @@ class Modified(Evictor):
     def token_counts(self, n: int) -> Mapping[str, int]:
         # the selector's own sinks and those of its modifiers are the same first tokens, so the larger number counts
         capacity = protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
-        return {**self.selector.token_counts(n), "sinks": capacity.sinks}
+        counts = dict(self.selector.token_counts(n))
+        counts["sinks"] = capacity.sinks
+        return counts
 
     def unattended(self, n: int) -> int | None:
         return self.selector.unattended(n)

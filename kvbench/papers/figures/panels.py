@@ -167,7 +167,10 @@ class Picture:
             if column in self.names:
                 values = [text for text in self.names[column].values() if text in values]
             # the last column varies fastest, which puts its values beside each other
-            places = [place | {column: value} for place in places for value in values]
+            longer_places = []
+            for place in places:
+                longer_places += [place | {column: value} for value in values]
+            places = longer_places
         return places
 
     def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:

@@ -335,7 +335,8 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
         yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
     measured = _list_measured(view)
     if measured:
-        counts = ", ".join(str(count) for count in sorted({entry.n for entry in measured}))
+        sizes = {entry.n for entry in measured}
+        counts = ", ".join(map(str, sorted(sizes)))
         total = _range([entry.of for entry in measured])
         dtype = ""
         if ours.run is not None:

@@ -91,12 +91,15 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
 
 
 def _is_empty(view: View, table: Table) -> bool:
-    """Tell whether a table has no number: nothing is measured, and no cell shows a printed value."""
+    """Return True if a table has no number: nothing is measured, and no cell shows a printed value."""
     for _, entries in view.rows:
         if any(entry.status not in ("none", "missing") for entry in entries):
             return False
-    # the first column has the rows' labels
-    return not any(cell.strip("—") for row in table.rows for cell in row[1:])
+    texts: list[str] = []
+    for row in table.rows:
+        # the first column has the rows' labels
+        texts += row[1:]
+    return not any(text.strip("—") for text in texts)
 
 
 def as_json(view: View) -> dict[str, object]:

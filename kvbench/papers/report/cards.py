@@ -100,10 +100,13 @@ def _judge(
         full = cells[FULL]
         if full.summary is not None:
             columns.append(ReportColumn(task, full.summary.metric, "", floor=False))
-    # a task of which the full cache has no answers compares nothing
+    # tasks that the full cache has not answered are left out: there is nothing to compare with
     names = [column.task for column in columns]
     rows = []
-    for label in [FULL, *(label for label in labels if label != FULL)]:
+    # the full cache comes first, since the verdicts below skip the first row
+    labels_in_order = [FULL]
+    labels_in_order += [label for label in labels if label != FULL]
+    for label in labels_in_order:
         cells_of_row = []
         for shown in columns:
             cells_of_row.append(_result(by_column[shown.task].get(label), shown, samples_of[shown.task]))
@@ -115,12 +118,21 @@ def _judge(
                 baseline = [_scores(samples_of[name].get(FULL, {})) for name in names]
             means = row_means(summaries, [_scores(samples_of[name].get(label, {})) for name in names], baseline)
         rows.append(ReportRow(label, False, tuple(cells_of_row), means, is_full=label == FULL))
-    report = ReportData(model, "", tuple(columns), tuple(rows), (), str(store.root))
+    report = ReportData(
+        model=model,
+        settings="",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=(),
+        results=str(store.root),
+    )
     pairs = zip(verdict.verdicts(report), rows[1:], strict=True)
     found = tuple((each, row) for each, row in pairs if each.outcome)
     if not found:
         return None
-    dataset = names[0] if len(names) == 1 else f"{len(names)} tasks of {family}"
+    dataset = f"{len(names)} tasks of {family}"
+    if len(names) == 1:
+        dataset = names[0]
     return VerdictSet(model, dataset, f"n = {range_text(counts)} a task", report, found)
 
 
@@ -200,7 +212,12 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
     if any(metric(column.metric).shown is not None for column in found.report.columns):
         return ""
     base = full.means.score_mean
-    tops = [base, *(point.ci[1] if point.ci else point.score for point in points)]
+    tops = [base]
+    for point in points:
+        if point.ci:
+            tops.append(point.ci[1])
+        else:
+            tops.append(point.score)
     # scores begin at 0, so that a small difference looks small
     top = max(10.0, 10 * -(-max(tops) // 10))
     widest = max(100.0, 10 * -(-max(point.size for point in points) // 10))

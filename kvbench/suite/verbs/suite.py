@@ -84,7 +84,9 @@ def main(args: argparse.Namespace) -> int:
         if stop.status is not None:
             return stop.status
     if shard and not args.stored:
-        left = sum(todo.answers_to_do for part_run in run.parts for todo in part_run.run.todo())
+        left = 0
+        for part_run in run.parts:
+            left += sum(todo.answers_to_do for todo in part_run.run.todo())
         if left:
             raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above; repeat the command")
         print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")

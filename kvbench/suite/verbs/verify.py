@@ -31,4 +31,4 @@ def main(args: argparse.Namespace) -> int:
     else:
         for name, checked in found.items():
             print(describe(Path(name), checked))
-    return 1 if any(checked.problems for checked in found.values()) else 0
+    return int(any(checked.problems for checked in found.values()))

@@ -74,19 +74,25 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
     The variances of the tasks' means are added up with their weights. There is no interval below FEWEST examples in
     all, if a task has only one, or if no value differs.
     """
-    values = [[_finite(scores) for scores in tasks] for tasks in parts]
-    point = float(np.mean([np.mean([v.mean() for v in tasks]) for tasks in values]))
-    flat = [v for tasks in values for v in tasks]
-    if sum(map(len, flat)) < FEWEST or min(map(len, flat)) < 2:
+    values_by_part = []
+    all_values: list[NDArray[np.float64]] = []
+    part_means = []
+    for tasks in parts:
+        values = [_finite(scores) for scores in tasks]
+        values_by_part.append(values)
+        all_values += values
+        part_means.append(np.mean([v.mean() for v in values]))
+    point = float(np.mean(part_means))
+    if sum(map(len, all_values)) < FEWEST or min(map(len, all_values)) < 2:
         return point, None
     variance = 0.0
-    for tasks in values:
+    for values in values_by_part:
         # a task's mean has the weight 1 / (parts x tasks of its part)
-        weight = 1 / (len(values) * len(tasks))
-        variance += weight**2 * sum(float(v.var(ddof=1)) / len(v) for v in tasks)
+        weight = 1 / (len(values_by_part) * len(values))
+        variance += weight**2 * sum(float(v.var(ddof=1)) / len(v) for v in values)
     if variance <= ROUNDING**2:
         return point, None
-    half = _t_quantile(_degrees_of_freedom(flat)) * variance**0.5
+    half = _t_quantile(_degrees_of_freedom(all_values)) * variance**0.5
     return point, (point - half, point + half)
 
 
