@@ -1,9 +1,9 @@
 """A model of lm-evaluation-harness that answers from compressed caches: ``--model kvbench``.
 
-lm-eval finds models in its own registry alone, so ``python -m kvbench.lm_eval`` is its command line with this one
-registered; in Python, importing this module is enough. Loading, tokenisation, truncation, stopping and scoring are
-those of its ``hf`` model (github.com/EleutherAI/lm-evaluation-harness lm_eval/models/huggingface.py); only the cache
-is kvbench's, so that ``method=full`` gives the scores of ``hf``.
+lm-eval finds models only in its own registry. ``python -m kvbench.lm_eval`` is its command line with this model
+registered. In Python, importing this module registers the model. Loading, tokenisation, truncation, stopping and
+scoring are those of its ``hf`` model (github.com/EleutherAI/lm-evaluation-harness lm_eval/models/huggingface.py). Only
+the cache is kvbench's, so that ``method=full`` gives the scores of ``hf``.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
 
     pretrained: a model of kvbench by name (``tiny``, one that ``model fetch`` converted), or whatever ``hf`` takes.
     preset: a paper of conf/preset; ``options`` are those of ``hf``, and the method's knobs (``kv_ratio=0.25``).
-    separator: what begins the question. The prompt is compressed up to its last occurrence, and the question read
-    behind it exactly, so that the method cannot see it; without a separator all of the prompt is compressed.
-    shared_prefix: prompts are read in pieces of as many tokens, and those with which a prompt begins as the one before
-    (few-shot examples) are not read again.
+    separator: the text that begins the question. The prompt is compressed up to the last separator, and the question is
+    read exactly behind it, so that the method cannot see it. Without a separator the whole prompt is compressed.
+    shared_prefix: the number of tokens of the pieces in which prompts are read. A prompt that begins with the same
+    pieces as the one before, such as few-shot examples, does not read these again.
     """
 
     def __init__(

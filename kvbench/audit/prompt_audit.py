@@ -81,8 +81,8 @@ def audit(
     it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
     own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
 
-    kv_heads, head_dim, dtype, own_values, local_heads: of the model's cache, as ``models.interface.cache_shape`` has
-    them. Without ``local_heads``, local layers have the heads of the others.
+    kv_heads, head_dim, dtype, own_values, local_heads: the sizes of the model's cache; see
+    ``models.interface.cache_shape``. Without ``local_heads``, local layers have the heads of the others.
     """
     chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
     sums = _Sums()
@@ -198,7 +198,7 @@ class _States(NamedTuple):
 
 
 def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
-    """Return what the layers that hold a state hold of it. Raises Refused unless each tensor owns its storage.
+    """Return the bytes of all states, as held and at 16 bits. Raises Refused unless each tensor owns its storage.
 
     States have the dtype that the model gives them.
     """

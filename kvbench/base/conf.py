@@ -114,7 +114,8 @@ def commented(name: str) -> str:
 def key_help(topic: str) -> str:
     """Return keys of ``run`` with their comments.
 
-    topic: ``keys`` for the general keys, or the name of a method, dataset, ... for the keys of everything of that name.
+    topic: ``keys`` for the general keys, or the name of a method, a dataset or a prompt policy for its own keys. If
+    several of these have the name, the keys of all of them are returned.
 
     Raises UsageError for an unknown topic.
     """

@@ -19,9 +19,10 @@ class UsageError(KvbenchError, ValueError):
 
 
 class MissingFiles(UsageError):
-    """A request that needs missing files: a data set's or a model's.
+    """A request that needs files of a data set or of a model, and these are missing.
 
-    names: the files below the data folder, or the model. It is empty if there is no data folder at all.
+    names: the missing files, as paths below the data folder, or the name of the model. It is empty if there is no data
+    folder at all.
     """
 
     def __init__(self, text: str, names: Iterable[str] = ()) -> None:
@@ -78,7 +79,7 @@ def nearest(value: object, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
-    """Return the question whether the nearest of ``names`` was meant, behind a space; '' if no name is near."""
+    """Return " Did you mean NAME?" with the nearest of ``names``; '' if none is near. The text begins with a space."""
     near = nearest(value, names)
     if near is None:
         return ""

@@ -229,7 +229,7 @@ def read_json(path: Path) -> Line | None:
 
 
 def unreadable(path: Path, why: object) -> UsageError:
-    """Return the error that says that a JSON file cannot be read, and ``why``."""
+    """Return the error for a JSON file that cannot be read, with the reason ``why``."""
     return UsageError(f"{path} cannot be read ({why})")
 
 

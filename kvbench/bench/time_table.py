@@ -94,8 +94,10 @@ def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
         yield f"{', '.join(dict.fromkeys(methods))}: {mark}."
     for row in rows:
         if row["status"] != MEASURED:
-            reason = f": {row['reason']}" if row["reason"] else ""
-            yield f"{row['status']}: {row['method']} at {row['workload']}{reason}"
+            text = f"{row['status']}: {row['method']} at {row['workload']}"
+            if row["reason"]:
+                text += f": {row['reason']}"
+            yield text
 
 
 def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
@@ -134,7 +136,7 @@ def _label(row: Row) -> str:
 
 
 def _time(row: Row, quantity: str, base_row: Row | None) -> str:
-    """Return the cell of a time: the median, its quartiles if there are several repeats, and its ratio."""
+    """Return the text of a time: the median, its quartiles if there are several repeats, and its ratio."""
     median = value(row, quantity)
     if median is None:
         return "—"
@@ -146,7 +148,7 @@ def _time(row: Row, quantity: str, base_row: Row | None) -> str:
 
 
 def _throughput(row: Row, base_row: Row | None) -> str:
-    """Return the cell of throughput: the new tokens of all rows a second."""
+    """Return the text of the column throughput: the new tokens of all rows per second."""
     median = value(row, "throughput")
     if median is None:
         return "—"
@@ -154,7 +156,7 @@ def _throughput(row: Row, base_row: Row | None) -> str:
 
 
 def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
-    """Return the cell of a number of bytes."""
+    """Return the text of a number of bytes."""
     median = value(row, quantity)
     if median is None:
         return "—"

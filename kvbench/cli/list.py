@@ -1,4 +1,4 @@
-"""list: how many methods, datasets, models and so on there are, or each of them with a line."""
+"""list: count the methods, datasets, models and so on, or print a line for each item of one kind."""
 
 from __future__ import annotations
 

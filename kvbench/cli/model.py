@@ -181,7 +181,8 @@ def _check_request(
 ) -> None:
     """Raise UsageError for a request that cannot be carried out, before the first model is fetched.
 
-    ``embedded`` and ``packages`` are those of ``models`` that come with kvbench and those that come in a wheel.
+    embedded: the ``models`` that come with kvbench.
+    packages: the ``models`` that come in a wheel.
     """
     if not names:
         fetchable = [name for name in models if name != "tiny"]

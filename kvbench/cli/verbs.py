@@ -15,7 +15,7 @@ class Verb(TypedDict):
 
     module: the module with the verb's ``arguments`` and ``main``.
     group: the heading above the verb in ``--help``. about: the verb's line there.
-    also: words that are no verbs, but that users may type for this one.
+    also: other words that users may type when they mean this verb.
     help: the text below the verb's own options.
     plugins: functions of other rooms, each as ``package.module:function``.
     """
@@ -45,9 +45,9 @@ def overview() -> str:
 
 
 def meant_by(word: str) -> list[str]:
-    """Return the verbs that a user may have meant by ``word``, which is no verb.
+    """Return the verbs that a user may have meant by ``word``, which is not a verb.
 
-    These are the verbs that list the word under ``also``. If there are none, it is the verb that is spelt most like it.
+    These are the verbs that list the word under ``also``, or else the verb with the most similar spelling.
     """
     by_meaning = [verb for verb, entry in VERBS.items() if word.lower() in entry["also"]]
     if by_meaning:

@@ -26,9 +26,10 @@ def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
 
 
 def _refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
-    """Return the refusal. ``by_model`` means that no stage of the chain had a part in the numbers.
+    """Return the error for numbers that are not finite, with the likely cause.
 
-    name: what is not finite, in words.
+    name: the numbers in words.
+    by_model: True if the model alone computed them, without any stage of the chain.
     """
     owner = f"{chain.name}: the"
     cause = "method=full tells whether it is the model or the method"

@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError, unknown
 class Key:
     """One key of a verb.
 
-    default: the text that stands for the key if it is not given; None if its value is None then.
+    default: the text that is read if the user does not give the key. If it is None, the value is None, too.
     read: a function from a text to its value. It raises ValueError for a text that is not allowed.
     allowed: the allowed values in words, for the message to the user.
     """
@@ -27,8 +27,10 @@ class Key:
     def value(self, texts: Mapping[str, str]) -> Any:
         """Return the value of the key's text, or of its default. Raises UsageError for a text that is not allowed."""
         text = texts.get(self.name, self.default)
+        if text is None:
+            return None
         try:
-            return None if text is None else self.read(text)
+            return self.read(text)
         except UsageError:
             raise
         except ValueError:

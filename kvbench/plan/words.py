@@ -331,7 +331,7 @@ def _launcher_override(key: str, value: str) -> str:
 def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return a key with its value, typed text or Python value, as {full key: value}.
 
-    Raises UsageError if it is not allowed.
+    Raises UsageError for a key or a value that is not possible.
 
     A knob typed without its owner gets the owner's key. A knob of methods keeps its bare key, as ``window``, which
     stands for all methods that have it.

@@ -79,9 +79,9 @@ def empty_score(task: Task) -> float:
 
 
 def found(score: Any, silence: Any) -> Any:
-    """Return how much of the printed score above that of an empty answer was reached, in per cent of all of it.
+    """Return a printed score rescaled so that ``silence``, the score of an empty answer, is 0 and the best score 100.
 
-    It is below 0 for an answer that scores less than ``silence``. Arrays are counted element by element.
+    The result is below 0 for a score below ``silence``. Arrays are rescaled element by element.
     """
     return 100 * (score - silence) / (100 - silence)
 

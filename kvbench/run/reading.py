@@ -126,7 +126,7 @@ class PromptReader:
 
 
 def _key(cell: Cell) -> Key:
-    """Return the key that tells the cells of one prompt apart. A hidden full cache shares the id of its source cell."""
+    """Return the key that tells the cells of one prompt apart. A hidden full cache has its source cell's id."""
     return cell.id, cell.hidden
 
 

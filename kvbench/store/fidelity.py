@@ -18,7 +18,10 @@ IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
 
 
 def fidelity_identity(tokens: int | None) -> dict[str, object]:
-    """Return what decides the texts compared, ``tokens`` long at most; None: the default."""
+    """Return the settings that decide which texts are compared, for a cell's identity.
+
+    tokens: the most tokens of a text; None: the default.
+    """
     facts = dict(IDENTITY)
     if tokens is not None:
         facts["tokens"] = tokens

@@ -20,7 +20,7 @@ UNMEASURABLE = "—"
 
 
 def line_of(suite: Suite, entry: RowScore) -> str:
-    """Return a row as one line, with its mean, its parts, the worst of them, its bytes and its time."""
+    """Return a row as one line of text, with its mean, its parts, the worst of them, its bytes and its free pages."""
     head = f"{suite.name} @1/{entry.budget}: "
     if entry.nothing_compressed:
         return f"{head}{entry.name}: {NOTHING} on {100 * entry.unchanged:.0f} % of the prompts"
@@ -37,7 +37,7 @@ def line_of(suite: Suite, entry: RowScore) -> str:
 
 
 def _pages_freed(entry: RowScore) -> str:
-    """Return what an engine with one page table a layer could give back, in place and compacted."""
+    """Return the share of pages that an engine with one page table a layer could free, in place and compacted."""
     if entry.pages is None:
         return ""
     return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
@@ -92,7 +92,7 @@ def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
 
 
 def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
-    """Return what the numbers mean, and what cannot be measured."""
+    """Return the notes below the table: the meaning of its columns, parts without a score, and rows to distrust."""
     found = [
         "100 is the full cache and 0 are random tokens at the same bytes, on the same prompts. In means each part "
         "counts alike, and each task of a part. [95 % intervals over prompts.] Rows of one rank are not told apart.",

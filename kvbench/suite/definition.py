@@ -16,8 +16,11 @@ SCORE, KL = "score", "kl"
 CHANCE, COMPARISON, CONTROL, NEGATIVE, METHOD = "chance", "comparison", "control", "negative", "method"
 """The roles of rows.
 
-chance: random tokens, which score 0. comparison: a row beside the others, of which nothing is demanded.
-negative: a row that must fail. control: a row that must not come out below the negative one. method: what is tested.
+chance: random tokens, which score 0.
+comparison: a row that is shown for comparison and not checked.
+control: a row that must not be worse than the negative control.
+negative: a row that must fail.
+method: a method of the user.
 """
 FULL, QUICK = "full", "quick"
 EDITIONS = (FULL, QUICK)
@@ -28,8 +31,9 @@ EDITIONS = (FULL, QUICK)
 class SuitePart:
     """One ability that a suite measures.
 
-    keys: the keys of `run` that say what is read. measure: SCORE or KL. decoding: whether budgets hold while answers
-    are decoded, too.
+    keys: the keys of `run` that choose the prompts.
+    measure: SCORE or KL.
+    decoding: whether budgets also hold while answers are decoded.
     """
 
     name: str

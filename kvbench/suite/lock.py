@@ -1,4 +1,4 @@
-"""The lock of a suite: what its prompts and its checkpoint are, so that results of two places are of the same suite."""
+"""The lock of a suite: hashes of its prompts and its checkpoint. Results with the same lock can be compared."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ class SuiteRow:
     """One method at one budget, 1/``budget`` of the full cache's bytes.
 
     name: the method as it is written, with its options other than the budget.
-    role: what the row is for, as ``definition`` names it.
-    config: the combination that is measured. decoding: the same with its budget while decoding; None if it has none.
+    role: the purpose of the row; ``definition`` lists the roles.
+    config: the combination that is measured.
+    decoding: the same combination with its budget while decoding, too; None if the method has no such budget.
     """
 
     name: str

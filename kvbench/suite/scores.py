@@ -219,7 +219,7 @@ def divergence(sample: Sample) -> float:
 
 
 def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = False) -> PartScore:
-    """Return what a row retains of the way from ``chance`` to ``full``, over the prompts that all three have."""
+    """Return how far a row gets from ``chance`` (0) to ``full`` (100), over the prompts that all three have."""
     pairs: list[NDArray[np.float64]] = []
     gaps: list[NDArray[np.float64]] = []
     for column, scores in row.items():
@@ -339,8 +339,8 @@ class BelowNegative:
 def below_negative(scored: Sequence[RowScore]) -> list[BelowNegative]:
     """Return where rows are told apart as worse than the negative control, which keeps the first tokens alone.
 
-    Methods may be: the first tokens hold the attention sinks, and what drops them can lose more. Parts that cannot be
-    measured are left out.
+    This is possible for a real method: the first tokens hold the attention sinks, and a method that drops them can lose
+    more. Parts that cannot be measured are left out.
     """
     places = []
     for control in (entry for entry in scored if entry.role == NEGATIVE):

@@ -1,7 +1,7 @@
-"""Check a suite's folder: each number from its samples, the hashes of prompts and checkpoint, the controls, each
-answer.
+"""Check a suite's folder: the numbers, the answers' scores, the controls, and the hashes of prompts and checkpoint.
 
-Nothing of a method's code is needed: a row names its results, and a result's identity says on what it was measured.
+All numbers are computed again from the samples. The methods' code is not needed: a row names its results, and the
+identity of a result states the prompts and settings of its measurement.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from kvbench.tasks.metrics import score as score_answer
 TOLERANCE = 1e-6
 """The largest difference of a stored number from the recomputed one: rounding to the digits of a row."""
 MOST_SAID = 20
-"""Problems that are listed one by one."""
+"""The most problems that are listed one by one."""
 
 
 @dataclass
 class Checked:
     """The findings on a folder.
 
-    numbers: how many were made again without a difference. answers: how many were scored again, likewise.
-    unscored: the answers that could not be scored again, since their texts are not on this machine.
+    numbers: how many numbers were compared with recomputed ones.
+    answers: how many answers were scored again with the stored result.
+    unscored: how many answers could not be scored again, since their texts are not on this machine.
+    problems: all differences found, in words.
     """
 
     numbers: int = 0
@@ -102,7 +104,7 @@ def _row_samples(
     store: ResultStore,
     checked: Checked,
 ) -> dict[str, PartSamples]:
-    """Return a row's samples by part, column and example. Add what is missing or differs to the problems."""
+    """Return a row's samples by part, column and example. Add all differences and missing samples to the problems."""
     found: dict[str, PartSamples] = {}
     for part in suite.parts:
         if part.name not in row["results"]:
@@ -130,7 +132,7 @@ def _row_samples(
 def _cell_samples(
     cell_id: str, label: str, locked: lock.LockedColumn, store: ResultStore, checked: Checked
 ) -> dict[str, Sample]:
-    """Return a result's samples by example. Add what is missing or differs to the problems."""
+    """Return a result's samples by example. Add all differences and missing samples to the problems."""
     record = store.cell(cell_id)
     if record is None:
         checked.problems.append(f"{label}: the result {cell_id} is not in {SAMPLES}")
@@ -150,7 +152,7 @@ def _cell_samples(
 
 
 def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checked: Checked) -> None:
-    """Score each answer again. Add those whose stored score is another one to the problems."""
+    """Score each answer again. Add an answer to the problems if its stored score differs."""
     for example in group.examples:
         sample = samples.get(example.id)
         if sample is None:
@@ -165,7 +167,10 @@ def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checke
 
 
 def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
-    """Return the score of a stored answer; of a context's several questions the mean."""
+    """Return the score of a stored answer, or the mean score for a context with several questions.
+
+    Return None if an answer has no score, or if the context has another number of questions than the sample.
+    """
     task = group.task
     if sample.turns is None:
         return score_answer(task.metric, task.answer(sample.prediction), example)
@@ -181,7 +186,7 @@ def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
 
 
 def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked: Checked) -> None:
-    """Add each control that a budget of the folder lacks to the problems."""
+    """Add the controls that are missing in the folder to the problems."""
     present = {(row["name"], row.get("budget")) for row in rows}
     for control in controls:
         if (control.name, control.budget) not in present:

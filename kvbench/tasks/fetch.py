@@ -1,6 +1,6 @@
-"""Datasets from their publishers into the data folder, with checksums that hold from then on.
+"""Fetch datasets from their publishers into the data folder, and record checksums by which they are checked later.
 
-A conf/dataset entry may say under ``hub`` where its files come from; loaders never read it:
+A conf/dataset entry may say under ``hub`` where its files come from. Loaders never read this part:
 
     hub:
       repo: owner/name          # on the Hugging Face hub; absent where every file has a url

@@ -208,7 +208,7 @@ def with_methods(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of single layers, with the number of texts for titles."""
+    """Return the rows of single layers, without those of all layers together, with the number of texts for titles."""
     return with_samples(data[data["layer"] >= 0])
 
 
@@ -281,7 +281,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _runs_in_mean(runs: int) -> int:
-    """Return the number of runs of positions in a running mean over a text of ``runs`` of them."""
+    """Return over how many runs of positions a running mean goes, in a text with ``runs`` runs in all."""
     return max(1, round(runs / RUNNING))
 
 

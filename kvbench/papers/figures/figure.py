@@ -44,7 +44,10 @@ class Fact:
     at: str = "{}"
 
     def text(self) -> str:
-        """Return ``label: values``, each number behind its name and before its place; '' if no number is known."""
+        """Return ``label: values`` as text, such as ``Best: h2o 41.2 at 25 %``; '' if no number is known.
+
+        Each number stands between its name and its place, which are the levels of the values' index.
+        """
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
         # values that could not be computed are left out
@@ -80,7 +83,7 @@ class Code(NamedTuple):
     compute: returns the data from a source; None for measured scores.
     facts: yields findings of the data.
     prepare: adds the columns that the picture shows.
-    complete: returns the data of a CSV with what the CSV's facts add to them.
+    complete: returns the data of a CSV with further columns that are computed from the CSV's facts.
     """
 
     compute: Callable[[Any], pd.DataFrame] | None = None

@@ -1,4 +1,4 @@
-"""The two texts above a figure's panels: what it shows, and what that rests on."""
+"""The two texts above a figure's panels: a heading with its content, and a note on the model, data and examples."""
 
 from __future__ import annotations
 

@@ -36,25 +36,49 @@ BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of a picture, with the columns that it shows and its look.
+    """One plot of a picture: the columns that it shows, and its look.
 
-    kind: lines, points, bars or heat. The other texts name columns, except labels and scales.
-    where: values that a row must have.
-    title, xlabel, ylabel, bar: texts with ``{column}`` for a value of the first row. ``bar`` labels the colours of heat
-    and points.
-    hue: a line for each of its values, in a look of its own. unit: several lines in one look.
-    value: the colours of heat and points. marked: bars that stand out. shaded: points on a grey ground.
-    low, high: a band around one or two lines, error bars at the points of more. first_band: the first line has a band.
-    level: values of the rows that are a dashed horizontal line. fails: a panel says so where this line is next to 0.
-    direct: names stand beside the lines. look, looks: matplotlib's keywords for all lines and by ``hue``.
-    quiet: values of ``hue`` drawn thin and grey. crowd: the name of more than seven lines, which are then thin and grey
-    with their mean. shades: ``hue`` has an order.
-    ticks: ``data``, ``even``, ``powers`` (of 2) or a list. decades: how far a logarithmic axis reaches down.
-    top: the axis goes from 0 to 100 or to the highest. bottom: from there. highest: it ends there at most. right: where
-    the x axis ends.
-    at_x, at_y: dotted lines. at_text: what stands above ``at_x``. shade: a range of x.
-    limits: of a map's colours. floor: the lowest of a logarithmic map. log: its colours are logarithmic over all maps.
-    numbers: how a map's values are printed where there are few. runs: its rows are runs of tokens.
+    The fields x, y, hue, unit, value, marked, shaded, low and high are names of columns.
+
+    kind: lines, points, bars or heat.
+    where: the values that a row must have to be shown, by column.
+    title, xlabel, ylabel, bar: texts. ``{column}`` in them stands for the first row's value in this column. ``bar``
+    labels the colours of heat and points.
+
+    hue: each value of this column has a line with its own look.
+    unit: each value of this column has a line, all of them with one look.
+    value: the numbers behind the colours of heat and points.
+    marked: the bars with True stand out.
+    shaded: the points with True have a grey background.
+    low, high: the ends of intervals. One or two lines show them as bands, more lines as error bars at their points.
+    first_band: only the first line shows its interval, as a band.
+    level: the values of the rows that are drawn as a dashed horizontal line, by column.
+    fails: the panel says so if this line is next to 0.
+
+    direct: names stand beside the lines, not in a legend.
+    look: matplotlib's keywords for all lines.
+    looks: matplotlib's keywords by value of ``hue``.
+    quiet: the values of ``hue`` that are drawn thin and grey.
+    crowd: the common name of the lines if there are more than seven. They are then thin and grey, and their mean is
+    drawn as well.
+    shades: the values of ``hue`` have an order, which their colours show.
+
+    xscale, yscale: ``log``, ``log2``, or ``auto`` for a scale that is logarithmic if the values are far apart.
+    ticks: ``data``, ``even``, ``powers`` (of 2) or a list.
+    reverse: the x axis runs from right to left.
+    decades: the y axis ends at most this many powers of ten below the highest value.
+    top: the y axis runs from 0 to the highest value, or to 100 if that is near.
+    bottom, highest: the lower end of the y axis, and the largest upper end that it may have.
+    right: the right end of the x axis.
+    at_x, at_y: the places of dotted lines across the panel.
+    at_text: the text above the line at ``at_x``.
+    shade: a range of x with a grey background.
+
+    limits: the ends of a map's colours.
+    log: the colours of maps are logarithmic, over the values of all maps.
+    floor: the lowest value of a logarithmic map that ends at 1.
+    numbers: the format of the values in a map with few of them.
+    runs: the rows of a map are runs of tokens.
     """
 
     kind: str

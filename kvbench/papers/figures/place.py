@@ -39,10 +39,11 @@ class Place:
         return cls(Path(results), model, options.get("output", ""), settings)
 
     def folder(self, figure: Figure, facts: Mapping[str, object]) -> Path:
-        """Return the folder of a figure of these facts.
+        """Return the folder for a figure that was computed under ``facts``.
 
-        The folder of results has figures with their own settings. A figure with other settings goes to the folder of
-        the user's own figures. So does a figure that would replace one of other facts. A message tells both.
+        A figure with its declared settings goes to the folder of results. A figure with other settings goes to the
+        folder of the user's own figures, as does a figure that would replace one with other facts. Both print a
+        message.
         """
         if self.output:
             return Path(self.output)

@@ -78,15 +78,20 @@ class Reading:
         observe(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
-        """Return the numbers of the layers in the knob ``layers``, or without it those at ``depths``.
+        """Return the numbers of the layers that the knob ``layers`` names, or of those at ``depths`` without this knob.
 
-        A depth d in [0, 1) is the layer with the share d of all layers in front of it, so that figures of models with
-        few and with many layers compare. -1 is the last layer.
+        The layer at depth d, 0 <= d < 1, has the share d of all layers before it. Figures of models with few and with
+        many layers are comparable this way. -1 is the last layer.
         """
         count = self.shape.layers
         numbers = self.knobs.get("layers")
         if not numbers:
-            numbers = [int(depth * count) if depth >= 0 else count - 1 for depth in depths]
+            numbers = []
+            for depth in depths:
+                if depth < 0:
+                    numbers.append(count - 1)
+                else:
+                    numbers.append(int(depth * count))
         return self._check_numbers("layers", numbers, count)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:

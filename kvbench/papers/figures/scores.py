@@ -223,7 +223,7 @@ def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
 
 
 def with_gains(measured: MeasuredFigure, stage: str) -> pd.DataFrame:
-    """Return the scores of a figure, and beside those of a chain that ends with ``stage`` what the stage adds."""
+    """Return the scores of a figure. Rows of chains that end with ``stage`` also have the gain that the stage adds."""
     return measured.frame().merge(measured.gains(stage), how="left", on=ROW)
 
 
@@ -240,8 +240,10 @@ def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
     index = pd.MultiIndex.from_arrays([names, rows["x"]])
     texts = []
     for gain, low, high in zip(rows["gain"], rows["gain_low"], rows["gain_high"], strict=True):
-        interval = "" if pd.isna(low) else f" [{low:.1f}, {high:.1f}]"
-        texts.append(f"{gain:+.1f}{interval}")
+        text = f"{gain:+.1f}"
+        if not pd.isna(low):
+            text += f" [{low:.1f}, {high:.1f}]"
+        texts.append(text)
     yield Fact(f"Points that {stage} adds", pd.Series(texts, index=index), "{}", "{:g} %")
     bounded = rows.dropna(subset=["gain_low", "gain_high"])
     if len(bounded):
@@ -322,8 +324,11 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _prompt_means(data: pd.DataFrame, by: str | list[str], value: str) -> pd.Series[float]:
-    """Return the mean over prompts of a column of fields' means."""
-    # a field has the mean of its n prompts: sum(n * mean) / sum(n)
+    """Return the mean of a column ``value`` over all prompts, for each value of the columns ``by``.
+
+    A row of the data is the mean over ``n`` prompts.
+    """
+    # sum(n * mean) / sum(n)
     sums = data.assign(total=data[value] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()
     return sums["total"] / sums["n"]
 

@@ -170,12 +170,11 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact("Whether the order of heads depends on the text", "it takes prompts of two texts or more")
 
 
-def _pearson(a: Any, b: Any) -> float:
-    """Return the correlation of two rows of numbers; not a number where one of them is constant."""
-    a, b = np.asarray(a), np.asarray(b)
-    if a.std() > 0 and b.std() > 0:
-        return float(np.corrcoef(a, b)[0, 1])
-    return float("nan")
+def _pearson(x: Any, y: Any) -> float:
+    """Return Pearson's correlation of two equally long rows of numbers; NaN if one of them is constant."""
+    if np.std(x) == 0 or np.std(y) == 0:
+        return float("nan")
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:

@@ -438,13 +438,13 @@ def _cell_text(value: object) -> str:
 
 
 def filtered(table: str) -> str:
-    """Return sortable tables with a box above them, in which words leave the rows that have all of them."""
+    """Return sortable tables as HTML with a search box above them. Typed words hide the rows that lack any of them."""
     box = '<label>Rows with <input type="search" class="filter" placeholder="snapkv needle withheld"></label>'
     return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
 
 
 def _column_kind(column: Sequence[str]) -> str:
-    """Return number, short (one line) or text (wrapped), by what the column holds."""
+    """Return the kind of a column by its cells: number, short (texts on one line) or text (wrapped lines)."""
     if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", cell) for cell in column):
         return "number"
     if max(map(len, column)) <= SHORT:

@@ -139,7 +139,7 @@ def paper(name: str) -> Paper:
 
 
 def chosen(name: str) -> list[Paper]:
-    """Return the paper of that name, or each for ``all``."""
+    """Return the paper with this id in a list, or all papers for ``all``."""
     if name == "all":
         return [paper(paper_id) for paper_id in papers()]
     return [paper(name)]

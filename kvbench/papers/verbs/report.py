@@ -57,7 +57,9 @@ def main(args: argparse.Namespace) -> int:
 def _collect_page(options: dict[str, str], count: int, papers: bool, places: Sequence[Path]) -> ReportPage:
     """Measure missing results and return the page.
 
-    options: the keys of a run. count: the answers of each task to show. papers: whether to show what papers print.
+    options: the keys of a run.
+    count: how many answers of each task the page shows.
+    papers: True to show the papers' tables, figures and claims, too.
     places: folders and files of other results.
     """
     from kvbench.papers.claims import ledger
