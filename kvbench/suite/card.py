@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from kvbench.report.style import canvas, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, NEGATIVE, QUICK, Suite
 from kvbench.suite.folder import Line
-from kvbench.suite.scores import RowScore, below_negative
+from kvbench.suite.scores import PartScore, RowScore, below_negative
 
 NOTHING = "nothing was compressed"
 UNMEASURABLE = "—"
@@ -71,7 +71,9 @@ def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
 
 
 def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
-    rank = str(entry.rank) if entry.rank is not None else UNMEASURABLE
+    rank = UNMEASURABLE
+    if entry.rank is not None:
+        rank = str(entry.rank)
     mean = UNMEASURABLE
     if entry.nothing_compressed:
         mean = NOTHING
@@ -100,9 +102,14 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
         "back, as the kept tokens lie (in place), and if each head's kept tokens are moved together (compacted).",
     ]
-    chance = next((entry for entry in scored if entry.role == CHANCE), None)
+    # random tokens are measured in every part, so that their row has each part's size and full score
+    chance_parts: Mapping[str, PartScore] = {}
+    for entry in scored:
+        if entry.role == CHANCE:
+            chance_parts = entry.parts
+            break
     for part in suite.parts:
-        score = chance.parts.get(part.name) if chance is not None else None
+        score = chance_parts.get(part.name)
         if score is None:
             continue
         if score.retained is None:
@@ -110,7 +117,9 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
                 f"{part.name} says nothing about compression here: the full cache ({score.full:.1f}) is not above "
                 f"random tokens ({score.chance:.1f}) by an interval."
             )
-        unit = "nats, the floor" if part.measure == KL else "of 100"
+        unit = "of 100"
+        if part.measure == KL:
+            unit = "nats, the floor"
         found.append(
             f"{part.name}: {part.about}. n = {score.n} prompts; the full cache scores {score.full:.3g} {unit}."
         )
@@ -170,8 +179,8 @@ def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
 
 
 def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
-    """Draw one row's line: its score at each share of the bytes that it really holds."""
-    # (bytes really held, score): budgets are reached from below, so that two rows of one budget may stand apart
+    """Draw the line of one method or control: its score at each share of the bytes that it really holds."""
+    # (bytes held, score); a row may hold less than its budget, so that two rows of one budget may stand apart
     points: list[tuple[float, float]] = []
     for entry in entries:
         score = entry.parts.get(part)
@@ -180,16 +189,25 @@ def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     if not points:
         return
     points.sort()
-    is_method = entries[0].role == METHOD
+    role = entries[0].role
+    # the user's methods stand out from the controls
+    width, size = 0.7, 3
+    if role == METHOD:
+        width, size = 1.6, 4
+    line, face = look.line, look.color
+    if role == NEGATIVE:
+        line = "--"
+    if look.hollow:
+        face = "white"
     ax.plot(
         [x for x, _ in points],
         [y for _, y in points],
         color=look.color,
         marker=look.marker,
-        linewidth=1.6 if is_method else 0.7,
-        markersize=4 if is_method else 3,
-        linestyle="--" if entries[0].role == NEGATIVE else look.line,
-        markerfacecolor="white" if look.hollow else look.color,
+        linewidth=width,
+        markersize=size,
+        linestyle=line,
+        markerfacecolor=face,
         label=look.name,
     )
 

@@ -45,14 +45,14 @@ def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor:
         "contributor": contributor,
     }
     full_cells = {part.part.name: _ids(part, None) for part in run.parts}
-    # the full cache has no score of its own, but its results are what all others are compared with
-    found = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
+    # the full cache has no score of its own, but all scores are computed from its results, too
+    result_lines = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
     for entry in scored:
         row = rows_by_key[entry.name, entry.budget]
         cells = {part.part.name: _ids(part, row) for part in run.parts if row in part.rows}
         line = head | {"name": entry.name, "role": entry.role, "results": cells}
-        found.append(line | numbers(entry) | {"label": row.config.label} | _versions(run, cells))
-    return found
+        result_lines.append(line | numbers(entry) | {"label": row.config.label} | _versions(run, cells))
+    return result_lines
 
 
 def numbers(entry: RowScore) -> Line:
@@ -61,6 +61,7 @@ def numbers(entry: RowScore) -> Line:
     # the line has these already
     del record["name"], record["role"]
     record["nothing_compressed"] = entry.nothing_compressed
+    # JSON turns tuples into lists, at any depth, and its reader can round every number
     rounded = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
     return dict(rounded)
 
@@ -72,18 +73,22 @@ def _ids(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
 
 def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the versions that measured a row: every commit, and every release of torch and transformers."""
-    found: dict[str, dict[str, None]] = {"commit": {}, "torch": {}, "transformers": {}}
+    versions: dict[str, set[str]] = {"commit": set(), "torch": set(), "transformers": set()}
     for part_run in run.parts:
         for cell_id in cells.get(part_run.part.name, {}).values():
             record = part_run.run.store.cell(cell_id)
-            for facts in record.provenance if record is not None else ():
-                for key, values in found.items():
-                    values[str(facts.get(key))] = None
-    return {key: sorted(values) for key, values in found.items()}
+            if record is None:
+                continue
+            # each process that measured a part of the samples has left its facts
+            for facts in record.provenance:
+                for key, values in versions.items():
+                    values.add(str(facts.get(key)))
+    return {key: sorted(values) for key, values in versions.items()}
 
 
 def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
-    """Write the rows, the samples of their results and the card. Raises KvbenchError if the disk does not take them."""
+    """Write the rows, the samples of their results and the card. Raises KvbenchError if a file cannot be written."""
+    # several rows may name one result, and its samples are packed once
     cells: set[str] = set()
     for row in rows:
         for columns in row["results"].values():
@@ -102,8 +107,8 @@ def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
 def take(folder: Path, run: SuiteRun) -> None:
     """Add the answers of a suite's folder to a run's results, so that they are not measured again.
 
-    An answer's result names what it was measured on: answers of another suite or method stay unused. Raises UsageError
-    if the folder has no samples.
+    Answers of another suite or method do no harm: they belong to other results and stay unused. Raises UsageError if
+    the folder has no samples.
     """
     path = folder / SAMPLES
     if not path.exists():

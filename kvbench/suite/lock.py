@@ -19,7 +19,11 @@ from kvbench.tasks.encoding import encode_prompt
 
 
 class LockedColumn(TypedDict):
-    """The hash of all that decides a task's results but the method, and the hash of each prompt by example."""
+    """The hashes of one task.
+
+    protocol: the hash of everything that decides the task's results, except the method and the prompts.
+    prompts: the hash of each prompt, by example.
+    """
 
     protocol: str
     prompts: Mapping[str, str]
@@ -27,12 +31,22 @@ class LockedColumn(TypedDict):
 
 Locked = Mapping[str, Mapping[str, LockedColumn]]
 """The locked tasks of an edition, by part and column."""
+
+
+class Lock(TypedDict):
+    """The content of a suite's lock file. checkpoint: the fingerprint of the model's checkpoint."""
+
+    suite: str
+    checkpoint: str
+    editions: Mapping[str, Locked]
+
+
 LENGTH = 16
 """Hexadecimal digits of a hash that are kept."""
 
 
 def of_run(run: SuiteRun) -> Locked:
-    """Return a lock of a planned suite: hashes of each prompt, and of all but the method that decides a result."""
+    """Return the hashes of a planned suite, as its lock file has them for one edition."""
     parts: dict[str, dict[str, LockedColumn]] = {}
     for part_run in run.parts:
         columns: dict[str, LockedColumn] = {}
@@ -68,42 +82,43 @@ def _digest(content: object) -> str:
 
 def write(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
     """Write the lock of a suite from its planned editions."""
-    checkpoints = {run.parts[0].run.source.fingerprint for run in runs.values()}
-    (checkpoint,) = checkpoints
+    # all editions are of one checkpoint
+    (checkpoint,) = {run.parts[0].run.source.fingerprint for run in runs.values()}
     editions = {edition: of_run(run) for edition, run in runs.items()}
-    write_json(lock_path(suite.name), {"suite": suite.name, "checkpoint": checkpoint, "editions": editions})
+    content: Lock = {"suite": suite.name, "checkpoint": checkpoint, "editions": editions}
+    write_json(lock_path(suite.name), content)
 
 
-def read(suite: Suite) -> dict[str, Any]:
+def read(suite: Suite) -> Lock:
     """Return the lock of a suite. Raises UsageError if it has none."""
     content = read_json(lock_path(suite.name))
     if content is None:
         raise UsageError(f"{suite.name} has no lock: {lock_path(suite.name)} is missing or damaged")
-    return dict(content)
+    return {"suite": content["suite"], "checkpoint": content["checkpoint"], "editions": content["editions"]}
 
 
 def differences(suite: Suite, run: SuiteRun) -> list[str]:
-    """Return how a planned suite differs from the locked one: its checkpoint, its prompts, or how these are scored."""
+    """Return how a planned suite differs from the locked one, in words; [] if it is the locked suite."""
     locked = read(suite)
-    found = []
+    problems = []
     if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
-        found.append(f"the checkpoint of {suite.model} is another one")
+        problems.append(f"the checkpoint of {suite.model} is another one")
     expected = locked["editions"][suite.edition]
     for part, columns in of_run(run).items():
-        for column, content in columns.items():
+        for column, planned in columns.items():
             wanted = expected.get(part, {}).get(column)
             if wanted is None:
-                found.append(f"{part}: {column} is no task of the suite")
+                problems.append(f"{part}: {column} is no task of the suite")
                 continue
-            changed = [i for i, digest in content["prompts"].items() if wanted["prompts"].get(i) != digest]
-            missing = [i for i in wanted["prompts"] if i not in content["prompts"]]
+            changed = [i for i, digest in planned["prompts"].items() if wanted["prompts"].get(i) != digest]
+            missing = [i for i in wanted["prompts"] if i not in planned["prompts"]]
             if changed or missing:
                 names = ", ".join((changed + missing)[:3])
                 count = len(changed) + len(missing)
-                found.append(f"{part}: {count} of {len(wanted['prompts'])} prompts of {column} are others ({names})")
-            elif content["protocol"] != wanted["protocol"]:
-                found.append(f"{part}: {column} is asked or scored in another way")
+                problems.append(f"{part}: {count} of {len(wanted['prompts'])} prompts of {column} are others ({names})")
+            elif planned["protocol"] != wanted["protocol"]:
+                problems.append(f"{part}: {column} is asked or scored in another way")
         for column in expected[part]:
             if column not in columns:
-                found.append(f"{part}: {column} is missing")
-    return found
+                problems.append(f"{part}: {column} is missing")
+    return problems

@@ -56,6 +56,7 @@ def prepare(
     parts = []
     for part in suite.parts:
         cfg = config.configure(base | dict(part.keys))
+        # a method without a budget while decoding has no row in parts with long answers
         measurable = tuple(row for row in suite_rows if row.config_in(part) is not None)
         parts.append(PartRun(part=part, run=_plan_part(cfg, part, measurable), rows=measurable))
     return SuiteRun(suite=suite, rows=suite_rows, parts=tuple(parts))
@@ -101,9 +102,10 @@ def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
 
 
 def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
-    """Return the stored samples of all rows that are measured in every part that takes them, and the full cache's.
+    """Return (samples of all completely measured rows, the full cache's samples by part).
 
-    Raises UsageError if the full cache itself is not measured.
+    A row is completely measured if every part that can measure it has all its answers. Raises UsageError if the full
+    cache itself is not measured.
     """
     full: dict[str, PartSamples] = {}
     for part_run in run.parts:
@@ -113,10 +115,15 @@ def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
         full[part_run.part.name] = samples
     measured_rows = []
     for row in run.rows:
-        parts = {p.part.name: _samples(p, row) for p in run.parts if row in p.rows}
-        complete = {name: samples for name, samples in parts.items() if samples is not None}
-        if complete and len(complete) == len(parts):
-            measured_rows.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=complete))
+        parts: dict[str, PartSamples] = {}
+        taking = [part_run for part_run in run.parts if row in part_run.rows]
+        for part_run in taking:
+            samples = _samples(part_run, row)
+            if samples is not None:
+                parts[part_run.part.name] = samples
+        # a mean over some of its parts would not compare with other rows
+        if parts and len(parts) == len(taking):
+            measured_rows.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=parts))
     return measured_rows, full
 
 

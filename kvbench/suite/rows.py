@@ -83,6 +83,7 @@ def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape:
     # the combination without stages is the full cache
     full = count(Chain())
     if not isinstance(template.chain.selector, Selector):
+        # a storage format has one size, whatever the budget
         payload = count(template.chain)
         fitting = [budget for budget in suite.budgets if payload <= SLACK * full / budget]
         if not fitting:
@@ -127,7 +128,7 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
             low = middle
         else:
             high = middle
-    # round down, or the budget would be passed
+    # round down, since a share that is rounded up could exceed the budget
     share = floor(low / tokens * 10**DECIMALS) / 10**DECIMALS
     if not share:
         return None

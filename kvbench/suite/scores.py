@@ -107,6 +107,7 @@ def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSampl
         low = _scores_by_part(suite, chance.parts)
         own_scores = [_scores_by_part(suite, row.parts) for row in of_budget]
         entries = []
+        # ranks compare rows in units of each part's gap, so that parts with other units weigh alike
         scaled = []
         for row, own in zip(of_budget, own_scores, strict=True):
             entry = _score_row(suite, row, full, own=own, low=low, high=high)
@@ -147,7 +148,11 @@ def _score_row(
     low: PartScores,
     high: PartScores,
 ) -> RowScore:
-    """Return a row's scores. ``own``, ``low``, ``high``: those of the row, random tokens and the full cache."""
+    """Return a row's entry on the card.
+
+    full: the full cache's samples by part.
+    own, low, high: the scores of the row, of random tokens and of the full cache.
+    """
     parts: dict[str, PartScore] = {}
     pairs: list[tuple[Sample, Sample]] = []
     for part in suite.parts:
@@ -162,6 +167,7 @@ def _score_row(
             high[part.name],
             divergence=part.measure == KL,
         )
+    # parts that cannot be measured with this model are left out of the mean
     retained = {name: entry.retained for name, entry in parts.items() if entry.retained is not None}
     mean = ci = None
     worst = ""
@@ -245,7 +251,10 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
 
 
 def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
-    """Tell whether the full cache is above random tokens by an interval. If not, a share of the way says nothing."""
+    """Return True if the full cache is above random tokens by an interval. If not, a share of the way says nothing.
+
+    gaps: by task, the full cache's score minus that of random tokens for each prompt.
+    """
     mean, interval = stats.mean_over_tasks(gaps, None)
     if interval is None:
         # all gaps are equal, or there are too few of them to tell
@@ -254,7 +263,8 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
 
 
 def _raw(scores: Scores, divergence: bool) -> float:
-    """Return the mean over tasks in per cent, or of divergences the geometric mean in nats."""
+    """Return the mean over tasks in per cent, or the geometric mean of divergences in nats."""
+    # a divergence's score is -ln KL, so that exp(-mean) is the geometric mean of KL
     mean = fmean(fmean(of_task.values()) for of_task in scores.values())
     if divergence:
         return float(np.exp(-mean))
@@ -263,6 +273,7 @@ def _raw(scores: Scores, divergence: bool) -> float:
 
 def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | None:
     """Return the interval of the mean over parts, whose prompts are independent. None if a part has no interval."""
+    # half widths of independent parts add up in squares, each side by itself, since the intervals are asymmetric
     below = above = 0.0
     for entry in parts:
         if entry.ci is None or entry.retained is None:
@@ -297,7 +308,8 @@ def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequen
 
 
 def _is_ahead(a: PartScores, b: PartScores) -> bool:
-    """Tell whether row ``a`` is ahead of row ``b`` by an interval, over the parts and prompts that both have."""
+    """Return True if row ``a`` is ahead of row ``b`` by an interval, over the parts and prompts that both have."""
+    # the paired differences of each part, by task
     parts = []
     for part in a:
         if part not in b:

@@ -48,8 +48,10 @@ def main(args: argparse.Namespace) -> int:
     edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
     suite = definition.load(args.suite, edition)
     if args.lock:
-        editions = {name: definition.load(args.suite, name) for name in EDITIONS}
-        lock.write(suite, {name: plan.prepare(other, [], {}, {}) for name, other in editions.items()})
+        planned_editions = {}
+        for name in EDITIONS:
+            planned_editions[name] = plan.prepare(definition.load(args.suite, name), [], {}, {})
+        lock.write(suite, planned_editions)
         print(definition.lock_path(suite.name))
         return 0
     methods = split_list(options.pop("method", ""))
@@ -60,9 +62,10 @@ def main(args: argparse.Namespace) -> int:
     if "model" in options:
         settings["model"] = options.pop("model")
     shard = {key: options.pop(key) for key in SHARD_KEYS if key in options}
+    # all other keys are options of the user's methods
     knobs = {key: value_of(text) for key, text in options.items()}
     run = plan.prepare(suite, methods, knobs, settings | shard)
-    # the lock is of all prompts, whatever part of them is measured here
+    # the lock and the card are about all prompts, even if only a shard of them is measured here
     whole = run
     if shard:
         whole = plan.prepare(suite, methods, knobs, settings)
@@ -77,24 +80,29 @@ def main(args: argparse.Namespace) -> int:
     if not args.stored:
         with stopping(run.runs, ["suite", args.suite] + args.overrides) as stop:
             for number, part_run in enumerate(run.parts, start=1):
-                # the counts below it are of this part alone
+                # the progress lines that follow count this part alone
                 if not args.json:
                     say(f"part {number} of {len(run.parts)}, {part_run.part.name}: {part_run.part.about}")
                 experiment.fill(part_run.run, quiet=args.json)
         if stop.status is not None:
             return stop.status
-    if shard and not args.stored:
-        left = 0
-        for part_run in run.parts:
-            left += sum(todo.answers_to_do for todo in part_run.run.todo())
-        if left:
-            raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above; repeat the command")
-        print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
-        return 0
+        if shard:
+            _check_shard(run)
+            print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
+            return 0
     folder = _default_folder(run, settings)
     if output:
         folder = Path(output)
     return _finish(whole, folder, division, contributor, as_json=args.json)
+
+
+def _check_shard(run: SuiteRun) -> None:
+    """Raise KvbenchError if answers of a measured shard are missing."""
+    left = 0
+    for part_run in run.parts:
+        left += sum(todo.answers_to_do for todo in part_run.run.todo())
+    if left:
+        raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above; repeat the command")
 
 
 def _plan_lines(run: SuiteRun) -> Iterator[str]:
@@ -131,7 +139,10 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
 
 
 def _division(run: SuiteRun, settings: Mapping[str, object]) -> str:
-    """Return the division of a run. Raises UsageError if it names no other model and yet is not the locked suite."""
+    """Return the division of a run: open if it names a model, else closed.
+
+    Raises UsageError for a closed run whose prompts or checkpoint are not those of the suite's lock.
+    """
     from kvbench.suite import lock
     from kvbench.suite.folder import CLOSED, OPEN
 
