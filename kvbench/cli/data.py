@@ -236,7 +236,11 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     for name in ids:
         if name not in sources:
             raise unknown("dataset", name, sources, listed_by="kvbench list datasets")
-    lock = fetch.read_lock(root) if root else {}
+    lock: fetch.Lock = {}
+    folder = None
+    if root:
+        lock = fetch.read_lock(root)
+        folder = str(root)
     report = []
     changed_files = []
     for name in ids or sources:
@@ -257,12 +261,12 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
             record["state"] += f"; {instead} is read in their place"
         report.append(record)
     if as_json:
-        print(json.dumps({"root": str(root) if root else None, "datasets": report}, indent=1, ensure_ascii=False))
+        print(json.dumps({"root": folder, "datasets": report}, indent=1, ensure_ascii=False))
     else:
         _print_table(report, root, sources)
     for changed_file in changed_files:
         say(str(changed_file))
-    return 1 if changed_files else 0
+    return int(bool(changed_files))
 
 
 def _dataset_record(

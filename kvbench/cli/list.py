@@ -25,6 +25,13 @@ WIDTH = 100
 """The number of characters in a line."""
 READY, PARTLY, MISSING = "ready", "partly", ""
 """The words of lists for a dataset or a model that is on this machine, and for others."""
+NOTES = {
+    "methods": "compression methods, for method=",
+    "metrics": "scores of answers",
+    "figures": "of papers and studies, for `kvbench plot`",
+    "tables": "of papers and studies, for `kvbench table`",
+}
+"""The meaning of some kinds, for the overview."""
 MOST_NAMED = 4
 """The most models that the overview names."""
 ARXIV = re.compile(r" \((arXiv|MLSys) [^()]*\)")
@@ -107,9 +114,11 @@ def main(args: argparse.Namespace) -> int:
             _print_items(kind, items_by_kind[kind])
         elif cells:
             print(table(cells, store), end="")
-        else:
+        elif filters:
             chosen = " ".join(f"{key}={value}" for key, value in filters.items())
-            print(f"no runs in {folder} {f'with {chosen}' if chosen else 'yet'}")
+            print(f"no runs in {folder} with {chosen}")
+        else:
+            print(f"no runs in {folder} yet")
     return 0
 
 
@@ -122,10 +131,8 @@ def _print_overview(results: Path) -> None:
         if kind in ("runs", "kvpress", "presets"):
             continue
         items = [item for item in _items(kind, results) if item.id != "hf"]
-        note = ""
-        if kind == "methods":
-            note = "compression methods, for method="
-        elif kind in ("datasets", "models"):
+        note = NOTES.get(kind, "")
+        if kind in ("datasets", "models"):
             ready = [item.id for item in items if item.state == READY]
             names = ""
             if kind == "models":
@@ -133,10 +140,6 @@ def _print_overview(results: Path) -> None:
                 if len(ready) > MOST_NAMED:
                     names += ", ..."
             note = f"for {kind.removesuffix('s')}=, {len(ready)} ready on this machine{names}"
-        elif kind == "metrics":
-            note = "scores of answers"
-        elif kind in LISTINGS:
-            note = f"of papers and studies, for `kvbench {'plot' if kind == 'figures' else 'table'}`"
         rows.append((kind, len(items), note))
     known_presets = presets.available()
     rows.append(("presets", len(known_presets), f"settings of papers, for preset=: {', '.join(known_presets)}"))
@@ -166,9 +169,11 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
     # hf.yaml is no model: its line below says what it stands for
     items = [item for item in items if item.id != "hf"]
     ready = [item for item in items if item.state == READY]
-    fetch = f"`kvbench {'data' if kind == 'datasets' else 'model'} fetch NAME` downloads one."
+    verb = "model"
+    if kind == "datasets":
+        verb = "data"
     width = max(len(item.id) for item in items) + 1
-    print(f"{len(items)} {kind}, {len(ready)} ready on this machine. {fetch}")
+    print(f"{len(items)} {kind}, {len(ready)} ready on this machine. `kvbench {verb} fetch NAME` downloads one.")
     for state in (READY, PARTLY, MISSING):
         members = [item for item in items if item.state == state]
         if not members:

@@ -87,17 +87,20 @@ def _fold(text: str, at: str) -> list[str]:
     lines: list[str] = []
     line = ""
     for i, part in enumerate(text.split(at)):
-        longer = f"{line}{at}{part}" if i > 0 else part
+        longer = part
+        if i > 0:
+            longer = f"{line}{at}{part}"
         if len(longer) <= WIDTH:
             line = longer
             continue
-        # the separator ends the line in front of it; at the end of a line, a space would not be seen
         if i > 0:
+            # the line ends with the separator; a space would not be seen there
             lines.append(f"{line}{at}".rstrip(" "))
-        # the pieces of a part that is longer than a line: the last one is not full and takes the next parts
-        pieces = [part[start : start + WIDTH] for start in range(0, len(part), WIDTH)] or [""]
-        lines += pieces[:-1]
-        line = pieces[-1]
+        # cut a part that is longer than a line; the next parts go behind its last piece
+        line = part
+        while len(line) > WIDTH:
+            lines.append(line[:WIDTH])
+            line = line[WIDTH:]
     lines.append(line)
     # a text may begin or end with a separator
     return [line for line in lines if line]

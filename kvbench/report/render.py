@@ -129,17 +129,19 @@ def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -
 
     With ``folded``, tables wider than 100 columns are cut into several, for output as text.
     """
-    scores, storage = _score_table(report, detail), _storage_table(report)
+    scores, storage = [_score_table(report, detail)], [_storage_table(report)]
+    if folded:
+        scores, storage = list(scores[0].folded()), list(storage[0].folded())
     tables = []
     verdicts = verdict.table(report)
     if verdicts is not None:
         tables.append(verdicts)
-    tables += scores.folded() if folded else [scores]
+    tables += scores
     tables += ruler.sheets(report)
     tables += turns.sheets(report)
     tables += fidelity.sheets(report)
     if detail.notes:
-        tables += storage.folded() if folded else [storage]
+        tables += storage
         freed = _pages_freed(report)
         if freed:
             tables.append(pages.table(freed))
@@ -167,9 +169,14 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
             heads.append(LENGTH)
     if has_sizes:
         heads.append("size")
-    held = [None if row.means is None else row.means.held16 for row in report.rows]
+    bytes_held: list[float | None] = []
+    for row in report.rows:
+        if row.means is None:
+            bytes_held.append(None)
+        else:
+            bytes_held.append(row.means.held16)
     rows = []
-    for row, size_text in zip(report.rows, sizes(held), strict=True):
+    for row, size_text in zip(report.rows, sizes(bytes_held), strict=True):
         texts = [_wrap(row.method)]
         if has_mean:
             texts.append(_mean_text(row, detail))
@@ -181,10 +188,14 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
             if not has_mean and has_deltas:
                 texts.append(_delta_text(row.delta, detail))
             if metric(column.metric).lengths:
-                texts.append(number(None if cell.summary is None else cell.summary.new_tokens))
+                length = None
+                if cell.summary is not None:
+                    length = cell.summary.new_tokens
+                texts.append(number(length))
         if has_sizes:
-            mark = f"\n{EVICTS}" if row.evicts and row.means is not None else ""
-            texts.append(size_text + mark)
+            if row.evicts and row.means is not None:
+                size_text += f"\n{EVICTS}"
+            texts.append(size_text)
         rows.append(tuple(texts))
     return Table(tuple(heads), tuple(rows), ruled=detail.intervals)
 
@@ -223,7 +234,9 @@ def _mean_text(row: ReportRow, detail: Detail) -> str:
         return "—"
     if row.is_unchanged:
         return UNCHANGED
-    return with_interval(row.means.score_mean, row.means.score_ci if detail.intervals else None)
+    if not detail.intervals:
+        return number(row.means.score_mean)
+    return with_interval(row.means.score_mean, row.means.score_ci)
 
 
 def _delta_text(delta: Delta | None, detail: Detail) -> str:
@@ -267,13 +280,14 @@ def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> st
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    text = with_interval(summary.score, summary.ci if detail.intervals else None)
+    text = number(summary.score)
+    if detail.intervals:
+        text = with_interval(summary.score, summary.ci)
     if with_delta and cell.delta is not None:
-        mark = "*" if cell.delta.is_sure else ""
         if detail.intervals:
-            text += f"\nΔ {number(cell.delta.mean, sign=True)}{mark}"
-        else:
-            text += mark
+            text += f"\nΔ {number(cell.delta.mean, sign=True)}"
+        if cell.delta.is_sure:
+            text += "*"
     for name, bucket in summary.buckets.items():
         text += f"\n{name} {number(bucket.score)}"
     return text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -63,28 +63,33 @@ def draw(report: ReportData) -> Shown:
         # the last row may have more places than tasks
         for panel in panels[len(tasks) :]:
             panel.set_visible(False)
-        # one legend for all panels: a method that is missing in the first one is in another
-        entries: dict[str, Any] = {}
-        for panel in panels[: len(tasks)]:
-            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-                entries.setdefault(label, handle)
-        labels, handles = list(entries), list(entries.values())
-        # an entry is as wide as the longest label, and its line and the gap to the next one as eight letters
-        fitting = columns * LETTERS // (8 + max(map(len, labels), default=0))
-        ncols = max(1, min(fitting, len(labels)))
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=ncols,
-            title="\n".join(explained) or None,
-            title_fontsize=rcParams["legend.fontsize"],
-        )
+        _draw_legend(figure, panels[: len(tasks)], columns, title="\n".join(explained))
     return figure
 
 
+def _draw_legend(figure: Shown, panels: Sequence[Any], columns: int, title: str) -> None:
+    """Draw one legend for all ``panels`` below them, as wide as ``columns`` panels."""
+    # a method may be missing in some panels, so collect the entries of all of them
+    entries: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        for handle, label in zip(handles, labels, strict=True):
+            entries.setdefault(label, handle)
+    # an entry is as wide as the longest label and eight letters, for its line and the gap behind it
+    longest = max(map(len, entries), default=0)
+    fitting = columns * LETTERS // (8 + longest)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center",
+        ncols=max(1, min(fitting, len(entries))),
+        title=title or None,
+        title_fontsize=rcParams["legend.fontsize"],
+    )
+
+
 def _explain(report: ReportData, columns: int) -> list[str]:
-    """Return lines that fit ``columns`` panels and say what the budgets of the points are, and what ``ratio`` is."""
+    """Return the text above the legend, in lines as wide as ``columns`` panels: the meaning of lines and budgets."""
     lines = []
     for note in explain_budgets(row.method for row in report.rows):
         lines += wrap(f"A line joins the budgets of one method. {note}", columns * TITLE_LETTERS)
@@ -97,7 +102,7 @@ def line_of(label: str) -> str:
 
 
 def _describe_examples(report: ReportData, task: int) -> str:
-    """Return in words how many examples the points of a task rest on, and whether they have intervals."""
+    """Return in words how many examples each point of a task has, and whether the points have intervals."""
     summaries = [row.cells[task].summary for row in report.rows]
     measured = [summary for summary in summaries if summary is not None]
     if not measured:

@@ -419,7 +419,10 @@ def _full_samples(group: Group, cell: Cell, store: ResultStore) -> dict[str, Sam
 def _fall_beside_full(group: Group, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample]) -> Delta | None:
     """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
     difference = fall_beside(_contexts(samples.values()), _contexts(full_samples.values()), group.task.metric)
-    return None if difference is None else Delta(*difference)
+    if difference is None:
+        return None
+    mean, interval = difference
+    return Delta(mean, interval)
 
 
 def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], name: str) -> Delta | None:

@@ -118,7 +118,9 @@ def lines(text: str) -> list[str]:
 def size(n: float) -> str:
     """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
     unit, unit_bytes = _largest_unit(n)
-    return f"{n / unit_bytes:.{0 if unit == 'B' else 1}f} {unit}"
+    if unit == "B":
+        return f"{n:.0f} B"
+    return f"{n / unit_bytes:.1f} {unit}"
 
 
 def _largest_unit(n: float) -> tuple[str, int]:
@@ -173,6 +175,8 @@ def number(value: float | None, sign: bool = False) -> str:
     """Return a number with one digit; a dash for None. With ``sign``, a positive number has a plus sign."""
     if value is None:
         return "—"
-    text = f"{value:+.1f}" if sign else f"{value:.1f}"
+    text = f"{value:.1f}"
+    if sign:
+        text = f"{value:+.1f}"
     # U+2212 is as wide as a plus sign, the hyphen is not
     return text.replace("-", "−")

@@ -105,8 +105,14 @@ def record(cell: CellResult) -> dict[str, object]:
     if turns is None:
         return {}
     values: dict[str, object] = {name: value for name, value in vars(turns).items() if name in CSV_FIELDS}
+    scores_by_index = []
+    for question in turns.by_index:
+        if question.score is None:
+            scores_by_index.append("—")
+        else:
+            scores_by_index.append(f"{question.score:.4g}")
     # one spreadsheet cell holds the scores of all questions, as numbers separated by spaces
-    values["by_index"] = " ".join("—" if x.score is None else f"{x.score:.4g}" for x in turns.by_index)
+    values["by_index"] = " ".join(scores_by_index)
     if turns.fall_ci is not None:
         values["fall_low"], values["fall_high"] = turns.fall_ci
     beside_full = cell.fall_beside_full

@@ -8,6 +8,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import fill, wrap
+from typing import Literal
 
 from rich import box
 from rich.console import Console
@@ -72,7 +73,7 @@ def note(text: str, style: str) -> str:
 
 
 def text(table: Table, terminal: bool = False) -> str:
-    """Return a table as text of at most WIDTH characters a line; ``terminal`` makes the best of a block bold."""
+    """Return a table as text of at most WIDTH characters a line. With ``terminal`` the best values are bold."""
     rich_table = RichTable(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -82,8 +83,12 @@ def text(table: Table, terminal: bool = False) -> str:
         show_header=not table.bare,
     )
     for i, head in enumerate(table.heads):
+        justify: Literal["left", "right"] = "right"
+        if i < table.left:
+            justify = "left"
+        # only the last column of a bare table, the verdicts, may break its texts
         is_whole = table.bare and i < len(table.heads) - 1
-        rich_table.add_column(Text(visible(head)), justify="left" if i < table.left else "right", no_wrap=is_whole)
+        rich_table.add_column(Text(visible(head)), justify=justify, no_wrap=is_whole)
     for heading, rows in table.blocks:
         if heading:
             # Table.folded leaves four characters for the point and the indentation
@@ -91,15 +96,12 @@ def text(table: Table, terminal: bool = False) -> str:
         for i, row in enumerate(rows):
             ends_block = i == len(rows) - 1
             rich_table.add_row(*map(_rich_text, row), end_section=table.ruled or ends_block)
+    # the text goes to a string, so tell rich whether a terminal will show it
+    color_system: Literal["standard"] | None = None
+    if terminal:
+        color_system = "standard"
     out = io.StringIO()
-    # the text goes to a string first, but rich would look at this process's own terminal
-    console = Console(
-        width=WIDTH,
-        file=out,
-        color_system="standard" if terminal else None,
-        force_terminal=terminal,
-        legacy_windows=False,
-    )
+    console = Console(width=WIDTH, file=out, color_system=color_system, force_terminal=terminal, legacy_windows=False)
     console.print(rich_table)
     drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join(_group_lines(table, drawn_lines) + drawn_lines) + "\n"

@@ -148,7 +148,10 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
 
 
 def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
-    """Return the lines of a cell that is a score."""
+    """Return the lines of a cell that is a score.
+
+    stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
+    """
     ours = _our_lines(entry, stand_in)
     printed = _printed(entry, stand_in and show != "published")
     difference = _number(entry.delta, 2, sign=True)
@@ -156,31 +159,28 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
         difference += UNLIKE
     kept = _kept(entry.budget)
     printed_kept = _kept(entry.published_budget)
+    lines = list(ours)
     if show == "ours":
-        lines = ours
         if entry.budgeted:
             lines.append(kept)
     elif show in ("published", "beside"):
         lines = [printed, printed_kept]
     elif show == "delta":
-        if entry.status in ("none", *WRONG):
-            lines = ours
-        elif stand_in:
-            # the models differ, and so do their scores
-            lines = ["—"]
-        else:
+        if entry.status != "none" and entry.status not in WRONG:
             lines = [difference]
+            if stand_in:
+                # the models differ, and so do their scores
+                lines = ["—"]
     else:
         delta = ""
         if printed and not stand_in and entry.delta is not None:
             delta = f", Δ {difference}"
-        lines = ours
         lines.append(f"({printed}{delta})")
         if entry.budgeted:
-            budgets = [kept]
+            budgets = kept
             if entry.published_budget is not None:
-                budgets.append(f"({entry.published_budget:.0f}%)")
-            lines.append(" ".join(text for text in budgets if text))
+                budgets += f" ({entry.published_budget:.0f}%)"
+            lines.append(budgets.strip())
     return [line for line in lines if line not in ("", "()")]
 
 

@@ -64,17 +64,21 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
     heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
-    caution = "" if show == "published" else warning(view)
+    caution, above = "", ""
+    if show != "published":
+        caution = warning(view)
     if style == "html":
         heading = html.escape(heading)
-        above = f"<p><strong>{html.escape(caution)}</strong></p>\n" if caution else ""
+        if caution:
+            above = f"<p><strong>{html.escape(caution)}</strong></p>\n"
         items = "".join(f"<li>{html.escape(note)}</li>" for note in footnotes)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
             f"<h1>{heading}</h1>\n{above}{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
-        above = f"**{caution}**\n\n" if caution else ""
+        if caution:
+            above = f"**{caution}**\n\n"
         return f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
     footer = "".join(f"{writers.note(note, style)}\n" for note in footnotes)
     if style == "latex":
@@ -82,11 +86,13 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
         if _is_empty(view, table):
             hint = "% There is no number in it yet: leave out --stored, or take --show published."
             return f"% {heading}\n{hint}\n{footer}"
-        above = f"% {caution}\n" if caution else ""
+        if caution:
+            above = f"% {caution}\n"
         return f"% {heading}\n{above}% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     # in a terminal a wide table is folded into pieces of WIDTH characters
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    above = f"{caution}\n" if caution else ""
+    if caution:
+        above = f"{caution}\n"
     return f"{above}{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 

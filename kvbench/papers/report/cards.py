@@ -139,11 +139,13 @@ def _judge(
 def _result(
     cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
 ) -> CellResult:
-    """Return a stored result as an entry of a report; one that a method does not have is missing."""
+    """Return a stored result as an entry of a report. Without a result (None) the entry is missing."""
     if cell is None:
         return CellResult(column.task, "", "missing")
     if cell.summary is None:
-        status = cell.status.status if cell.status.status in ("refused", "failed") else "missing"
+        status = "missing"
+        if cell.status.status in ("refused", "failed"):
+            status = cell.status.status
         return CellResult(column.task, cell.id, status, reason=cell.status.reason)
     samples = samples_of[cell.label]
     delta = None
@@ -180,8 +182,13 @@ def _render_set(found: VerdictSet) -> str:
     for each, _ in sorted(found.verdicts, key=lambda pair: numbers.get(pair[0].method, len(numbers) + 1)):
         method, size, tokens, score, difference, divergence, outcome = each.texts()
         name, _, options = method.partition("\n")
-        start = f"<b>{numbers[each.method]}</b> " if each.method in numbers else ""
-        lines = [f'<p class="size">{html.escape(size)}</p>'] if size else []
+        start = ""
+        if each.method in numbers:
+            # the number of the method's point in the picture
+            start = f"<b>{numbers[each.method]}</b> "
+        lines = []
+        if size:
+            lines.append(f'<p class="size">{html.escape(size)}</p>')
         for text in (score, difference, tokens, divergence):
             if text:
                 lines.append(f"<p>{html.escape(text)}</p>")

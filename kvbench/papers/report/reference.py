@@ -159,7 +159,7 @@ def text(papers: Sequence[Paper]) -> str:
 
 
 def as_json(paper: Paper) -> dict[str, object]:
-    """Return a paper as plain data: its preset with sources, what can be reproduced, and what it says."""
+    """Return a paper as plain data: its preset with sources, its tables and figures, and its statements."""
     book = published()
     about = ""
     if paper.preset:
