@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.example import Example
 from kvbench.engine.divergence import with_one_layer
 from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
@@ -21,8 +22,10 @@ from kvbench.papers.figures.sweep import FULL, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
 from kvbench.run.forced import texts_of
+from kvbench.run.host import Host
 from kvbench.store.fidelity import MeanDivergence, TextFidelity, mean_divergence, summarise_texts
 from kvbench.store.results import Sample, share
+from kvbench.tasks.base import Task
 from kvbench.tasks.metrics import stats
 
 if TYPE_CHECKING:
@@ -125,27 +128,38 @@ def _mean_numbers(mean: MeanDivergence) -> Place:
 
 
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence of each method with one layer compressed and all others exact, and with all."""
+    """Return the mean divergence of each method with a single layer compressed, for each layer, and with all layers."""
     rows: list[tuple[str, str, str, int, float]] = []
     for ran in measured.ran:
-        model = ran.run.load_model()
-        host = experiment.make_host(ran.run, model)
+        host = experiment.make_host(ran.run, ran.run.load_model())
+        series = [point.series for point in ran.sweep.points]
         for group in ran.run.groups:
             for example in group.examples:
-                encoded = host.encode(example, group.task)
-                ids = list(encoded.ids) + list(encoded.question)
-                # one pass over the prompt fills the full cache and that of each method
-                full, *caches = host.prefill(ids, [Chain(), *ran.chains])
-                texts = texts_of(host, example, full)
-                if example.tokens:
-                    # an example of given tokens goes on behind the prompt with the text's own
-                    texts["reference"] = list(example.tokens[len(ids) :])
-                for kind, tokens in texts.items():
-                    for point, cache in zip(ran.sweep.points, caches, strict=True):
-                        place = (point.series, group.task.id, TEXTS[kind])
-                        for layer, mean in _layer_divergences(model, full, cache, torch.tensor(tokens)):
-                            rows.append((*place, layer, mean))
+                for name, text, layer, mean in _prompt_divergences(host, group.task, example, series, ran.chains):
+                    rows.append((name, group.task.id, text, layer, mean))
     return _over_prompts(pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"]))
+
+
+def _prompt_divergences(
+    host: Host, task: Task, example: Example, series: Sequence[str], chains: Sequence[Chain]
+) -> Iterator[tuple[str, str, int, float]]:
+    """Yield (series, kind of text in words, layer, mean divergence) of one prompt, as ``_layer_divergences`` does.
+
+    chains: the chain of each of ``series``.
+    """
+    encoded = host.encode(example, task)
+    ids = list(encoded.ids) + list(encoded.question)
+    # one pass over the prompt fills the full cache and that of each method
+    caches = host.prefill(ids, [Chain()] + list(chains))
+    full = caches[0]
+    texts = texts_of(host, example, full)
+    if example.tokens:
+        # the text itself continues behind its prefix
+        texts["reference"] = list(example.tokens[len(ids) :])
+    for kind, tokens in texts.items():
+        for name, cache in zip(series, caches[1:], strict=True):
+            for layer, mean in _layer_divergences(host.model, full, cache, torch.tensor(tokens)):
+                yield name, TEXTS[kind], layer, mean
 
 
 def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
@@ -163,7 +177,10 @@ def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
 def _layer_divergences(
     model: PreTrainedModel, full: PromptCache, cache: PromptCache, tokens: Tensor
 ) -> list[tuple[int, float]]:
-    """Return (layer, mean divergence over ``tokens``) with that layer of ``cache`` alone; layer -1 has all of them."""
+    """Return (layer, mean divergence over ``tokens``) for each layer of ``cache`` with all other layers exact.
+
+    Layer -1 stands for all layers of ``cache`` at once.
+    """
     single = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []
     for start in range(0, len(single), ROWS):
@@ -183,13 +200,12 @@ def with_samples(data: pd.DataFrame) -> pd.DataFrame:
     The texts' own continuation stands before the full cache's answer.
     """
     fewest, most = int(data["n"].min()), int(data["n"].max())
-    count = f"n = {fewest}"
     if fewest != most:
-        count += f" to {most}"
+        count = f"n = {fewest} to {most} texts"
     elif fewest == 1:
-        count += " text"
-    if count[-1].isdigit():
-        count += " texts"
+        count = "n = 1 text"
+    else:
+        count = f"n = {fewest} texts"
     order = list(TEXTS.values())
     data = data.sort_values("text", key=lambda texts: texts.map(order.index), kind="stable")
     return data.assign(samples=count)
@@ -226,7 +242,10 @@ def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
     """Return each row's divergence in nats as text, with its interval if it has one, by the columns ``by``."""
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
-        texts.append(f"{kl:.3g}" if math.isnan(low) else f"{kl:.3g} [{low:.3g}, {high:.3g}]")
+        text = f"{kl:.3g}"
+        if not math.isnan(low):
+            text += f" [{low:.3g}, {high:.3g}]"
+        texts.append(text)
     return pd.Series(texts, index=pd.MultiIndex.from_frame(data[by]))
 
 

@@ -155,14 +155,22 @@ class Figure:
         if "samples" in prepared:
             parts.append(str(prepared["samples"].iloc[0]))
         if "low" in data:
-            # too few examples give no interval
-            parts.append("95 % intervals" if data["low"].notna().any() else "too few for intervals")
+            intervals = "too few for intervals"
+            if data["low"].notna().any():
+                intervals = "95 % intervals"
+            parts.append(intervals)
         elif "samples" in prepared:
             parts.append("no intervals")
         first = prepared.iloc[0]
         parts.append(self.note.format(**{str(column): value for column, value in first.items()}))
-        # a part that fits into a line is not broken
-        return " · ".join(part.replace(" ", "\xa0") if len(part) < SHORT else part for part in parts if part)
+        unbroken = []
+        for part in parts:
+            # a part that fits into a line is not broken
+            if len(part) < SHORT:
+                part = part.replace(" ", "\xa0")
+            if part:
+                unbroken.append(part)
+        return " · ".join(unbroken)
 
     def finding(self, data: pd.DataFrame) -> str:
         """Return what the data say about the figure's claim: a sentence for each fact, '' if no fact has a value."""

@@ -257,7 +257,7 @@ class Picture:
                 ax.set_axis_off()
         # about 15 characters of a title fit into an inch
         max_characters = 15 * self.width / (wide * beside)
-        self._write_titles(titles, first_letter, max_characters, gap="\n" if stack > 1 else "")
+        self._write_titles(titles, first_letter, max_characters, stacked=stack > 1)
         for drawn in images.values():
             _, image, label = drawn[-1]
             bar_axes = fig.colorbar(image, ax=[ax for ax, _, _ in drawn], aspect=20, pad=0.01, label=label)
@@ -267,12 +267,12 @@ class Picture:
         return first_letter + len(titles)
 
     def _write_titles(
-        self, titles: Sequence[tuple[Axes, str]], first_letter: int, max_characters: float, gap: str
+        self, titles: Sequence[tuple[Axes, str]], first_letter: int, max_characters: float, stacked: bool
     ) -> None:
         """Write each panel's title, lettered (a), (b), ... from ``first_letter`` on if the figure has several panels.
 
         All titles are small if one is longer than ``max_characters``, and broken into lines if one is far longer.
-        ``gap`` goes before those below the first row.
+        ``stacked``: panels stand below each other within a place of the grid.
         """
         lettered = first_letter or len(titles) > 1 or self.beside
         longest = max((len(title) + PREFIX for _, title in titles), default=0)
@@ -282,8 +282,10 @@ class Picture:
                 text = textwrap.fill(title, int(max_characters), break_long_words=False)
             if lettered:
                 letter = chr(ord("a") + first_letter + i)
-                first_row = ax.get_subplotspec().is_first_row()  # type: ignore[union-attr]
-                text = f"{'' if first_row else gap}({letter}) {text}"
+                text = f"({letter}) {text}"
+                if stacked and not ax.get_subplotspec().is_first_row():  # type: ignore[union-attr]
+                    # keep clear of the axis of the panel above
+                    text = f"\n{text}"
             written = ax.set_title(text, loc="left")
             if longest > max_characters:
                 written.set_fontsize(6.5)
@@ -424,7 +426,7 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
     rows = rows.drop_duplicates(panel.x)
     colors = [style.GREY] * len(rows)
     if panel.marked:
-        colors = [style.VERMILLION if marked else style.GREY for marked in rows[panel.marked]]
+        colors = list(np.where(rows[panel.marked], style.VERMILLION, style.GREY))
     ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=colors)
 
 
@@ -492,7 +494,10 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
     elif panel.bottom is not None:
         ax.set_ylim(bottom=panel.bottom)
     elif panel.top:
-        top = float(max(highest, everything[panel.high].max() if panel.high else 0))
+        top = float(max(highest, 0))
+        if panel.high:
+            # intervals may reach above all values
+            top = float(max(highest, everything[panel.high].max()))
         # per cent that come near to 100 get the whole scale, with 4 % of room at both ends
         if 60 < top <= 100:
             top = 100.0

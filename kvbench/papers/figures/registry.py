@@ -107,16 +107,21 @@ def _points(
 ) -> Iterator[Point]:
     """Yield the points of one grid: one for each method and each combination of the values of its knobs.
 
-    x: where the points stand. A number holds for all of them. The name of a knob stands for ``times`` the knob's value.
-    None numbers the combinations of a method from 0.
+    x: the place of the points on the x axis. A number holds for all of them. The name of a knob stands for ``times``
+    the knob's value. With None, the combinations of a method are numbered from 0.
     knobs: by name a value, or a list of values.
     series: the name of the points' series, by default the method.
     """
     methods = method
     if isinstance(method, str):
         methods = [method]
-    # a knob with one value is a list of one
-    lists = [values if isinstance(values, list) else [values] for values in knobs.values()]
+    lists = []
+    for values in knobs.values():
+        if isinstance(values, list):
+            lists.append(values)
+        else:
+            # a knob with one value is a list of one
+            lists.append([values])
     for name in methods:
         for i, values in enumerate(product(*lists)):
             point_knobs = dict(zip(knobs, values, strict=True))
@@ -139,7 +144,7 @@ def select_figures(names: Sequence[str]) -> list[Figure]:
         matches = {id_: figure for id_, figure in FIGURES.items() if name in (id_, figure.paper, "all")}
         if not matches:
             papers = {figure.paper for figure in FIGURES.values()}
-            names = [*FIGURES, *papers, "all"]
+            names = list(FIGURES) + list(papers) + ["all"]
             raise unknown("figure", name, names, listed_by="kvbench list figures")
         figures |= matches
     return list(figures.values())

@@ -197,8 +197,8 @@ def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():
         # the last field runs along a line, as budgets do behind models and methods
-        *line, last = _labels(name)
-        cells_by_line.setdefault(tuple(line), []).append((last, value))
+        labels = _labels(name)
+        cells_by_line.setdefault(labels[:-1], []).append((labels[-1], value))
     return list(cells_by_line.items())
 
 
@@ -213,15 +213,18 @@ def count_rising(values: pd.Series[Any]) -> int:
 
 
 def falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool = True) -> list[str]:
-    """Format ``pattern`` (labels, ``a``, ``b``, ``first``, ``then``) for each fall by more than ``least`` in a line.
+    """Return a text for each place at which a line falls by more than ``least`` instead of rising.
 
-    With ``rising`` false it is formatted for each rise.
+    pattern: the format of a text. It may have the line's labels by number, the values ``a`` and ``b`` before and after
+    the fall, and their places ``first`` and ``then``.
+    rising: False for lines that should fall. The texts are then about their rises.
     """
     texts = []
     for labels, cells in lines(values):
         for (first, a), (then, b) in pairwise(cells):
-            # a is the earlier value and b the next one
-            fall = a - b if rising else b - a
+            fall = a - b
+            if not rising:
+                fall = b - a
             if fall > least:
                 texts.append(pattern.format(*labels, a=a, b=b, first=first, then=then))
     return texts
@@ -238,11 +241,11 @@ def listed(pattern: str, values: pd.Series[Any], *more: pd.Series[Any], sep: str
 
 
 def listed_by_line(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
-    """Return each line's labels with its values."""
+    """Return a text with each line's labels and values, formatted by ``form``."""
     texts = []
     for labels, cells in lines(values):
         numbers = sep.join(form.format(value) for _, value in cells)
-        texts.append(" ".join((*labels, numbers)))
+        texts.append(" ".join(list(labels) + [numbers]))
     return "; ".join(texts)
 
 

@@ -156,7 +156,7 @@ class TableSpec:
         return self.kind in RUN_KINDS and bool(self.scores)
 
     def entry(self, model: str) -> str:
-        """Return the entry of conf/model for a published model."""
+        """Return the name of the entry in conf/model for a published model."""
         return self.entries.get(model, published.model_id(model))
 
     def models(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class TableSpec:
         return tuple(dict.fromkeys(r.model for r in self.rows))
 
     def full_row(self, model: str) -> TableRow | None:
-        """Return the full-cache row of ``model``, here or in the tables that ``full`` names."""
+        """Return the full-cache row of ``model`` in this table, or else in the tables that ``full`` names."""
         row = self._own_full_row(model)
         # a table of ablations often leaves out the full cache, but another table has it
         for table in self.full:
@@ -193,11 +193,11 @@ class Given(TableSpec):
 
 
 def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
-    """Return ``base`` with other rows and columns: (model, method, setting, dataset, metric) of each cell.
+    """Return a table like ``base`` whose cells are measured, although the paper prints no values for them.
 
-    ``other`` are fields of the table that replace those of ``base``.
+    cells: (model, method, setting, dataset, metric) of each cell. They decide the rows and columns.
+    other: further fields of the table that replace those of ``base``.
     """
-    # these cells have no printed value, and kvbench measures them like a paper's
     published_cells = []
     for model, method, setting, dataset, metric in cells:
         published_cells.append(
@@ -230,11 +230,11 @@ def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], C
     """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    # columns of a table may have different metrics: all of them are scores of their datasets
-    what = cell.metric
-    if cell.metric in SCORES or cell.metric == RATIO:
-        what = SCORE
-    return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
+    # a column of scores is named by its dataset alone, since the rows may have different metrics
+    metric = cell.metric
+    if metric in SCORES or metric == RATIO:
+        metric = SCORE
+    return (cell.model, cell.method, cell.setting), Column(cell.dataset, metric, group_of(cell.dataset))
 
 
 @cache

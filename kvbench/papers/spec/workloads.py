@@ -135,7 +135,8 @@ class Reader:
         return TableWorkload(dataset, name, tuple(settings), parts)
 
     def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
+        """Return the paper's lengths that do not fit this model's context."""
+        # lengths that the user typed replace the paper's, and a run refuses those that do not fit
         if "lengths" in self._typed_knobs():
             return []
         return [length for length in self._lengths(row, dataset) if not self._fits(row, dataset, length)]

@@ -33,13 +33,12 @@ def main(args: argparse.Namespace) -> int:
     name, _, table = args.what.partition("/")
     tables = []
     for paper in catalogue.chosen(name):
-        tables += [entry.id for entry in paper.entries if not entry.is_figure]
-    if "/" in args.what and (name == "all" or table not in tables):
-        # all/7 is no table of any paper, so that there are no near names to offer
-        available = []
-        if name != "all":
-            available = [f"{name}/{table_id}" for table_id in tables]
-        raise unknown("table", args.what, available, "As in think/7.")
+        tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
+    if name == "all":
+        # "all/7" would be a table of every paper
+        tables = []
+    if "/" in args.what and args.what not in tables:
+        raise unknown("table", args.what, tables, "As in think/7.")
     book = published()
     findings, exact = [], None
     if args.exact:

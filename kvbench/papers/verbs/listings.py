@@ -57,22 +57,28 @@ def tables(results: Path) -> list[dict[str, object]]:
 
 
 def _table_record(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> dict[str, object]:
-    """Return the record of one table; ``ours`` has the model and the numbers of our cells by state."""
+    """Return the record of one table or figure.
+
+    ours: for each model that was measured, the counts of our cells by state, with the model's name under ``model``.
+    """
     from kvbench.papers.measured import coverage
 
-    parts = [", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)]
+    counts_in_words = []
+    printed = ", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)
+    # a table whose numbers are not entered has no counts
+    if printed:
+        counts_in_words.append(printed)
     measured = []
     for counts in ours:
         cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")
-        parts.append(f"{counts['model']}: {cells}")
+        counts_in_words.append(f"{counts['model']}: {cells}")
         numbers: dict[str, object] = {"model": counts["model"]}
-        numbers |= {state: int(counts[state]) for state in coverage.STATES}
+        for state in coverage.STATES:
+            numbers[state] = int(counts[state])
         measured.append(numbers)
     about = f"{entry.kind}: {entry.title}"
-    # a table whose numbers are not entered has no counts
-    sizes = "; ".join(filter(None, parts))
-    if sizes:
-        about += f" ({sizes})"
+    if counts_in_words:
+        about += f" ({'; '.join(counts_in_words)})"
     record: dict[str, object] = {"about": about}
     record |= entry.as_json()
     record["ours"] = measured
