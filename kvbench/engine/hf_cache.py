@@ -262,7 +262,7 @@ class GeneratedTurn:
             check_peak(cache.state, peaks, len(self.fed))
             check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model).compressed)
             cache.state = continue_cache(cache.state, self.batch, self.logits)
-            cache.ids = torch.cat([cache.ids, *self.fed])
+            cache.ids = torch.cat([cache.ids] + self.fed)
         self.batch = None
         self.fed = []
         self.contexts.close()
@@ -281,6 +281,7 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
 
     @functools.wraps(cls.generate)
     def generate(self: PreTrainedModel, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Answer from kvbench's cache if one is among the arguments. Otherwise generate as before."""
         target = former or functools.partial(cls.generate, self)
         caches = caches_among(kwargs)
         our_caches = [cache for cache in caches if isinstance(cache, TransformersCache)]
@@ -293,8 +294,10 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
         text = inputs
         if text is None:
             text = kwargs.get("input_ids")
-        configs = list(args[:1])  # generate's second argument is its configuration
-        configs.append(self.generation_config)
+        configs = [self.generation_config]
+        if args:
+            # generate's second argument is a configuration, too, and comes before the model's own
+            configs.insert(0, args[0])
         with TURN:
             new_ids = _check_new_ids(self, cache, text)
             room = _count_room(cache, new_ids, configs, kwargs)

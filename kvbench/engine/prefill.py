@@ -115,7 +115,7 @@ class _PassReceiver:
 
     layers: the compressed layers of each chain.
     local: the local layers by number of tokens. All chains share them.
-    states: the states of layers that hold such at the end of the prompt. All chains share them.
+    states: the states at the end of the prompt, of the layers that hold a state. All chains share them.
     spent: the seconds of each chain, and as the last number the seconds of copies and checks.
     """
 

@@ -75,7 +75,7 @@ def observe(
     on as well, because later tokens do not change earlier ones. Parts require plain causal attention.
     starts: the layers of the prompt's first tokens, if these were read earlier. They must be fewer than any number
     wanted.
-    states: the states of layers that hold such at the end of ``starts``.
+    states: the states at the end of ``starts``, of the layers that hold a state.
     on_states: called with the states at the end of the prompt. A model with states can read no parts.
 
     Returns two mappings. The first has the next token's logits [V] by the number of tokens read. The second has the
@@ -284,7 +284,7 @@ class _PromptPass:
         )
 
     def take_states(self) -> tuple[LayerState, ...]:
-        """Return the states at the end of the prompt, in the order of the layers that hold such."""
+        """Return the states at the end of the prompt, in the order of the layers that hold a state."""
         return tuple(layer.state() for layer in self.state_layers)
 
     def sum_seconds(self) -> dict[tuple[int, int], float]:

@@ -98,11 +98,14 @@ def replay(
     tokenizer: Any,
     states: Sequence[LayerState] = (),
 ) -> list[Tensor]:
-    """Return for each layer the most attention [Hq, n] that each token of a prompt ``ids`` [n] receives in the passes.
+    """Read a prompt ``ids`` [n] again in passes, and return for each layer the attention [Hq, n] that tokens receive.
+
+    It is the most attention that a token receives from any query of the passes.
 
     layers: the prompt's caches. They must hold all tokens.
     passes: the passes to make.
-    states: the states at the prompt's end of layers that hold such. Each pass begins from a copy of them.
+    states: the states at the prompt's end, of the layers that hold a state. Each pass begins from a copy of them.
+
     Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
     """
     n = len(ids)

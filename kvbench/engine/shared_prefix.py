@@ -48,7 +48,7 @@ class PieceEnd:
     colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () after they were dropped.
     forward_s: the seconds of reading up to here, without column sums.
     colsums_s: the seconds of column sums up to here, by the bit width of the keys.
-    states: the states of layers that hold such; () after the column sums were dropped.
+    states: the states of the layers that hold a state; () after the column sums were dropped.
     """
 
     colsums: tuple[Mapping[int, Tensor], ...]

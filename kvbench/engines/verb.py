@@ -63,7 +63,7 @@ REFUSED = {
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print. Return exit status 1 if a task of a row has no answers, 130 after Ctrl-C."""
+    """Measure the rows and print the table. Return exit status 1 if a task of a row failed, 130 after Ctrl-C."""
     options, cfg = read(args.overrides)
     compares = options["fidelity"] == "true"
     plan = run_plan.prepare(cfg)
@@ -132,7 +132,7 @@ def _run(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
 
 
 def _server_row(options: Mapping[str, object]) -> EngineRow:
-    """Return the row of a server. Raises UsageError for a missing key, or a url that is none."""
+    """Return the row of a server. Raises UsageError for a missing key, and for a url that is not an http address."""
     for key, meaning in (("url", "the server's address"), ("served", "the name of the model that it serves")):
         if not options[key]:
             raise UsageError(f"{key}= is missing: {meaning}, as in url=http://127.0.0.1:8000/v1 served=NAME")
@@ -200,13 +200,16 @@ def _longest(plan: RunPlan) -> int:
 
 
 def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:
-    """Return the row of llama.cpp's f16 cache, which the others are compared with."""
+    """Return the row of llama.cpp's f16 cache, with which the other rows are compared."""
     exact = CacheType(k=llamacpp.EXACT, v=llamacpp.EXACT)
     return _llamacpp_row(plan, dict(options) | {"label": None, "cache_type": None}, exact)
 
 
 def _gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
-    """Return the GGUF: the one that is named, or the one that a fetched model was made of."""
+    """Return the path of the GGUF that the user named, or else of the GGUF that a fetched model was made of.
+
+    Raises UsageError if there is no such file.
+    """
     name = plan.cfg.model.path
     if options["gguf"]:
         path = Path(str(options["gguf"])).expanduser()

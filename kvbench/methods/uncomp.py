@@ -255,7 +255,7 @@ class UNCompGroup(EvictingSelector):
         return self.head_sizes(cache.prompt_tokens, layer, cache.heads)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        # a short prompt is no reason to protect fewer of a budget that the answer fills
+        # a budget in tokens fills up while decoding, so the whole window is protected even behind a short prompt
         if self.kv_size is not None or self.high is not None:
             return {"window": self.window}
         return {"window": super().capacity(n).window}

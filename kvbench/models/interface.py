@@ -123,7 +123,7 @@ def attention(
     attention_mask: what ``mask`` has returned.
     scaling: the factor of q.k; None: 1 / sqrt(D).
     softcap: the limit of a logit for models that cap logits.
-    s_aux: the sinks [Hq] of models that have such (``kv.scale``).
+    s_aux: the sinks [Hq] of models with attention sinks (``kv.scale``).
 
     Raises UsageError if the model asks for more than this, such as a mask of its own, or is called outside kvbench.
     """

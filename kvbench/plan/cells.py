@@ -78,6 +78,7 @@ def build_groups(
                 # here both values mean the same protocol, so neither gets a column of its own
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()
+            # both values of query_aware= give this column if the label left them out: measure it once
             if any(g.column == column for g in groups):
                 continue
             identity = _task_identity(cfg, task, tokenizer, model_identity, context)
@@ -140,7 +141,10 @@ def _task_identity(
     if task.turns:
         identity["turns"] = task.turns
     if cfg.kl or task.fidelity:
-        identity["fidelity"] = fidelity_identity(cfg.kl_tokens if cfg.kl else None)
+        tokens = None
+        if cfg.kl:
+            tokens = cfg.kl_tokens
+        identity["fidelity"] = fidelity_identity(tokens)
     return identity
 
 

@@ -134,8 +134,10 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
     distance = {size: abs(payload_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
     best = min(distance, key=lambda size: (distance[size], size))
     if coder is not None:
-        best = max((size for size in distance if distance[size] <= CLOSE * target), default=best)
-    if abs(payload_at(best) - target) > TOLERANCE * target:
+        # nearly equal payloads: prefer the largest size
+        close = [size for size in distance if distance[size] <= CLOSE * target]
+        best = max(close, default=best)
+    if distance[best] > TOLERANCE * target:
         raise UsageError(
             f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
             f"{_compare_bytes(payload_at(best), target)} at the nearest, kv_size={best}. Give the reference another "

@@ -81,7 +81,7 @@ def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
 
 
 def explain(error: UsageError, name: str | None) -> UsageError:
-    """Return the error. If its text names a knob that the preset ``name`` sets, the preset is added as the source."""
+    """Return the error, with the preset ``name`` added as the source if the error names a knob that it sets."""
     if name is None:
         return error
     for setting in settings(name):

@@ -302,6 +302,7 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
 
     ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
     """
+    # all other stages, such as quantisers, save bytes even if every token stays
     if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
         return False
     capacity = chain.capacity(n)
@@ -361,11 +362,13 @@ def plan_run(
     unplanned = _failures(cfg.chains, _plain_questions)
     cfg = _without(cfg, unplanned)
     foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
-    with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):  # methods are asked for needs and budgets
+    # methods are asked for needs and budgets in here, so code of foreign methods runs
+    with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):
         cfg, matched = equal_memory.settle(cfg, traits.shape_of(source.config))
         check_model(cfg, source)
         groups = tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity))
     if foreign:
+        # only now the prompts are known on whose lengths budgets depend
         lengths = _lengths(groups, cfg, loaded_tokenizer, context)
         ask = partial(_budget_questions, shape=traits.shape_of(source.config), lengths=lengths)
         unplanned |= _failures(cfg.chains, ask)
@@ -376,7 +379,8 @@ def plan_run(
         planned_groups.append(group.only([cell.id for cell in group.cells if cell.label not in unplanned]))
     groups = tuple(planned_groups)
     for label, why in unplanned.items():
-        if not any(g.cells for g in groups):
+        # a run without any method left is an error, not a note
+        if not any(group.cells for group in groups):
             raise KvbenchError(f"{label}: {why}")
         say(f"{label} is left out: {why}")
     return RunPlan(
@@ -398,6 +402,7 @@ def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], object]) -> 
     """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
     reasons = {}
     for entry in chains:
+        # a failure of kvbench's own methods is a bug and must be seen
         if not entry.chain.foreign:
             continue
         try:

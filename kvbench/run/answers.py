@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 
 from transformers import PreTrainedModel
@@ -437,19 +438,20 @@ def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, Queue
         # group by column, too: another column may withhold the question, or use the id for another prompt
         by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
     outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
-    for alike in by_prompt.values():
-        encoded = host.encode(alike[0].example, alike[0].cell.task)
-
-        def read(part: Sequence[QueuedRow], encoded: Encoded = encoded) -> list[QueuedRow]:
-            chains = [r.cell.chain for r in part]
-            caches = host.prefill(encoded.ids, chains)
-            again = [replace(r, cache=cache, given_up=False) for r, cache in zip(part, caches, strict=True)]
-            if encoded.question:
-                return extended(again, host, encoded.question)
-            return again
-
-        outcomes += in_parts(alike, read)
+    for rows_of_prompt in by_prompt.values():
+        first = rows_of_prompt[0]
+        encoded = host.encode(first.example, first.cell.task)
+        outcomes += in_parts(rows_of_prompt, partial(_read_again, host, encoded))
     return outcomes
+
+
+def _read_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
+    """Return the rows of one prompt with caches that are made anew."""
+    caches = host.prefill(encoded.ids, [row.cell.chain for row in rows])
+    with_caches = [replace(row, cache=cache, given_up=False) for row, cache in zip(rows, caches, strict=True)]
+    if encoded.question:
+        return extended(with_caches, host, encoded.question)
+    return with_caches
 
 
 def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:

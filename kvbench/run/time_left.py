@@ -125,7 +125,8 @@ class TimeLeft:
         if newest is not None:
             if self._is_reading:
                 # no answer came since the last prompt was begun, so the time between belongs to that prompt alone
-                newest.pure, newest.pure_s = newest.pure + 1, newest.pure_s + now - self._at
+                newest.pure += 1
+                newest.pure_s += now - self._at
             else:
                 newest.other_s += now - self._at
             # all begun answers have come, so the time of an answer is known exactly
@@ -139,21 +140,24 @@ class TimeLeft:
         newest = self.tasks[task]
         if self._newest is None:
             self._at = now
-        newest.done, newest.mixed = newest.done + 1, newest.mixed + self._is_reading
+        newest.done += 1
+        if self._is_reading:
+            newest.mixed += 1
         newest.other_s += now - self._at
         self._newest, self._is_reading, self._at = newest, False, now
 
     def ended(self, task: str) -> None:
         """Count no more work for a task. Answers that have not come were refused or have failed."""
-        of = self.tasks[task]
-        # a refused task's time says nothing about a whole one's
-        of.cut = of.cut or of.done < of.answers
-        of.answers, of.prompts = of.done, of.read
+        times = self.tasks[task]
+        # times of a task that ended early say nothing about a whole task
+        times.cut = times.cut or times.done < times.answers
+        times.answers = times.done
+        times.prompts = times.read
 
     def of_task(self, task: str) -> Seconds | None:
         """Return the seconds left of one task, or None if nothing can be said."""
-        of = self.tasks[task]
-        return of.left(self._is_reading and of is self._newest)
+        times = self.tasks[task]
+        return times.left(self._is_reading and times is self._newest)
 
     def of_run(self) -> Seconds:
         """Return the seconds left of all tasks. They have no upper bound while nothing is known of one task.

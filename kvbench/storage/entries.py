@@ -181,9 +181,11 @@ def _needs_padding(entry: Entry, shortest: Entry) -> bool:
     """
     if entry.row.size and shortest.row.size:
         return entry.row.size > PADDING_LIMIT * shortest.row.size
-    pairs = zip(entry.row.cache.segments, shortest.row.cache.segments, strict=True)
-    # ragged segments are batched without padding and may have any length
-    return any(s.lengths is None and s.tokens > PADDING_LIMIT * max(short.tokens, 1) for s, short in pairs)
+    for segment, short in zip(entry.row.cache.segments, shortest.row.cache.segments, strict=True):
+        # ragged segments are batched without padding and may have any length
+        if segment.lengths is None and segment.tokens > PADDING_LIMIT * max(short.tokens, 1):
+            return True
+    return False
 
 
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:

@@ -60,7 +60,10 @@ class ExactRows(Format):
         entries: list[Entry] = []
         for i, row in enumerate(rows):
             entry = Entry(i, row)
-            entries.extend(entry.by_head() if single_heads else [entry])
+            if single_heads:
+                entries.extend(entry.by_head())
+            else:
+                entries.append(entry)
         self.groups = []
         # ``key`` of this class makes a batch; the key of ``Format`` groups the batch's entries by segment format
         for members in grouped(entries, super().key):

@@ -269,13 +269,16 @@ class PackedHalf:
 
     def held(self, u: int) -> tuple[Packed, Tensor]:
         """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
-        steps = self.packed[u] // self.step
         codes = self.codes[u]
+        # the buffers have room for more tokens than are packed now
+        steps = self.packed[u] // self.step
+        payload = [t[:, :steps].clone() for t in codes.payload()]
         frozen = codes.frozen
         if frozen is not None:
             frozen = frozen.clone()
-        slot = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
-        return codes.holding([t[:, :steps].clone() for t in codes.payload()], frozen), self.ring[u][:, slot]
+        # token t is in ring slot t mod S
+        slots = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
+        return codes.holding(payload, frozen), self.ring[u][:, slots]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
         """Return one number per row as a tensor [U] on the device."""

@@ -25,7 +25,7 @@ from kvbench.storage.packed_half import PackedHalf
 
 
 class PackedRows(Format):
-    """Entries that one chain's quantiser packs in one format. All have the same masking method, or all have no such.
+    """Entries that one chain's quantiser packs in one format, all with the same masking method or all without one.
 
     k, v: the keys and values of all entries.
     settles_first: True if tokens are packed before their own step attends, False if after it.

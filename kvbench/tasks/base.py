@@ -198,16 +198,17 @@ def load_tasks(
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry.
 
-    The entry's ``_target_``, or else the loader of rows, is called with a LoadContext, and with the entry's knobs as
-    keywords. Tasks with several questions a context get the entry's ``turns``.
+    The entry's ``_target_`` loads them, or the loader of rows if the entry has none. It is called with a LoadContext,
+    and with the entry's knobs as keywords.
 
-    ``selection`` names the wanted tasks (``needle`` of ``tiny/needle``), or several by the part before a slash
-    (``ruler/vt`` at all its lengths). Empty means all. ``data`` and ``render`` are the fields of LoadContext.
-    ``query_aware`` is the run's choice for all tasks; None leaves each task its own.
+    selection: the names of the wanted tasks, such as ``needle`` for ``tiny/needle``. The part before a slash names
+    several tasks, such as ``vt`` for ``ruler/vt`` at all lengths. Empty: all tasks.
+    tokenizer, data, render: fields of LoadContext.
+    query_aware: whether questions are in view while prompts are compressed. None leaves each task its own setting.
     """
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
-    # load_tasks, run and fetch use these keys; no loader has them as knobs
+    # these keys are for load_tasks, run and fetch, not for loaders
     knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
     turns = ""
     if "turns" in entry:
@@ -217,9 +218,9 @@ def load_tasks(
     for task in loader(context, **knobs):
         if query_aware is not None:
             task = replace(task, query_aware=query_aware)
-        # a dataset may have the knob although its examples ask one question each
+        # a dataset may have the knob ``turns`` although each of its examples asks one question
         if task.examples[0].turns:
-            # one cache serves all questions of a context, so it cannot be made for each of them
+            # one cache serves all questions of a context, so no question can be in view when it is compressed
             task = replace(task, turns=turns, query_aware=False)
         tasks.append(task)
     if not selection:

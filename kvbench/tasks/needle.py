@@ -247,22 +247,42 @@ class Window:
         self._grow(2000)
 
     def fill(self, dataset: str, template: str, needle: str, length: int, depth: float) -> tuple[str, dict[str, float]]:
-        """Return (a prompt of at most ``length`` tokens, its true length and the needle's true depth and position).
+        """Return a prompt with the needle at ``depth`` per cent of its text, and facts about it.
 
-        ``template`` holds ``{context}`` once.
+        The prompt has at most ``length`` tokens. The facts are its true number of ``tokens``, the needle's true depth
+        (``depth_actual``) and the number of tokens before the needle (``position``). ``template`` holds ``{context}``
+        once.
         """
         prefix, suffix = template.split("{context}")
 
         def assemble(cut: int) -> str:
-            """Return the prompt whose context is the first ``cut`` characters of the text, and the needle."""
+            """Return the prompt with the first ``cut`` characters of the text and the needle as its context."""
             end = self._nearest_end(cut, depth)
             if end == 0:
                 return f"{prefix}{needle} {self.text[:cut]}{suffix}"
             return f"{prefix}{self.text[:end]} {needle}{self.text[end:cut]}{suffix}"
 
-        def count_tokens(cut: int) -> int:
-            return len(self.tokenizer.encode(assemble(cut)))
+        cut = self._cut_to_length(dataset, lambda chars: len(self.tokenizer.encode(assemble(chars))), length)
+        if not self.ends or self.ends[0] > cut:
+            raise UsageError(
+                f"dataset {dataset}: length {length} leaves room for {cut} characters of text, less than a sentence"
+            )
+        prompt = assemble(cut)
+        end = self._nearest_end(cut, depth)
+        facts = {
+            "tokens": len(self.tokenizer.encode(prompt)),
+            "depth_actual": round(100 * end / cut, 2),
+            "position": len(self.tokenizer.encode((prefix + self.text[:end]).rstrip())),
+        }
+        return prompt, facts
 
+    def _cut_to_length(self, dataset: str, count_tokens: Callable[[int], int], length: int) -> int:
+        """Return after how many characters to cut the text, so that the prompt has ``length`` tokens or slightly fewer.
+
+        count_tokens: returns the tokens of the prompt with the first so many characters of the text.
+
+        Raises UsageError if even a prompt without text is longer, or if no repetition of the text gives enough tokens.
+        """
         shortest = count_tokens(0)
         if shortest > length:
             raise UsageError(
@@ -273,23 +293,11 @@ class Window:
             self._grow(int(1.2 * guess) + 1000)
             cut = _find_cut(count_tokens, length, int(guess), most=len(self.text), chars_per_token=self.chars_per_token)
             if cut < len(self.text) or count_tokens(cut) == length:
-                break
-            # the prompt holds all of the text and is still too short: the sample had shorter tokens than the text
+                return cut
+            # the whole text is too short, since its tokens are longer than those of the sample: repeat it more often
             if len(self.text) > _LONGEST_TOKEN * length:
                 raise UsageError(f"dataset {dataset}: {len(self.text)} characters of text have under {length} tokens")
             guess = 2 * len(self.text)
-        if not self.ends or self.ends[0] > cut:
-            raise UsageError(
-                f"dataset {dataset}: length {length} leaves room for {cut} characters of text, less than a sentence"
-            )
-        end = self._nearest_end(cut, depth)
-        position = len(self.tokenizer.encode((prefix + self.text[:end]).rstrip()))
-        facts = {
-            "tokens": count_tokens(cut),
-            "depth_actual": round(100 * end / cut, 2),
-            "position": position,
-        }
-        return assemble(cut), facts
 
     def _grow(self, chars: int) -> None:
         """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""

@@ -184,7 +184,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def kind(value: object) -> str:
-    """Return a value for error messages: as JSON, cut after 40 characters with its type in front."""
+    """Return a value as JSON for error messages. A long one is cut after 40 characters, with its type in front."""
     if value is None:
         return "null"
     shown = json.dumps(value, ensure_ascii=False)

@@ -38,6 +38,20 @@ class _PressFacts(TypedDict):
     zeroed: list[str]
 
 
+class PressRecord(TypedDict):
+    """A press as lists show it.
+
+    there: what kvpress does with the tokens that the press drops: ``removed``, ``masked`` or ``zeroed``.
+    here: how kvbench runs the press, or why it does not.
+    """
+
+    id: str
+    about: str
+    knobs: dict[str, object]
+    there: str
+    here: str
+
+
 @cache
 def package() -> ModuleType:
     """Return the package kvpress. Importing it leaves transformers as it was.
@@ -104,9 +118,9 @@ def _facts() -> _PressFacts:
     return cast(_PressFacts, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
-def listing() -> list[dict[str, Any]]:
-    """Return a record of every press: its id and knobs, how kvpress drops tokens, and whether it runs here."""
-    items = []
+def listing() -> list[PressRecord]:
+    """Return a record of every press of kvpress, by name."""
+    items: list[PressRecord] = []
     for name, press in sorted(presses().items()):
         there = "removed"
         if name in _facts()["masked"]:

@@ -30,7 +30,7 @@ class PromptCache:
     compress_s: the seconds of this method alone, with the statistics that it needs.
     layers: the layers that methods compress: those with keys, all but the local ones.
     local: the layers that attend a window beside others that do not, as the model itself holds them.
-    states: the states of layers that hold such in place of keys, or beside them. No method changes them.
+    states: the states of the layers that hold a state in place of keys, or beside them. No method changes them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
     model: the model that read the prompt.
     mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.

@@ -202,16 +202,19 @@ def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequen
 
 
 def path_of(method: str) -> Path:
-    """Return the file in which a method's knobs are written: its YAML file, or its module if there is none.
+    """Return the file that has a method's knobs: its YAML file, or its module if it has no YAML file.
 
-    For an unknown method it is the path of the YAML file that does not exist.
+    For an unknown method, return the path that its YAML file would have.
     """
     if of_kvpress(method):
         return Path(__file__).with_name("kvpress.py")
     path = conf_dir() / "method" / f"{method}.yaml"
     if path.exists():
         return path
-    return _modules().get(method, [path])[0]
+    modules = _modules().get(method)
+    if modules:
+        return modules[0]
+    return path
 
 
 def forget_files() -> None:

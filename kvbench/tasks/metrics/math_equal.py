@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Timer
-from typing import Any
+from typing import TypedDict
 
 from kvbench.base.errors import KvbenchError
 
@@ -83,6 +83,17 @@ def _until_closed(text: str, start: int) -> str | None:
     return None
 
 
+class Reply(TypedDict, total=False):
+    """A line that the process writes.
+
+    error: in its first line, why math-verify cannot be imported; None if it can.
+    equal: in all later lines, whether two texts are equal; None if the reference cannot be read.
+    """
+
+    error: str | None
+    equal: bool | None
+
+
 class MathWorker:
     """The process that reads and compares answers. Threads take turns, and a forked process starts its own."""
 
@@ -107,8 +118,7 @@ class MathWorker:
             if reply is None:
                 self.stop()
                 return False
-            equal: bool | None = reply["equal"]
-            return equal
+            return reply["equal"]
 
     def stop(self) -> None:
         """Stop the process. The next answer starts another one."""
@@ -150,7 +160,7 @@ class MathWorker:
             raise KvbenchError(f"metric math_equal cannot use math-verify: {ready['error']}")
         return process
 
-    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> dict[str, Any] | None:
+    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> Reply | None:
         """Return the next reply; None if the process ends, or is stopped after ``limit_s`` seconds."""
         assert process.stdout is not None
         timer = Timer(limit_s, process.kill)
@@ -166,7 +176,7 @@ class MathWorker:
             timer.cancel()
         if not line.endswith("\n"):
             return None
-        reply: dict[str, Any] = json.loads(line)
+        reply: Reply = json.loads(line)
         return reply
 
 
