@@ -281,7 +281,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path) -> KvbenchError:
-    """Return the error that ``path`` could not be written. It says so if the disk is full."""
+    """Return the error for a file that could not be written. It names a full disk as the cause if that is the case."""
     if error.errno in FULL:
         return KvbenchError(
             f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "

@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the files that can go, and remove them with --yes."""
+    """Print the files that can be removed. With --yes, remove them."""
     from kvbench.report.listing import given, rows
     from kvbench.store.store import LINK, ResultStore
     from kvbench.store.store_clean import carry_out, leftovers, list_removals

@@ -16,7 +16,7 @@ ACTIONS = ("fetch", "status", "list")
 
 
 class ModelEntry(TypedDict):
-    """The keys of an entry of conf/model that say where the model comes from."""
+    """The keys of an entry of conf/model that name the model's origin."""
 
     path: str
     revision: str

@@ -1,4 +1,4 @@
-"""Ask engines what they have not answered yet, and store every answer at once."""
+"""Ask engines the prompts that they have not answered yet, and store each answer as soon as it comes."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class EngineRun:
 
 
 def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Return token ids without the token that begins every text, if there is one: engines put it there themselves."""
+    """Return token ids without the token that begins every text, since engines add it themselves."""
     # not every BOS: a chat template may begin with the token that is named so, and no tokenizer adds that one
     added = list(tokenizer.encode(""))
     if added and ids[:1] == (added[0],):

@@ -312,7 +312,7 @@ def verdicts(answered: EngineReport) -> Table | None:
 
 
 def _outcome(row: EngineResult, baseline: str) -> str:
-    """Return in words whether a row is told apart from the baseline."""
+    """Return in words whether a row is better or worse than the baseline by an interval."""
     if row.mean is None:
         return "not all prompts are answered"
     if row.ci is None:
@@ -363,7 +363,7 @@ def _difference(task: TaskResult) -> str:
 
 
 def notes(answered: EngineReport) -> list[str]:
-    """Return what the numbers mean."""
+    """Return the notes below the table: the meaning of its columns, empty answers, and first tokens."""
     lines = [
         f"Δ: paired difference to {answered.baseline} on the same prompts, with its 95 % interval from {FEWEST} "
         "prompts on. Greedy answers. Sizes are the engine's own word: kvbench has not seen its cache."

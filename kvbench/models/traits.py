@@ -242,7 +242,7 @@ def _attends_twice(model: PreTrainedModel) -> bool:
 
 
 def check_whole(config: Any) -> None:
-    """Raise UsageError if the language model is a part of a larger model, as of one that reads pictures, too."""
+    """Raise UsageError if the language model is only a part of a model, such as a model that also reads pictures."""
     text = config.get_text_config()
     if text is not config and not config.is_encoder_decoder:
         raise _refusal(
@@ -319,7 +319,7 @@ def _head_size_varies(config: Any) -> bool:
 
 
 def _indexer_is_known(modules: list[nn.Module]) -> bool:
-    """Return True if indexers choose among latents, as DeepSeek-V3.2's do, so that ``models.indexer`` holds."""
+    """Return True if indexers choose among latents, as those of DeepSeek-V3.2. ``models.indexer`` assumes this."""
     return bool(indexers(modules)) and all(expands_after_caching(module) for module in modules)
 
 

@@ -106,7 +106,7 @@ def _list_first(names: Iterable[str]) -> str:
 
 
 def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
-    """Return the names of stored tensors that are not floats although the model's parameters of these names are."""
+    """Return the names of stored tensors that are not floats although the model has float parameters of these names."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
     # some checkpoints are saved without the prefix of the model's body, or with another one
     prefix = f"{model.base_model_prefix}."

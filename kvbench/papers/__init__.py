@@ -1,4 +1,4 @@
-"""The papers: what they publish, what is measured beside it, and what they claim."""
+"""The papers: their published tables and figures, our measurements beside them, and tests of their claims."""
 
 import os
 from pathlib import Path

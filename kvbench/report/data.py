@@ -1,4 +1,4 @@
-"""The records of a report: cells by method and task, means by method, and what readers must know."""
+"""The records of a report: cells by method and task, means by method, and notes for readers."""
 
 from __future__ import annotations
 

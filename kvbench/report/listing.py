@@ -1,4 +1,4 @@
-"""Stored cells as a list: a record for each, filters by key=value, and a DataFrame of all."""
+"""List stored cells: a record for each cell, filters by key=value, and a DataFrame of all cells."""
 
 from __future__ import annotations
 

@@ -399,7 +399,7 @@ def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list
 
 
 def _where_to_look(report: ReportData, detail: Detail) -> str:
-    """Return the line that says where samples lie and which options show more."""
+    """Return the line that names the folder of samples and the options that show more."""
     line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
     hidden = []
     if not detail.intervals:

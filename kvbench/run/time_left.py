@@ -23,7 +23,7 @@ MARGIN = 1.5
 
 
 class Seconds(NamedTuple):
-    """The bounds of a time."""
+    """The lower and the upper bound of a time in seconds."""
 
     low: float
     high: float
@@ -104,7 +104,7 @@ class TaskTime:
         return Seconds(to_read + least * (self.answers - begun), to_read + most * (self.answers - self.done))
 
     def holds(self, other: TaskTime) -> bool:
-        """Tell whether this task's prompts take at least as long as the other's, judged by their sizes."""
+        """Return True if this task's prompts take at least as long as those of ``other``, judged by their sizes."""
         answers, others = self.answers / max(1, self.prompts), other.answers / max(1, other.prompts)
         lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
         return lengths and answers >= others

@@ -1,1 +1,1 @@
-"""Named, frozen suites: what every row is measured on, its score, its card, and the check of a folder of results."""
+"""Suites: named sets of frozen prompts and budgets, with scores, a card, and a check of published results."""

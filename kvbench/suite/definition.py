@@ -1,4 +1,4 @@
-"""A suite as its file in conf/suite says it: the model, the parts, the budgets and the controls."""
+"""The definition of a suite, read from its file in conf/suite: the model, the parts, the budgets and the controls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ method: a method of the user.
 """
 FULL, QUICK = "full", "quick"
 EDITIONS = (FULL, QUICK)
-"""full: all prompts. quick: a few of them, for a first look, which no leaderboard takes."""
+"""full: all prompts. quick: a few prompts for a first look; leaderboards accept full runs only."""
 
 
 @dataclass(frozen=True, kw_only=True)

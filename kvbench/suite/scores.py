@@ -36,7 +36,7 @@ PartScores = Mapping[str, Scores]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSamples:
-    """The stored samples of a row at one budget, by part. Parts that do not take the row are left out."""
+    """The stored samples of a row at one budget, by part. Parts that cannot measure the row are left out."""
 
     name: str
     budget: int

@@ -178,7 +178,7 @@ def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger |
 
 
 def any_measured(content: Ledger) -> bool:
-    """Tell whether a ledger has a single measured pair behind any of its claims."""
+    """Return True if at least one pair of answers was measured for any claim of a ledger."""
     for record in content["verdicts"]:
         for numbers in record["measures"].values():
             if sum(numbers["n"].values()):
@@ -254,7 +254,7 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
 
 
 def _describe_outcome(record: ClaimRecord, count: int) -> str:
-    """Return a verdict in a few words; an undecided one says how many examples would decide it, if more than now."""
+    """Return a verdict in a few words. For an undecided claim, add how many examples would decide it."""
     text = record["verdict"]
     if record["decided_by"] and len(record["measures"]) > 1:
         text += f" by {record['decided_by']}"
@@ -300,7 +300,7 @@ def sheet(ledgers: Sequence[Ledger]) -> Table:
 
 
 def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
-    """Tell whether the claims of a ledger were tested by measures beside points."""
+    """Return True if a ledger's claims were tested by other measures than points, too."""
     return any(len(record["measures"]) > 1 for record in records)
 
 

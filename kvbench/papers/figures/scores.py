@@ -286,9 +286,10 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
-    """Add the score of an empty answer, ``silence``, and how much of what lies above it was ``found``, in per cent.
+    """Add ``silence``, the score of an empty answer, and ``found``, the score rescaled so that silence counts as 0.
 
-    A phrasing that asks to complete a sentence scores the sentence's beginning with every answer.
+    An empty answer can score above 0: a phrasing that asks to complete a sentence scores the sentence's beginning with
+    every answer.
     """
     silence = 0.0
     named = re.search(r"phrasing=(\w+)", facts.get("runs", ""))
@@ -298,13 +299,13 @@ def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
 
 
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``mean`` of each map and, in words, how many ``samples`` a field has."""
+    """Add the ``mean`` of each map, and ``samples``: the number of prompts of a field in words."""
     mean_texts = _prompt_means(data, "series", "found").map("{:.0f} %".format)
     return data.assign(mean=data["series"].map(mean_texts), samples=f"n = {_range_of(data['n'])} a field")
 
 
 def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean score by method, what was found beyond silence, and where the needle is lost."""
+    """Yield the mean score by method, its part above an empty answer's, and the depths at which needles are lost."""
     yield Fact("Mean score", _prompt_means(data, "series", "score"))
     value = "score"
     if "silence" in data and data["silence"].iloc[0] > 0:

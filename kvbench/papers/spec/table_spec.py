@@ -188,7 +188,7 @@ class Given(TableSpec):
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Return the cells without printed values."""
+        """Return all cells. They take the place of printed cells, although they have no printed values."""
         return self.cells
 
 

@@ -307,7 +307,7 @@ def _uncomp() -> Figures:
 
 
 def _refreekv() -> Figures:
-    """Yield the introduction's sizes. They count query heads, and GQA stores a fraction of them."""
+    """Yield the sizes in ReFreeKV's introduction. They count all query heads, but under GQA fewer heads are stored."""
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         yield StatedFigure(
             paper="refreekv",

@@ -45,12 +45,12 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Tell whether the table shows a small model on a CPU."""
+        """Return True if the table shows a small model on a CPU in place of the paper's model."""
         return self.bench.scaled
 
     @property
     def there(self) -> bool:
-        """Tell whether anything was measured."""
+        """Return True if any row was measured."""
         return any(c.status in DONE for c in self.cells.values())
 
     @property
