@@ -342,7 +342,8 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
         older_tokens = max(0, slots - pruner.recent)
         return 2 * slots * dense - (key_ratio + value_ratio) * older_tokens * dense
     # Only packed tokens lose channels: bytes = exact + (1 - key_ratio) packed keys + (1 - value_ratio) packed values
-    packed_keys, packed_values = coder.keys.packed(slots), coder.values.packed(slots)
+    packed_keys = coder.keys.packed(slots)
+    packed_values = coder.values.packed(slots)
     packed_key_bytes = chain.quantiser.key_bytes(packed_keys, head_dim)
     packed_value_bytes = chain.quantiser.value_bytes(packed_values, head_dim)
     exact = (2 * slots - packed_keys - packed_values) * dense

@@ -84,7 +84,10 @@ def audit(
     kv_heads, head_dim, dtype, own_values, local_heads: the sizes of the model's cache; see
     ``models.interface.cache_shape``. Without ``local_heads``, local layers have the heads of the others.
     """
-    chain, n, n_layers, itemsize = cache.chain, cache.prompt_tokens, len(cache.layers), dtype.itemsize
+    chain = cache.chain
+    n = cache.prompt_tokens
+    n_layers = len(cache.layers)
+    itemsize = dtype.itemsize
     sums = _Sums()
     for index in range(n_layers):
         _audit_layer(cache, index, kv_heads, head_dim=head_dim, itemsize=itemsize, own_values=own_values, sums=sums)
@@ -104,7 +107,8 @@ def audit(
     )
     states = _audit_states(cache, sums.storages)
     # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
-    fixed, fixed16 = local * itemsize + states.bytes, local * HALF + states.bytes16
+    fixed = local * itemsize + states.bytes
+    fixed16 = local * HALF + states.bytes16
     payload_kv_head, payload_query_head = sums.payload, sums.payload
     if not chain.lowrank:
         # mean bytes of a stored head times all heads of either kind; latents are one head that all others read

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
+
+if TYPE_CHECKING:
+    from kvbench.store.store_clean import Removal
 
 WORDS = {
     "cell": "result{s}",
@@ -65,30 +70,46 @@ def main(args: argparse.Namespace) -> int:
     if args.yes:
         carry_out(store, removals)
     if args.json:
-        items = []
-        for removal in removals:
-            items.append(
-                {"kind": removal.kind, "cell": removal.cell, "path": str(removal.path), "about": removal.about}
-            )
-        print(json.dumps({"removed": args.yes, "items": items, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
-        return 0
-    # every cell has a lock: they are counted, not listed
+        _print_json(removals, busy, removed=args.yes)
+    else:
+        _print_text(removals, busy, folder=store.root / "cells", removed=args.yes)
+    return 0
+
+
+def _print_json(removals: Sequence[Removal], busy: Collection[str], removed: bool) -> None:
+    """Print the removals and the ids of busy cells as JSON."""
+    items = []
     for removal in removals:
-        if removal.kind != "lock":
-            kind = "result" if removal.kind == "cell" else removal.kind
-            print(f"{kind:<10} {removal.path.relative_to(store.root / 'cells')}: {removal.about}")
+        items.append({"kind": removal.kind, "cell": removal.cell, "path": str(removal.path), "about": removal.about})
+    print(json.dumps({"removed": removed, "items": items, "busy": sorted(busy)}, indent=1, ensure_ascii=False))
+
+
+def _print_text(removals: Sequence[Removal], busy: Collection[str], folder: Path, removed: bool) -> None:
+    """Print a line for each removal and for each busy cell, and the number of removals of each kind.
+
+    folder: the folder of all cells, to which paths are relative.
+    """
+    for removal in removals:
+        # every cell has a lock: locks are counted, not listed
+        if removal.kind == "lock":
+            continue
+        kind = removal.kind
+        if kind == "cell":
+            kind = "result"
+        print(f"{kind:<10} {removal.path.relative_to(folder)}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")
     counts = Counter(removal.kind for removal in removals)
     totals = []
     for kind, n in counts.items():
-        plural = "s" if n > 1 else ""
+        plural = ""
+        if n > 1:
+            plural = "s"
         totals.append(f"{n} {WORDS[kind].format(s=plural)}")
     total = ", ".join(totals) or "nothing"
-    if args.yes:
+    if removed:
         print(f"removed {total}")
     elif removals:
         print(f"would remove {total}; --yes does it")
     else:
         print(f"would remove {total}")
-    return 0

@@ -262,7 +262,9 @@ class DecodeBatch(Generic[Key]):
         all_payload = sum(sum(layer.payload()) for layer in self.layers.with_keys)
         factor = allocated(self.layers.with_keys) / max(1, all_payload)
         for i, row in newly_ended:
-            row.held, row.stored, row.factor = peaks[i], Stored(row.fed, payload[i]), factor
+            row.held = peaks[i]
+            row.stored = Stored(row.fed, payload[i])
+            row.factor = factor
         self._drop_ended_rows()
         return [row for _, row in newly_ended]
 

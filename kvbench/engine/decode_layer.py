@@ -72,7 +72,8 @@ class RowLayer(KvbenchLayer):
         # behind(0) keeps the entries' places, but marks that they are no longer the whole batch
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
         self.formats += [(entries.behind(offset), stored) for entries, stored in other.formats]
-        self.next, self.seen = torch.cat([self.next, other.next]), max(self.seen, other.seen)
+        self.next = torch.cat([self.next, other.next])
+        self.seen = max(self.seen, other.seen)
         self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:

@@ -185,7 +185,8 @@ class PromptLayer(KvbenchLayer):
         values = values_or_keys(keys, values)
         if q.is_cuda and q.shape[2] > FLASH_WIDTH:
             # PyTorch's kernels for wider heads know no groups, and the one that does holds all logits
-            keys, values = _for_each_query_head(keys, len(q)), _for_each_query_head(values, len(q))
+            keys = _for_each_query_head(keys, len(q))
+            values = _for_each_query_head(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None
         if before:

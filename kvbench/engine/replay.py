@@ -65,7 +65,9 @@ class ReplayLayer(KvbenchLayer):
         for first, last in self._blocks(q, n + t):
             # query i of the pass attends the prompt and the pass's tokens up to its own: tokens 0 .. n + i
             mask = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
-            block, keys, values = q[None, :, first:last], k[None, :, : n + last], v[None, :, : n + last]
+            block = q[None, :, first:last]
+            keys = k[None, :, : n + last]
+            values = v[None, :, : n + last]
             out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, mask, scale=scale)[0]
         return out[None]
 

@@ -44,7 +44,8 @@ def check_sizes(path: str, config: Any) -> None:
             raise _refusal(path, key, value, WHOLE)
     # the sizes that depend on each other, as far as they are given
     numbers = {key: value for key, value in config.items() if is_whole(value)}
-    heads, kv_heads = numbers.get("num_attention_heads", 1), numbers.get("num_key_value_heads", 1)
+    heads = numbers.get("num_attention_heads", 1)
+    kv_heads = numbers.get("num_key_value_heads", 1)
     # each kv head serves a group of query heads
     if heads % kv_heads:
         raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")

@@ -74,7 +74,8 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         text = json.dumps(content, ensure_ascii=False, indent=indent)
         _write(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
-    query_heads, kv_heads = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
+    query_heads = fields["llama.attention.head_count"]
+    kv_heads = fields["llama.attention.head_count_kv"]
     # safetensors writes all tensors at once, so the whole model must be in memory as float32
     weights = {}
     for tensor in reader.tensors:
@@ -112,7 +113,8 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
     """Return the content of config.json."""
     tokens = fields["tokenizer.ggml.tokens"]
     # newer files state the head dimension, older ones leave it to be width / heads
-    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    heads = fields["llama.attention.head_count"]
+    width = fields["llama.embedding_length"]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -107,7 +107,8 @@ def _describe_examples(report: ReportData, task: int) -> str:
     measured = [summary for summary in summaries if summary is not None]
     if not measured:
         return ""
-    fewest, most = min(summary.n for summary in measured), max(summary.n for summary in measured)
+    fewest = min(summary.n for summary in measured)
+    most = max(summary.n for summary in measured)
     count = f"n = {fewest}"
     if fewest != most:
         count += f" to {most}"

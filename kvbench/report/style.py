@@ -126,7 +126,8 @@ def _find_place(
     point: Sequence[float], letters: int, pixels: float, frame: Bbox, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
     """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box."""
-    width, height = 0.58 * NAME_SIZE * letters * pixels, 1.15 * NAME_SIZE * pixels
+    width = 0.58 * NAME_SIZE * letters * pixels
+    height = 1.15 * NAME_SIZE * pixels
     boxes = []
     for right, up in NAME_PLACES:
         left = point[0] + right * pixels

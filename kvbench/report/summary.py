@@ -520,7 +520,8 @@ def row_means(
         return 100 * tokens / prompt_tokens
 
     prompt_tokens = mean([c.prompt_tokens for c in cells])
-    payload16, full16 = mean([c.payload16 for c in cells]), mean([c.full16 for c in cells])
+    payload16 = mean([c.payload16 for c in cells])
+    full16 = mean([c.full16 for c in cells])
     overhead16 = mean([c.overhead16 for c in cells])
     scores = [c.score for c in cells if c.score is not None]
     # a mean of points and of perplexities would mean nothing

@@ -110,7 +110,10 @@ class DecodeQueue:
         remake: Remake | None = None,
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.model, self.most_rows, self.most_bytes, self.remake = model, most_rows, most_bytes, remake
+        self.model = model
+        self.most_rows = most_rows
+        self.most_bytes = most_bytes
+        self.remake = remake
         self.make_room = make_room
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []

@@ -57,7 +57,8 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     model = load.load_weights(cfg.model, source, device)
     records: dict[str, Facts] = {}
     for chain in chains:
-        bound, requests = session.bind(chain, model, quiet), session.requests(chain)
+        bound = session.bind(chain, model, quiet)
+        requests = session.requests(chain)
         for stage in bound.stages:
             if stage.calibration is not None:
                 file = str(session.path(requests[stage.id]))

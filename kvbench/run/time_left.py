@@ -105,7 +105,8 @@ class TaskTime:
 
     def holds(self, other: TaskTime) -> bool:
         """Return True if this task's prompts take at least as long as those of ``other``, judged by their sizes."""
-        answers, others = self.answers / max(1, self.prompts), other.answers / max(1, other.prompts)
+        answers = self.answers / max(1, self.prompts)
+        others = other.answers / max(1, other.prompts)
         lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
         return lengths and answers >= others
 

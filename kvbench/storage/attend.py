@@ -263,7 +263,9 @@ def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Te
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
-    keys, values, heads = [s.k for s in segments], [s.v for s in segments], tail[0].shape[1]
+    keys = [s.k for s in segments]
+    values = [s.v for s in segments]
+    heads = tail[0].shape[1]
     for s in segments:
         heads = max(heads, s.heads)
     keys.append(tail[0])

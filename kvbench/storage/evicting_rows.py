@@ -247,7 +247,8 @@ class EvictingRows(Format):
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
         part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
-        token_at, query_at = self.positions[:, :, None, None], query_positions[:, None, None, :, None]
+        token_at = self.positions[:, :, None, None]
+        query_at = query_positions[:, None, None, :, None]
         # new tokens see each other causally
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
@@ -257,7 +258,10 @@ class EvictingRows(Format):
     def keep(self, at: Tensor) -> None:
         if self.recent is not None:
             self.recent.keep(at)
-        self.budget, self.n, self.most, self.newest = self.budget[at], self.n[at], self.most[at], self.newest[at]
+        self.budget = self.budget[at]
+        self.n = self.n[at]
+        self.most = self.most[at]
+        self.newest = self.newest[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
         self.unattended = take(self.unattended, at)
         self.store.keep(at)

@@ -190,7 +190,10 @@ class Thin:
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
-        estimate, kept, others, order = read or as_they_are, self.k.kept, self.k.others, self.k.order
+        estimate = read or as_they_are
+        kept = self.k.kept
+        others = self.k.others
+        order = self.k.order
         if order is None or others is None:
             return logits(query, estimate(kept), scale)
         # the cap applies to the sum of both parts; float() removes it from the factor of each part

@@ -53,7 +53,9 @@ class ExactRows(Format):
     takes_ragged = True
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        self.masker, self.capacity, self.windowed = rows[0].masker, room.tokens, room.windowed
+        self.masker = rows[0].masker
+        self.capacity = room.tokens
+        self.windowed = room.windowed
         device = rows[0].cache.segments[0].k.device
         # only kernels read ragged heads side by side, and they know neither masks nor windows
         single_heads = room.windowed or self.masker is not None or not kernels.serves(device)
@@ -146,7 +148,8 @@ class ExactRows(Format):
             k, v = self.tail()
             group_floor, group_starts = None, None
             if floor is not None:
-                group_floor, group_starts = entries.of_rows(floor), entries.of_rows(self.starts)
+                group_floor = entries.of_rows(floor)
+                group_starts = entries.of_rows(self.starts)
             out, group.attended = attend(
                 query,
                 group.segments,

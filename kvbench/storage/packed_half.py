@@ -45,7 +45,10 @@ class PackedHalf:
         grows: False if tokens after the prompt stay exact.
         """
         packed, exact, channels = zip(*rows, strict=True)
-        self.residual, self.pack, self.grows, self.step = residual, pack, grows, packed[0].step
+        self.residual = residual
+        self.pack = pack
+        self.grows = grows
+        self.step = packed[0].step
         self.packed = [row.shape[1] for row in packed]
         self.total = [old.shape[1] + new.shape[1] for old, new in zip(packed, exact, strict=True)]
         exact_now = max(row.shape[1] for row in exact)
@@ -125,7 +128,8 @@ class PackedHalf:
         A slot without a token that some query reads exactly has the largest total, an index behind all tokens.
         """
         first_exact = self.packed if self.seen is None else self.before
-        total, packed = self.numbers(self.total)[:, None], self.numbers(first_exact)[:, None]
+        total = self.numbers(self.total)[:, None]
+        packed = self.numbers(first_exact)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
         # a slot holds the newest token t with t mod S = slot
         token = total - 1 - (total - 1 - slot) % self.slots
@@ -255,7 +259,8 @@ class PackedHalf:
         self.codes, self.ring = self.codes[at], self.ring[at]
         self.channels = take(self.channels, at)
         rows = at.tolist()
-        self.packed, self.total = [self.packed[u] for u in rows], [self.total[u] for u in rows]
+        self.packed = [self.packed[u] for u in rows]
+        self.total = [self.total[u] for u in rows]
 
     def payload(self) -> list[int]:
         """Return the number of bytes that each row's packed and exact tokens take."""

@@ -217,7 +217,8 @@ def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bo
     repeats: Counter[str] = Counter()
     examples = []
     for row in read_lines(path):
-        context, example_id = _possibly_empty_text(row, "context"), row.name("_id", row.place)
+        context = _possibly_empty_text(row, "context")
+        example_id = row.name("_id", row.place)
         question, length = _fill_input(suffix, row), row.value("length")
         if not is_count(length):
             raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")

@@ -115,35 +115,34 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     UsageError for a haystack that is missing, empty or not text, and for lengths that leave no room.
     """
     knobs = NeedleKnobs(**entry)
-    dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
+    dataset, tokenizer = context.dataset, context.tokenizer
     lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)]
-    depths = _check_list(dataset, "depths", knobs.depths)
-    for depth in depths:
-        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
-            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
+    depths = _check_depths(dataset, knobs.depths)
     whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
     phrasing = _choose_phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
         whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
         phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens)
     elif context.chat:
+        # a chat model repeats words of the question before it answers
         phrasing = replace(phrasing, max_new_tokens=max(CHAT_ANSWER, phrasing.max_new_tokens))
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
-    text, source = read_haystack(files, knobs.haystack)
+    text, source = read_haystack(context.files, knobs.haystack)
     # each repeat begins elsewhere in the text; multiples of the golden ratio spread any number of beginnings evenly
     starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
+    # an answer that continues the needle's sentence ends with its line
+    stop: tuple[str, ...] = ()
+    if phrasing.lead:
+        stop = ("\n",)
     tasks = []
     for length in lengths:
         windows = (Window(text, start, tokenizer) for start in starts)
         facts = []
-        stop: tuple[str, ...] = ()
         if phrasing.lead:
             facts.append(f"{dataset}: {LEAD_NOTE}")
-            stop = ("\n",)
         if len(text) < length:
-            # a token has at least one character in nearly every text, so fewer characters than tokens cannot fill a
-            # length
+            # nearly every token has at least one character, so that fewer characters than tokens fill no prompt
             facts.append(f"the haystack of {len(text)} characters is repeated to fill {length} tokens")
         task = Task(
             id=f"{dataset}/{length}",
@@ -365,6 +364,15 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")
     return replace(phrasing, prompt=template, metric=name)
+
+
+def _check_depths(dataset: str, value: float | Sequence[float]) -> list[float]:
+    """Return the depths as a list. Raises UsageError for a depth that is not a number from 0 to 100."""
+    depths = _check_list(dataset, "depths", value)
+    for depth in depths:
+        if not isinstance(depth, int | float) or isinstance(depth, bool) or not 0 <= depth <= 100:
+            raise UsageError(f"dataset.{dataset}.depths={depth!r} is not possible: a number from 0 to 100")
+    return depths
 
 
 def _check_list(dataset: str, knob: str, value: float | Sequence[float]) -> list[float]:

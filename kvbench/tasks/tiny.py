@@ -135,7 +135,9 @@ def lookups(
 def two_hops(rng: random.Random, n: int) -> Puzzle:
     """Make up to ``n // 2`` people, each in their own lab in a city. A query's answer names the lab, then the city."""
     n = max(1, min(n // 2, len(LABS)))
-    people, labs, cities = rng.sample(PEOPLE, n), rng.sample(LABS, n), rng.sample(CITIES, n)
+    people = rng.sample(PEOPLE, n)
+    labs = rng.sample(LABS, n)
+    cities = rng.sample(CITIES, n)
     work_facts = []
     lab_facts = []
     queries = []

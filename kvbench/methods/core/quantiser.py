@@ -119,11 +119,13 @@ class Quantiser(Stage, Packer):
         # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
         coder = self.coder(pruner, layer)
-        packed_keys, packed_values = coder.keys.packed(block.slots), coder.values.packed(block.slots)
+        packed_keys = coder.keys.packed(block.slots)
+        packed_values = coder.values.packed(block.slots)
         key_channels, value_channels = head_dim, head_dim
         id_bytes = 0
         if pruner is not None:
-            key_channels, value_channels = pruner.kept_keys(head_dim), pruner.kept_values(head_dim)
+            key_channels = pruner.kept_keys(head_dim)
+            value_channels = pruner.kept_values(head_dim)
             id_bytes = pruner.id_bytes(head_dim)
         # bytes of a token that stays exact, with all its channels
         exact = head_dim * itemsize

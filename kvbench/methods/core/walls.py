@@ -97,7 +97,9 @@ def _check_text(name: str, error: Exception) -> None:
 @contextmanager
 def _settings() -> Iterator[None]:
     """Restore PyTorch's global settings and the working directory on exit."""
-    dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    dtype = torch.get_default_dtype()
+    threads = torch.get_num_threads()
+    grad = torch.is_grad_enabled()
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

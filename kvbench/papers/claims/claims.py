@@ -351,7 +351,9 @@ def _correct(
         if claim.test == "better":
             # two one-sided tests: the difference is above -nothing, and below it
             same[claim.id] = max(stats.p_above(differences, -nothing), stats.p_above(-differences, -nothing))
-    above, below, same = stats.holm(above, family), stats.holm(below, family), stats.holm(same, family)
+    above = stats.holm(above, family)
+    below = stats.holm(below, family)
+    same = stats.holm(same, family)
     return {c.id: _PValues(supports=above[c.id], opposes=below[c.id], same=same[c.id]) for c in measured}
 
 

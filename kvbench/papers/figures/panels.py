@@ -309,7 +309,6 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     # the names of all places, so that a name has one look in all of them
     names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
-    unstyled = [name for name in names if name not in panel.looks]
     of_methods = panel.hue in METHOD_COLUMNS
     method_looks = looks.looks_of([str(name) for name in names])
     # more bands than two hide each other: their points have bars instead, beside each other
@@ -318,23 +317,13 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     # at the budgets that a figure declares all curves have points; measured positions stay what they are
     dodged = has_bars and panel.x == "x" and bool(rows[panel.low].notna().any())
     for i, name in enumerate(names):
-        # names with a look of their own use up no marker and colour of the others
-        number = 0
-        if name in unstyled:
-            number = unstyled.index(name)
         curve_rows = rows[~is_level & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
         if fails:
             # a place without points keeps its entry in the legend
             curve_rows = curve_rows.assign(**{panel.y: np.nan, panel.low: np.nan, panel.high: np.nan})
         if dodged:
             curve_rows = _dodge(curve_rows, curves[panel.x], i / (len(names) - 1) - 0.5, panel)
-        look: dict[str, Any] = style.series(number, len(curve_rows))
-        if of_methods:
-            look = style.of_look(method_looks[str(name)], len(curve_rows))
-        if panel.shades:
-            look = {"color": style.shades(len(names))[number], "linestyle": style.LINES[number % 4], "lw": 0.8}
-        look |= panel.look
-        look |= panel.looks.get(str(name), {})
+        look = _line_look(panel, name, names, len(curve_rows), method_looks)
         if crowded or name in panel.quiet:
             look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
         units: Iterable[tuple[object, pd.DataFrame]] = [(0, curve_rows)]
@@ -360,6 +349,29 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
+
+
+def _line_look(
+    panel: Panel, name: Any, names: Sequence[Any], points: int, method_looks: Mapping[str, looks.Look]
+) -> dict[str, Any]:
+    """Return matplotlib's keywords for the line ``name``, one of ``names``, with this number of points.
+
+    method_looks: the looks of methods, for panels whose lines are methods.
+    """
+    # names with a look of their own use up no marker and colour of the others
+    unstyled = [other for other in names if other not in panel.looks]
+    number = 0
+    if name in unstyled:
+        number = unstyled.index(name)
+    look: dict[str, Any] = style.series(number, points)
+    if panel.hue in METHOD_COLUMNS:
+        look = style.of_look(method_looks[str(name)], points)
+    if panel.shades:
+        look = {"color": style.shades(len(names))[number], "linestyle": style.LINES[number % 4], "lw": 0.8}
+    # the panel's own keywords win over the defaults, and a line's own over the panel's
+    look |= panel.look
+    look |= panel.looks.get(str(name), {})
+    return look
 
 
 def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
@@ -547,7 +559,8 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
         ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in places]))
         return
     if panel.ticks == "powers":
-        lowest_power, highest_power = math.floor(math.log2(xs[0])), math.ceil(math.log2(xs[-1]))
+        lowest_power = math.floor(math.log2(xs[0]))
+        highest_power = math.ceil(math.log2(xs[-1]))
         ticks = [2.0**power for power in range(lowest_power, highest_power + 1)]
     elif not isinstance(panel.ticks, str):
         # a tick outside of the data would widen the axis

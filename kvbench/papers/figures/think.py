@@ -75,7 +75,8 @@ def largest(data: pd.DataFrame) -> dict[str, int]:
 
 def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
-    caches, batches = data.groupby("method", sort=False)["cache"].first(), largest(data)
+    caches = data.groupby("method", sort=False)["cache"].first()
+    batches = largest(data)
     yield Fact(f"One sequence of {TOKENS} tokens", caches, "{:.1f} MiB")
     yield Fact("Times less than in full", caches["full"] / caches.drop("full"), "{:.2f}")
     yield Fact(f"Caches that fit into {ROOM} GiB beside the weights", batches, "{}")

@@ -79,7 +79,8 @@ def _pattern(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Se
     queries = obs.queries(obs.n)
     # so many query heads share one kv head
     group = queries.shape[0] // k.shape[0]
-    query, keys = queries[head : head + 1, :m], k[head // group : head // group + 1, :m]
+    query = queries[head : head + 1, :m]
+    keys = k[head // group : head // group + 1, :m]
     # the first m rows of causal attention need no later token
     attention = causal_softmax(query, keys, obs.scale)[0].cpu()
     rows: list[Row] = []

@@ -370,7 +370,8 @@ def describe_counts(view: View) -> str:
     measured = _list_measured(view)
     if not measured:
         return ""
-    counts, sizes = [entry.n for entry in measured], [entry.of for entry in measured]
+    counts = [entry.n for entry in measured]
+    sizes = [entry.of for entry in measured]
     return f"n = {_range(counts)} of {_range(sizes)} examples a task"
 
 

@@ -63,7 +63,9 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
-    heading, table, footnotes = title(view, show), grid(view, show), notes(view, show)
+    heading = title(view, show)
+    table = grid(view, show)
+    footnotes = notes(view, show)
     caution, above = "", ""
     if show != "published":
         caution = warning(view)

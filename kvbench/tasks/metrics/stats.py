@@ -193,12 +193,14 @@ def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = Fa
         # mean over tasks of (method's mean / full cache's mean)
         if not full_means.all():
             return Share()
-        point, most = float(np.mean(method_means / full_means)), float(np.mean(1 / full_means))
+        point = float(np.mean(method_means / full_means))
+        most = float(np.mean(1 / full_means))
     else:
         # (method's mean over tasks) / (full cache's mean over tasks)
         if not full_means.any():
             return Share()
-        point, most = float(method_means.mean() / full_means.mean()), 1 / float(full_means.mean())
+        point = float(method_means.mean() / full_means.mean())
+        most = 1 / float(full_means.mean())
     interval = None
     if enough_examples:
         interval = _share_interval(tasks, point, most, of_ratios)
