@@ -46,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print. Return exit status 1 if a cell was refused or failed."""
+    """Measure the missing results of a run and print its report. Return 1 if a cell was refused or failed, else 0."""
     if any(word.startswith("engine=") for word in args.overrides):
         # the rows of an engine: nothing is compressed here
         from kvbench.engines import verb

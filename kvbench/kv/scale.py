@@ -48,7 +48,7 @@ def sinks_of(scale: float) -> Tensor | None:
 
 
 def is_plain(scale: float) -> bool:
-    """Return True for a factor alone. Fused functions know nothing of caps and sinks."""
+    """Return True for a plain factor, without a cap or sinks. Fused attention functions support nothing else."""
     return not isinstance(scale, LogitScale)
 
 

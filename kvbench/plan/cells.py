@@ -169,7 +169,10 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequ
 
 
 def _check_answers(task: Task, context: int | None) -> None:
-    """Raise UsageError if answers cannot be scored or leave no room for their prompts (for whole ones, if UNCUT)."""
+    """Raise UsageError if answers cannot be scored, or if they leave no room in the context for their prompts.
+
+    Prompts of the categories UNCUT must fit as a whole.
+    """
     if metric(task.metric).shown is not None and not task.examples[0].tokens:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "

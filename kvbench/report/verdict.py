@@ -171,7 +171,10 @@ def _divergence(row: ReportRow) -> float | None:
 
 
 def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
-    """Return in words the conclusion from a row's differences; '' if nothing of it is measured or it was refused."""
+    """Return in words whether a method is better or worse than the full cache; '' if it was not measured or refused.
+
+    worse, better: the tasks on which it is worse or better by an interval.
+    """
     broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
     if broken:
         status = broken[0].status

@@ -224,7 +224,7 @@ def _name_place(file: Path, place: str) -> str:
 
 
 def _check_object(file: Path, place: str, value: object) -> Mapping[str, object]:
-    """Return a JSON value that is an object. Raises UsageError for any other value."""
+    """Return ``value`` if it is a JSON object. Raises UsageError for any other value."""
     if not isinstance(value, dict):
         raise UsageError(f"{file}, {place}: must be a JSON object, got {kind(value)}")
     return value

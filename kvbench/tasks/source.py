@@ -41,7 +41,7 @@ class Files:
     def first(self, *names: str) -> Path | None:
         """Return the path of the first of ``names`` that is a file below the data folder; None if no such file exists.
 
-        Raises UsageError if its content differs from the lock's record.
+        Raises UsageError if the file's content differs from the lock's record.
         """
         if self.root is None:
             return None
@@ -63,7 +63,7 @@ class Files:
             raise fetch.changed(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
-        """Return a text with the two ways to get the files of this dataset."""
+        """Return a hint for error messages: the two ways to get the files of this dataset."""
         if self.root is None:
             return (
                 f"Download it: `kvbench data fetch {self.dataset} data.root=FOLDER`. Or name the folder that has it: "

@@ -120,7 +120,7 @@ def with_front(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
-    """Tell which points cannot be told from the full cache. The interval of such a point's relative score has 100 %."""
+    """Return for each row whether it cannot be told from the full cache: its interval includes the full score."""
     if "relative_low" not in data:
         return pd.Series(False, index=data.index)
     has_all = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)

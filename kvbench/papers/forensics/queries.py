@@ -203,7 +203,7 @@ def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]
 
 
 def count_rising(values: pd.Series[Any]) -> int:
-    """Count the lines that rise or stay level."""
+    """Return the number of lines that never fall from one value to the next."""
     count = 0
     for _, cells in lines(values):
         numbers = [value for _, value in cells]
