@@ -38,91 +38,53 @@ BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to
 class Panel:
     """One plot of a picture: the columns that it shows, and its look.
 
-    The fields x, y, hue, unit, value, marked, shaded, low and high are names of columns.
-
-    kind: lines, points, bars or heat.
-    where: the values that a row must have to be shown, by column.
-    title, xlabel, ylabel, bar: texts. ``{column}`` in them stands for the first row's value in this column. ``bar``
-    labels the colours of heat and points.
-
-    hue: each value of this column has a line with its own look.
-    unit: each value of this column has a line, all of them with one look.
-    value: the numbers behind the colours of heat and points.
-    marked: the bars with True stand out.
-    shaded: the points with True have a grey background.
-    low, high: the ends of intervals. One or two lines show them as bands, more lines as error bars at their points.
-    first_band: only the first line shows its interval, as a band.
-    level: the values of the rows that are drawn as a dashed horizontal line, by column.
-    fails: the panel says so if this line is next to 0.
-
-    direct: names stand beside the lines, not in a legend.
-    look: matplotlib's keywords for all lines.
-    looks: matplotlib's keywords by value of ``hue``.
-    quiet: the values of ``hue`` that are drawn thin and grey.
-    crowd: the common name of the lines if there are more than seven. They are then thin and grey, and their mean is
-    drawn as well.
-    shades: the values of ``hue`` have an order, which their colours show.
-
-    xscale, yscale: ``log``, ``log2``, or ``auto`` for a scale that is logarithmic if the values are far apart.
-    ticks: ``data``, ``even``, ``powers`` (of 2) or a list.
-    reverse: the x axis runs from right to left.
-    decades: the y axis ends at most this many powers of ten below the highest value.
-    top: the y axis runs from 0 to the highest value, or to 100 if that is near.
-    bottom, highest: the lower end of the y axis, and the largest upper end that it may have.
-    right: the right end of the x axis.
-    at_x, at_y: the places of dotted lines across the panel.
-    at_text: the text above the line at ``at_x``.
-    shade: a range of x with a grey background.
-
-    limits: the ends of a map's colours.
-    log: the colours of maps are logarithmic, over the values of all maps.
-    floor: the lowest value of a logarithmic map that ends at 1.
-    numbers: the format of the values in a map with few of them.
-    runs: the rows of a map are runs of tokens.
+    The fields x, y, hue, unit, value, marked, shaded, low and high are names of columns. ``{column}`` in a text stands
+    for the first row's value in this column.
     """
 
-    kind: str
+    kind: str  # lines, points, bars or heat
     x: str
     y: str
-    where: Mapping[str, object] = field(default_factory=dict)
+    where: Mapping[str, object] = field(default_factory=dict)  # the values that a shown row has, by column
     title: str = ""
     xlabel: str = ""
     ylabel: str = ""
-    bar: str = ""
-    hue: str = ""
-    unit: str = ""
-    value: str = ""
-    marked: str = ""
-    shaded: str = ""
+    bar: str = ""  # the label of the colours of heat and points
+    hue: str = ""  # each value of this column has a line with its own look
+    unit: str = ""  # each value of this column has a line, all of them with one look
+    value: str = ""  # the numbers behind the colours of heat and points
+    marked: str = ""  # bars with True stand out
+    shaded: str = ""  # points with True have a grey background
+    # the ends of intervals: bands around one or two lines, error bars at the points of more lines
     low: str = ""
     high: str = ""
-    first_band: bool = False
-    level: Mapping[str, object] = field(default_factory=dict)
-    fails: bool = False
-    direct: bool = False
-    look: Mapping[str, object] = field(default_factory=dict)
-    looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    quiet: Sequence[str] = ()
-    crowd: str = ""
-    shades: bool = False
-    xscale: str = ""
-    yscale: str = ""
-    ticks: str | Sequence[float] = ()
-    reverse: bool = False
-    decades: float = 0
-    top: bool = False
-    bottom: float | None = None
-    highest: float | None = None
-    right: float | None = None
-    at_x: float | None = None
-    at_text: str = ""
-    at_y: float | None = None
-    shade: Sequence[float] = ()
-    limits: Sequence[float] = ()
-    floor: float = 0
-    log: bool = False
-    numbers: str = ""
-    runs: bool = False
+    first_band: bool = False  # only the first line shows its interval, as a band
+    level: Mapping[str, object] = field(default_factory=dict)  # rows with these values are a dashed horizontal line
+    fails: bool = False  # the panel says so if that line is next to 0
+    direct: bool = False  # names stand beside the lines, not in a legend
+    look: Mapping[str, object] = field(default_factory=dict)  # matplotlib's keywords for all lines
+    looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same by value of ``hue``
+    quiet: Sequence[str] = ()  # the values of ``hue`` that are drawn thin and grey
+    crowd: str = ""  # the common name of more than seven lines, which are then thin and grey, beside their mean
+    shades: bool = False  # the values of ``hue`` have an order, which their colours show
+    xscale: str = ""  # ``log``, ``log2``, or ``auto``: logarithmic if the values are far apart
+    yscale: str = ""  # likewise
+    ticks: str | Sequence[float] = ()  # ``data``, ``even``, ``powers`` (of 2) or a list
+    reverse: bool = False  # x runs from right to left
+    decades: float = 0  # the y axis ends at most this many powers of ten below the highest value
+    top: bool = False  # the y axis runs from 0 to the highest value, or to 100 if that is near
+    bottom: float | None = None  # the lower end of the y axis
+    highest: float | None = None  # the largest upper end that the y axis may have
+    right: float | None = None  # the right end of the x axis
+    at_x: float | None = None  # the place of a dotted vertical line
+    at_text: str = ""  # the text above that line
+    at_y: float | None = None  # the place of a dotted horizontal line
+    shade: Sequence[float] = ()  # a range of x with a grey background
+    limits: Sequence[float] = ()  # the ends of a map's colours
+    floor: float = 0  # the lowest value of a logarithmic map that ends at 1
+    log: bool = False  # the colours of maps are logarithmic, over the values of all maps
+    numbers: str = ""  # the format of the values in a map with few of them
+    runs: bool = False  # the rows of a map are runs of tokens
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def _until_closed(text: str, start: int) -> str | None:
     return None
 
 
-class Reply(TypedDict, total=False):
+class WorkerReply(TypedDict, total=False):
     """A line that the process writes.
 
     error: in its first line, why math-verify cannot be imported; None if it can.
@@ -160,7 +160,7 @@ class MathWorker:
             raise KvbenchError(f"metric math_equal cannot use math-verify: {ready['error']}")
         return process
 
-    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> Reply | None:
+    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> WorkerReply | None:
         """Return the next reply; None if the process ends, or is stopped after ``limit_s`` seconds."""
         assert process.stdout is not None
         timer = Timer(limit_s, process.kill)
@@ -176,7 +176,7 @@ class MathWorker:
             timer.cancel()
         if not line.endswith("\n"):
             return None
-        reply: Reply = json.loads(line)
+        reply: WorkerReply = json.loads(line)
         return reply
 
 
