@@ -4,13 +4,17 @@
  * kvbench passes pointers to contiguous fp32 and uint8 memory (storage/kernels/on_cpu.py). Its own PyTorch code computes
  * the same and is the reference.
  *
- * A run of m codes of `bits` bits is packed in planes of 4, 2 and 1 bits, the plane of the lowest bits first. A plane of
- * w bits takes b = ceil(m w / 8) bytes, and byte j holds the codes j, j + b, j + 2 b, ... from its lowest bits up.
+ *     value = scale * table[code] + low
  *
- *     value = scale * code + low
+ * axis 0: a step is a token. Its C channels are packed in runs of `run` channels, and each `group` of channels has a
+ *         scale and a low.
+ * axis 1: a step is `run` tokens. A run is these tokens of a channel, for C channels side by side, and each channel has
+ *         a scale and a low.
  *
- * axis 0: a run is the C channels of a token, and each `group` of channels has a scale and a low.
- * axis 1: a run is the `group` tokens of a channel, for C channels side by side. They share a scale and a low.
+ * A run of m codes of `bits` bits is packed in one of two ways (kvbench/kv/packed.py). `runs`: in planes of 4, 2 and 1
+ * bits, the plane of the lowest bits first. A plane of w bits takes b = ceil(m w / 8) bytes, and byte j holds the codes
+ * j, j + b, j + 2 b, ... from its lowest bits up. `stream`: all codes are one little-endian number, the first code in its
+ * lowest bits.
  */
 
 #include <stdint.h>
@@ -22,7 +26,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-#define INTERFACE 1      /* the layout of `struct packed` and of the arguments */
+#define INTERFACE 2      /* the layout of `struct packed` and of the arguments */
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
 
@@ -36,10 +40,12 @@ typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 struct packed {
     const uint8_t *codes; /* [heads, steps, step_bytes] */
     const float *scale;   /* [heads, steps, scales] */
-    const float *low;     /* [heads, steps, scales] */
-    int64_t heads, steps, channels, bits, group, axis;
-    int64_t step_bytes, scales; /* of a step: one token (axis 0), or a group of tokens (axis 1) */
-    int64_t head_bytes;         /* from one head's codes to the next one's */
+    const float *low;     /* [heads, steps, scales]; null: 0 */
+    const float *table;   /* [2^bits]; null: a code is its own number */
+    int64_t heads, steps, channels, bits, run, group, axis, stream;
+    int64_t normed; /* 1: the numbers of a token are divided by their Euclidean norm before they are scaled */
+    int64_t step_bytes, scales;
+    int64_t head_bytes; /* from one head's codes to the next one's */
 };
 
 int64_t kvbench_kernels_interface(void) { return INTERFACE; }
@@ -60,6 +66,33 @@ INLINE void take_bits(const uint8_t *from, uint8_t *to, int64_t count, int shift
         const uint8_t code = (uint8_t)((from[j] >> shift) & mask);
         to[j] = first_bit ? (uint8_t)(to[j] | code << first_bit) : code;
     }
+}
+
+/* Unpack m codes of a stream. */
+INLINE const uint8_t *unpack_stream(const uint8_t *packed, uint8_t *codes, int64_t bits, int64_t m)
+{
+    if (bits == 8)
+        return packed;
+    if (bits == 4) {
+        for (int64_t j = 0; j < m / 2; j++) {
+            codes[2 * j] = packed[j] & 15;
+            codes[2 * j + 1] = packed[j] >> 4;
+        }
+        if (m % 2)
+            codes[m - 1] = packed[m / 2] & 15;
+        return codes;
+    }
+    const int mask = (1 << bits) - 1;
+    for (int64_t j = 0; j < m; j++) {
+        const int64_t byte = j * bits / 8;
+        const int shift = (int)(j * bits % 8);
+        int code = packed[byte] >> shift;
+        /* a code that ends in the next byte; behind the last code there may be none */
+        if (shift + bits > 8)
+            code |= packed[byte + 1] << (8 - shift);
+        codes[j] = (uint8_t)(code & mask);
+    }
+    return codes;
 }
 
 /* Unpack m codes, each `inner` bytes wide, and return where they are. Codes of 8 bits stay where they are. */
@@ -87,11 +120,19 @@ INLINE const uint8_t *unpack(const uint8_t *packed, uint8_t *codes, int64_t bits
 /* Channels of a dequantised token: C with zeros behind them up to a multiple of WIDTH. */
 INLINE int64_t padded(int64_t channels) { return (channels + WIDTH - 1) / WIDTH * WIDTH; }
 
-/* values[0 .. count) = scale * code + low, with one scale and one low. */
-INLINE void scale_run(const uint8_t *code, float scale, float low, int64_t count, float *values)
+/* values[0 .. count) = scale * table[code] + low, with one scale and one low. */
+INLINE void scale_run(const uint8_t *code, const float *table, float scale, float low, int64_t count, float *values)
 {
     int64_t c = 0;
-    /* GCC makes vector instructions of a loop of a fixed length, and none of its own conversion of a vector of bytes */
+    /* GCC makes vector instructions of loops of a fixed length, and none of its own conversion of a vector of bytes */
+    if (table) {
+        for (; c + WIDTH <= count; c += WIDTH)
+            for (int i = 0; i < WIDTH; i++)
+                values[c + i] = scale * table[code[c + i]] + low;
+        for (; c < count; c++)
+            values[c] = scale * table[code[c]] + low;
+        return;
+    }
     for (; c + WIDTH <= count; c += WIDTH)
         for (int i = 0; i < WIDTH; i++)
             values[c + i] = scale * (float)code[c + i] + low;
@@ -110,30 +151,56 @@ INLINE void scale_each(const uint8_t *code, const float *scale, const float *low
         values[c] = scale[c] * (float)code[c] + low[c];
 }
 
+/* Dequantise one token of axis 0. */
+INLINE void dequantise_token(const struct packed *p, const uint8_t *packed, const float *scale, const float *low,
+                             uint8_t *codes, float *values)
+{
+    const int64_t channels = p->channels;
+    const uint8_t *code = packed;
+    if (p->bits < 8) {
+        /* the last run is whole, too: channels that are not there fill it up */
+        for (int64_t start = 0; start < channels; start += p->run) {
+            if (p->stream)
+                unpack_stream(packed, codes + start, p->bits, p->run);
+            else
+                unpack(packed, codes + start, p->bits, p->run, 1);
+            packed += (p->run * p->bits + 7) / 8;
+        }
+        code = codes;
+    }
+    float factor = 1;
+    if (p->normed) {
+        float squares = 1e-30f;
+        for (int64_t c = 0; c < channels; c++)
+            squares += p->table[code[c]] * p->table[code[c]];
+        factor = 1 / __builtin_sqrtf(squares);
+    }
+    for (int64_t g = 0, start = 0; start < channels; g++, start += p->group) {
+        const int64_t count = start + p->group < channels ? p->group : channels - start;
+        scale_run(code + start, p->table, factor * scale[g], low ? low[g] : 0, count, values + start);
+    }
+}
+
 /* Dequantise the tokens of `steps` steps into rows of padded(C) numbers. */
 INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int64_t steps, uint8_t *codes, float *values)
 {
     const int64_t channels = p->channels, width = padded(channels);
     for (int64_t step = first; step < first + steps; step++) {
-        const uint8_t *run = p->codes + head * p->head_bytes + step * p->step_bytes;
-        const float *scale = p->scale + (head * p->steps + step) * p->scales;
-        const float *low = p->low + (head * p->steps + step) * p->scales;
-        if (p->axis) {
-            const uint8_t *code = unpack(run, codes, p->bits, p->group, channels);
-            for (int64_t t = 0; t < p->group; t++, values += width)
-                scale_each(code + t * channels, scale, low, channels, values);
+        const uint8_t *packed = p->codes + head * p->head_bytes + step * p->step_bytes;
+        const int64_t place = (head * p->steps + step) * p->scales;
+        const float *scale = p->scale + place, *low = p->low ? p->low + place : 0;
+        if (p->axis == 0) {
+            dequantise_token(p, packed, scale, low, codes, values);
+            values += width;
             continue;
         }
-        const uint8_t *code = unpack(run, codes, p->bits, channels, 1);
-        for (int64_t g = 0, start = 0; start < channels; g++, start += p->group) {
-            const int64_t count = start + p->group < channels ? p->group : channels - start;
-            scale_run(code + start, scale[g], low[g], count, values + start);
-        }
-        values += width;
+        const uint8_t *code = unpack(packed, codes, p->bits, p->run, channels);
+        for (int64_t t = 0; t < p->run; t++, values += width)
+            scale_each(code + t * channels, scale, low, channels, values);
     }
 }
 
-INLINE int64_t tokens_of_a_step(const struct packed *p) { return p->axis ? p->group : 1; }
+INLINE int64_t tokens_of_a_step(const struct packed *p) { return p->axis ? p->run : 1; }
 INLINE int64_t steps_of_a_block(const struct packed *p) { return p->axis ? 1 : TOKENS; }
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.errors import KvbenchError
-from kvbench.kv.packed import Packed
+from kvbench.kv.packed import Levels, Packed
 from kvbench.kv.rotation import basis, width
 
 FROZEN_BYTES = 4  # a head's frozen scale is one fp32 number
@@ -64,6 +64,10 @@ class Codec(ABC):
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         """Return the numbers [..., L, C'] fp32 that ``tensors`` encode; C' is ``channels``."""
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels | None:
+        """Return the numbers that ``decode`` returns as ``Levels``, or None if the codec has another form."""
+        return None
 
     def settle(self, absmax: Tensor) -> Tensor:
         """Return the scale for values whose largest magnitude is ``absmax``."""
@@ -193,6 +197,9 @@ class Coded(Packed):
             # new tokens are coded under the scales that their own row has settled
             frozen = frozen[list(rows)]
         return pack(x, frozen=frozen)
+
+    def levels(self) -> Levels | None:
+        return self.codec.levels(self.tensors, self.codec.coded_channels(self.size), self.frozen)
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         return self.codec.decode(self.tensors, self.codec.coded_channels(self.size), self.frozen).to(dtype)

@@ -17,6 +17,7 @@ eight codes of 3 bits are 24 bits.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -169,6 +170,47 @@ def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
     return F.pad(t, padding)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """Packed numbers in the form that most formats have: value = scale * table[code] + low.
+
+    Steps are single tokens, or groups of tokens that are coded together.
+
+    codes: [..., steps, bytes] uint8, or [..., steps, bytes, C] if a run holds the tokens of a channel.
+    bits, layout: how codes are packed (``pack``). run: how many codes are packed together.
+    by_channel: True if a run holds the tokens of a channel, and each channel has a scale. False if a run holds channels
+    of a token, and each ``group`` of channels has a scale.
+    scale: [..., steps, scales] fp32. low: the same; None: 0. table: [2^bits] fp32; None: a code is its own number.
+    normed: True if a token's numbers are divided by their Euclidean norm before they are scaled.
+    channels: C.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    bits: int
+    run: int
+    group: int
+    channels: int
+    layout: Layout = "runs"
+    by_channel: bool = False
+    low: Tensor | None = None
+    table: Tensor | None = None
+    normed: bool = False
+
+
+@functools.cache
+def signed_levels(bits: int, offset: bool, device: torch.device) -> Tensor:
+    """Return the number [2^bits] fp32 of each code of a signed integer.
+
+    offset: True if code 2^(bits-1) stands for 0, False if codes are two's complement.
+    """
+    codes = torch.arange(2**bits, device=device)
+    half = 2 ** (bits - 1)
+    if offset:
+        return (codes - half).float()
+    return torch.where(codes < half, codes, codes - 2 * half).float()
+
+
 class Packed(ABC):
     """Keys or values [..., L, C] held as codes.
 
@@ -223,6 +265,10 @@ class Packed(ABC):
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         """Return the values [..., L, C'] as ``dequantise`` does, but in the basis of ``rotation``."""
         return self.dequantise(dtype, scratch)
+
+    def levels(self) -> Levels | None:
+        """Return the numbers that ``rotated`` unpacks as ``Levels``, or None if the format has another form."""
+        return None
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
         """Pack new tokens x in the format of these tokens. x is of all rows, or of ``rows`` only."""
@@ -326,6 +372,19 @@ class MinMax(Packed):
             # under a zero point, code 0 stands for scale * (0 - zero)
             return (-self.scale.float() * self.low.float()).to(dtype)
         return self.low.to(dtype)
+
+    def levels(self) -> Levels:
+        by_channel = self.axis == "channel"
+        return Levels(
+            codes=self.codes,
+            scale=self.scale.float(),
+            low=self.minimum(),
+            bits=self.bits,
+            run=self.size,
+            group=self.group,
+            channels=self.shape[-1],
+            by_channel=by_channel,
+        )
 
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
         first, last, _ = slice(start, stop).indices(self.shape[-2])

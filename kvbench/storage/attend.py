@@ -154,15 +154,14 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
         c = rotation.shape[1]
     flat_probs = probs.reshape(u * h, hq // h * t, length)
     weighed = on_cpu.weigh(flat_probs, values)
-    if weighed is not None:
-        return weighed.view(u, hq, t, -1)
-    out = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
-    for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
-        out[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
+    if weighed is None:
+        weighed = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
+        for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
+            weighed[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
     if rotation is not None:
         # rotate the output back once: sum_t p_t v_t = (sum_t p_t v_t B) B'
-        out = out @ rotation.T
-    return out.view(u, hq, t, -1)
+        weighed = weighed @ rotation.T
+    return weighed.view(u, hq, t, -1)
 
 
 def attend(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.coded import Codec, in_blocks
-from kvbench.kv.packed import pack, unpack
+from kvbench.kv.packed import Levels, pack, signed_levels, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,17 @@ class Blocks(Codec):
             # code 8 stands for the level 0
             codes = unpack(codes, 4, self.group).to(torch.int8) - 8
         return (codes.float() * scale).flatten(-2)[..., :channels]
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        return Levels(
+            codes=tensors["codes"].view(torch.uint8),
+            scale=tensors["scale"].float(),
+            bits=self.bits,
+            run=self.group,
+            group=self.group,
+            channels=channels,
+            table=signed_levels(self.bits, offset=self.bits < 8, device=tensors["codes"].device),
+        )
 
 
 def _inverse(scale: Tensor) -> Tensor:

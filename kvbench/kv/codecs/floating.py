@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvbench.kv.coded import Codec
+from kvbench.kv.packed import Levels
 
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 SCALES = ("one", "tensor", "head", "token_head")
@@ -73,3 +75,25 @@ class Fp8Codec(Codec):
         if scale is None:
             return x
         return x * scale
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        codes = tensors["codes"]
+        scale = tensors.get("scale", frozen)
+        if scale is None:
+            scale = torch.ones((), device=codes.device)
+        return Levels(
+            codes=codes,
+            # one scale for each token: [..., L, 1]
+            scale=scale.expand(*codes.shape[:-1], 1),
+            bits=8,
+            run=channels,
+            group=channels,
+            channels=channels,
+            table=_numbers(self.kind, codes.device),
+        )
+
+
+@cache
+def _numbers(kind: str, device: torch.device) -> Tensor:
+    """Return the number [256] fp32 of each byte."""
+    return torch.arange(256, dtype=torch.uint8, device=device).view(TYPES[kind]).float()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.coded import Codec
-from kvbench.kv.packed import pack, packed_bytes, unpack
+from kvbench.kv.packed import Levels, pack, packed_bytes, signed_levels, unpack
 
 LEAST_SCALE = 1e-6  # vLLM's least scale: a token of zeros is divided by it
 
@@ -62,6 +62,10 @@ class SymmetricInteger(Codec):
             codes = unpack(codes, self.bits, channels, layout="stream").to(torch.int8) - 2 ** (self.bits - 1)
         return codes.float() * scale
 
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        table = signed_levels(self.bits, offset=self.bits < 8, device=tensors["codes"].device)
+        return _token_levels(tensors["codes"], self.bits, channels, scale=tensors["scale"].float(), table=table)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CentredInt8(Codec):
@@ -82,6 +86,11 @@ class CentredInt8(Codec):
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         return tensors["codes"].float() * tensors["scale"].float() + tensors["centre"].float()
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        table = signed_levels(8, offset=False, device=tensors["codes"].device)
+        scale, centre = tensors["scale"].float(), tensors["centre"].float()
+        return _token_levels(tensors["codes"], 8, channels, scale=scale, low=centre, table=table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,12 +125,18 @@ class ZeroPointInt4(Codec):
         return {"codes": pack(codes, 4, layout="stream"), "scale": bits.view(torch.float32)}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        bits = tensors["scale"].contiguous().view(torch.int32)
-        scale, zero = (bits & ~15).view(torch.float32), (bits & 15).float()
+        scale, zero = _scale_and_zero(tensors["scale"])
         y = (unpack(tensors["codes"], 4, channels, layout="stream").float() - zero) * scale
         if self.rotate == "none":
             return y
         return y / channels**0.5
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        scale, zero = _scale_and_zero(tensors["scale"])
+        if self.rotate != "none":
+            scale = scale / channels**0.5
+        # (c - z) s = s c - z s
+        return _token_levels(tensors["codes"], 4, channels, scale=scale, low=-zero * scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +162,33 @@ class MinMaxInteger(Codec):
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         codes = unpack(tensors["codes"], self.bits, channels, layout="stream").float()
         return codes * tensors["scale"].float() + tensors["low"].float()
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        scale, low = tensors["scale"].float(), tensors["low"].float()
+        return _token_levels(tensors["codes"], self.bits, channels, scale=scale, low=low)
+
+
+def _scale_and_zero(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (scale, zero point) of ``ZeroPointInt4``: the lowest 4 bits of the stored fp32 are the zero point."""
+    bits = stored.contiguous().view(torch.int32)
+    return (bits & ~15).view(torch.float32), (bits & 15).float()
+
+
+def _token_levels(
+    codes: Tensor, bits: int, channels: int, *, scale: Tensor, low: Tensor | None = None, table: Tensor | None = None
+) -> Levels:
+    """Return codes that are a stream for each token, with one scale [..., L, 1] and one low, as ``Levels``."""
+    return Levels(
+        codes=codes.view(torch.uint8),
+        scale=scale,
+        low=low,
+        table=table,
+        bits=bits,
+        run=channels,
+        group=channels,
+        channels=channels,
+        layout="stream",
+    )
 
 
 def _nonzero(scale: Tensor) -> Tensor:

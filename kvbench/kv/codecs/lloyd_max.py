@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.coded import Codec
-from kvbench.kv.packed import pack, packed_bytes, unpack
+from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 from kvbench.kv.rotation import SEED
 
 POSITIVE = {
@@ -104,3 +104,23 @@ class LloydMax(Codec):
             back = signs @ sketch(channels, device)
             y = y + math.sqrt(math.pi / 2) / channels * tensors["residual_norm"].float() * back
         return y * tensors["norm"].float()
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels | None:
+        # the sketch of the residual adds a product with a matrix
+        if self.inner:
+            return None
+        centroids, _ = _tables(self.code_bits, tensors["codes"].device)
+        scale = tensors["norm"].float()
+        if not self.normed:
+            scale = scale / channels**0.5
+        return Levels(
+            codes=tensors["codes"],
+            scale=scale,
+            table=centroids,
+            normed=self.normed,
+            bits=self.code_bits,
+            run=channels,
+            group=channels,
+            channels=channels,
+            layout="stream",
+        )

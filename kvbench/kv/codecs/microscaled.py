@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.coded import Codec, in_blocks
-from kvbench.kv.packed import pack, packed_bytes, unpack
+from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of codes 0 to 7
 MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -128,14 +128,30 @@ class MicroscaledFp4(Codec):
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         stored = tensors["scale"]
-        if self.kind == "nv":
-            assert frozen is not None
-            scale = stored.view(torch.float8_e4m3fn).float() * frozen
-        else:
-            scale = torch.exp2(stored.float() - 127)
+        scale = self._block_scale(stored, frozen)
         codes = unpack(tensors["codes"], 4, stored.shape[-1] * self.group, layout="stream")
         blocks = _levels(codes).unflatten(-1, (-1, self.group))
         return (blocks * scale[..., None]).flatten(-2)[..., :channels]
+
+    def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
+        table, _ = _tables(tensors["codes"].device)
+        return Levels(
+            codes=tensors["codes"],
+            scale=self._block_scale(tensors["scale"], frozen),
+            table=table,
+            bits=4,
+            run=channels,
+            group=self.group,
+            channels=channels,
+            layout="stream",
+        )
+
+    def _block_scale(self, stored: Tensor, frozen: Tensor | None) -> Tensor:
+        """Return the scale of each block [..., blocks] fp32 of its stored byte."""
+        if self.kind == "nv":
+            assert frozen is not None
+            return stored.view(torch.float8_e4m3fn).float() * frozen
+        return torch.exp2(stored.float() - 127)
 
 
 def _e4m3(scale: Tensor) -> Tensor:

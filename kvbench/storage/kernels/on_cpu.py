@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvbench.kv.packed import MinMax, Packed
+from kvbench.kv.packed import Levels, Packed
 from kvbench.storage import kernels
 
 if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
-INTERFACE = 1
+INTERFACE = 2
 """The version of the C functions' arguments that this module passes."""
 WIDTH, TOKENS = 16, 32
 """The C functions pad channels to a multiple of WIDTH, and read up to TOKENS tokens at a time."""
@@ -42,12 +42,16 @@ class _PackedArgument(ctypes.Structure):
         ("codes", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("steps", ctypes.c_int64),
         ("channels", ctypes.c_int64),
         ("bits", ctypes.c_int64),
+        ("run", ctypes.c_int64),
         ("group", ctypes.c_int64),
         ("axis", ctypes.c_int64),
+        ("stream", ctypes.c_int64),
+        ("normed", ctypes.c_int64),
         ("step_bytes", ctypes.c_int64),
         ("scales", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
@@ -81,14 +85,16 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         return None
     flat_query = query.reshape(rows * heads, query_heads // heads, channels)
     old_keys, old_values = keys.old(), values.old()
-    if not isinstance(old_keys, MinMax) or not isinstance(old_values, MinMax):
+    # exact tokens are not rotated, so that they need a query of their own
+    if old_keys.rotation is not None or old_values.rotation is not None:
         return None
-    library = _library_for(flat_query, old_keys)
-    if library is None or _library_for(flat_query, old_values) is None:
+    key_levels, value_levels = _levels_for(flat_query, old_keys), _levels_for(flat_query, old_values)
+    library = _library()
+    if library is None or key_levels is None or value_levels is None:
         return None
     flat_query = flat_query * scale
-    packed_keys, keys_alive = _argument(old_keys)
-    packed_values, values_alive = _argument(old_values)
+    packed_keys, keys_alive = _argument(key_levels)
+    packed_values, values_alive = _argument(value_levels)
     # every head of a row has as many tokens as its row
     counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
     ring_keys, ring_values = keys.ring.contiguous(), values.ring.contiguous()
@@ -122,13 +128,14 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
 
 
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
-    """Return q.k [N, R, L] of query [N, R, C] fp32 and packed keys [..., L, C], or None if no function serves."""
-    if not isinstance(keys, MinMax):
+    """Return q.k [N, R, L] of query [N, R, C] fp32 and packed keys [..., L, C], or None if no function serves.
+
+    Keys that are rotated meet a query in their own basis.
+    """
+    levels, library = _levels_for(query, keys), _library()
+    if library is None or levels is None:
         return None
-    library = _library_for(query, keys)
-    if library is None:
-        return None
-    argument, alive = _argument(keys)
+    argument, alive = _argument(levels)
     query = F.pad(query, (0, -query.shape[2] % WIDTH)).contiguous()
     out = query.new_empty(*query.shape[:2], keys.shape[-2])
     _call(library.kvbench_kernels_logits, _calls(argument, query, out))
@@ -137,23 +144,24 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
 
 
 def weigh(probs: Tensor, values: Packed) -> Tensor | None:
-    """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32, or None if no function serves."""
-    if not isinstance(values, MinMax):
+    """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32, or None if no function serves.
+
+    Values that are rotated stay in their own basis.
+    """
+    levels, library = _levels_for(probs, values), _library()
+    if library is None or levels is None:
         return None
-    library = _library_for(probs, values)
-    if library is None:
-        return None
-    argument, alive = _argument(values)
+    argument, alive = _argument(levels)
     probs = probs.contiguous()
-    channels = values.shape[-1]
+    channels = levels.channels
     out = probs.new_empty(*probs.shape[:2], channels + -channels % WIDTH)
     _call(library.kvbench_kernels_weigh, _calls(argument, probs, out))
     del alive
     return out[..., :channels]
 
 
-def _library_for(x: Tensor, packed: MinMax) -> ctypes.CDLL | None:
-    """Return the library if its functions multiply x [N, R, .] and ``packed``, else None."""
+def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
+    """Return the numbers of ``packed`` if the C functions multiply them and x [N, R, .], else None."""
     # half precision is PyTorch's, since its rounding has rules of its own
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
@@ -163,35 +171,51 @@ def _library_for(x: Tensor, packed: MinMax) -> ctypes.CDLL | None:
     library = _library()
     if library is None:
         return None
-    channels = packed.shape[-1]
-    numbers_of_a_block = max(packed.step, TOKENS) * (channels + -channels % WIDTH)
-    if numbers_of_a_block > library.kvbench_kernels_most_codes():
+    levels = packed.levels()
+    if levels is None or levels.scale.device.type != "cpu":
         return None
-    return library
+    tokens_of_a_block = levels.run if levels.by_channel else TOKENS
+    if tokens_of_a_block * (levels.channels + -levels.channels % WIDTH) > library.kvbench_kernels_most_codes():
+        return None
+    return levels
 
 
-def _argument(packed: MinMax) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
+def _argument(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
     """Return the C argument of packed tokens, and the tensors whose memory it names: they must outlive the call."""
-    flat = packed.flat()
-    codes, scale, low = flat.codes, flat.scale.float().contiguous(), flat.minimum().contiguous()
+    # the leading axes end before [steps, bytes, C], or before [steps, bytes]
+    codes = levels.codes.flatten(0, -4 if levels.by_channel else -3)
+    scale = levels.scale.flatten(0, -3).contiguous()
+    alive = [scale]
+    low, table = None, None
+    if levels.low is not None:
+        low = levels.low.flatten(0, -3).contiguous()
+        alive.append(low)
+    if levels.table is not None:
+        table = levels.table.contiguous()
+        alive.append(table)
     # heads may lie apart, since a buffer has room for more tokens, but the steps of a head follow each other
     if codes.numel() and not codes[0].is_contiguous():
         codes = codes.contiguous()
+    alive.append(codes)
     argument = _PackedArgument(
         codes=codes.data_ptr(),
         scale=scale.data_ptr(),
-        low=low.data_ptr(),
+        low=None if low is None else low.data_ptr(),
+        table=None if table is None else table.data_ptr(),
         heads=codes.shape[0],
         steps=codes.shape[1],
-        channels=flat.shape[-1],
-        bits=flat.bits,
-        group=flat.group,
-        axis=int(flat.axis == "channel"),
+        channels=levels.channels,
+        bits=levels.bits,
+        run=levels.run,
+        group=levels.group,
+        axis=int(levels.by_channel),
+        stream=int(levels.layout == "stream"),
+        normed=int(levels.normed),
         step_bytes=codes[0, 0].numel() if codes.numel() else 0,
         scales=scale.shape[-1],
         head_bytes=codes.stride(0),
     )
-    return argument, (codes, scale, low)
+    return argument, tuple(alive)
 
 
 def _heads_of_a_thread(argument: _PackedArgument) -> int:
@@ -208,8 +232,10 @@ def _part(argument: _PackedArgument, first: int, count: int) -> object:
     # without packed tokens there is no memory; a float of C has 4 bytes
     if argument.steps:
         part.codes = argument.codes + first * argument.head_bytes
-        part.scale = argument.scale + first * argument.steps * argument.scales * 4
-        part.low = argument.low + first * argument.steps * argument.scales * 4
+        offset = first * argument.steps * argument.scales * 4
+        part.scale = argument.scale + offset
+        if argument.low is not None:
+            part.low = argument.low + offset
     return ctypes.byref(part)
 
 
