@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.errors import KvbenchError
-from kvbench.kv.packed import Levels, Packed
+from kvbench.kv.packed import Levels, Packed, defined_together
 from kvbench.kv.rotation import basis, width
 
 FROZEN_BYTES = 4  # a head's frozen scale is one fp32 number
@@ -199,6 +199,8 @@ class Coded(Packed):
         return pack(x, frozen=frozen)
 
     def levels(self) -> Levels | None:
+        if not defined_together(type(self.codec), "levels", "decode"):
+            return None
         return self.codec.levels(self.tensors, self.codec.coded_channels(self.size), self.frozen)
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from support.families import build, prompt
 import kvbench
 from kvbench.engine import step
 from kvbench.kv.codecs import NAMED
+from kvbench.kv.codecs.blocks import Blocks
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.models.interface import attached
 from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
@@ -167,3 +168,13 @@ def test_every_codecs_products_in_c_are_those_with_its_numbers(name, channels, m
         close(on_cpu.logits(query, packed), query.double() @ numbers.mT)
         probs = random(6, 2, numbers.shape[1], seed=5).softmax(dim=-1)
         close(on_cpu.weigh(probs, packed), probs.double() @ numbers)
+
+
+def test_a_codec_that_decodes_in_another_way_than_its_parent_is_left_to_pytorch():
+    class Doubled(Blocks):
+        def decode(self, tensors, channels, frozen):
+            return 2 * super().decode(tensors, channels, frozen)
+
+    x = random(1, 2, 5, 32)
+    assert Blocks().pack(x).levels() is not None
+    assert Doubled().pack(x).levels() is None
