@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from typing import TypedDict
 
 import torch
@@ -16,8 +16,10 @@ from kvbench.engine.memory import free_bytes
 from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.core.chain import Chain
 
-UNITS = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX", "bf16": "Arm's BF16"}
-"""Units of CPUs that multiply bf16. The keys are their flags in /proc/cpuinfo."""
+TRIED_S = 0.2
+"""How long products are timed, in seconds."""
+FASTER = 1.2
+"""A dtype is called faster if its products take at most 1 / FASTER of the other's time. Less may be noise."""
 
 
 class Rounding(TypedDict):
@@ -34,18 +36,24 @@ class Rounding(TypedDict):
 
 
 @cache
-def bf16_units() -> tuple[str, ...] | None:
-    """Return the units of this CPU that multiply bf16, by their names in UNITS, or None if the system does not tell."""
-    with suppress(OSError):
-        flags: set[str] = set()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            # x86 calls the line "flags", Arm calls it "Features"
-            if line.startswith(("flags", "Features")):
-                flags.update(line.split())
-        if not flags:
-            return None
-        return tuple(name for flag, name in UNITS.items() if flag in flags)
-    return None
+def bf16_speed() -> float:
+    """Return the time of products in fp32 on this CPU over that in bf16, tried once in a process.
+
+    Units such as AMX make bf16 faster on many CPUs, but not on all that have one.
+    """
+    # a prompt of 256 tokens times a matrix as models of a billion parameters have it
+    tokens, weights = torch.randn(256, 2048), torch.randn(2048, 2048)
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    end = time.perf_counter() + TRIED_S
+    # the first product of a dtype prepares it, so that at least two are needed
+    while time.perf_counter() < end or len(seconds[torch.bfloat16]) < 2:
+        for dtype, times in seconds.items():
+            x, w = tokens.to(dtype), weights.to(dtype)
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, w)
+            times.append(time.perf_counter() - start)
+    # the fastest of each: anything else that runs makes a product slower, never faster
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
 def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
@@ -55,34 +63,26 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
         if is_auto:
             return f"{dtype}: auto on a GPU"
         return f"{dtype}: as asked"
-    unit_names = list(UNITS.values())
-    names = f"{', '.join(unit_names[:-1])} or {unit_names[-1]}"
-    units = bf16_units()
-    if units is None:
-        this_cpu = "of which this system does not tell"
-    elif units:
-        this_cpu = f"which this one has ({', '.join(units)})"
-    else:
-        this_cpu = "which this one has not"
-    if dtype == "float32":
-        reason = "as asked"
-        if is_auto:
-            reason = "auto on a CPU"
-        return f"float32: {reason}; dtype=bfloat16 can read prompts faster on CPUs with {names}, {this_cpu}"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
-    return f"bfloat16: as asked; on a CPU it is fast only with {names}, {this_cpu}"
+    tried = f"products in bfloat16 take {1 / bf16_speed():.2g} times as long as in float32 here"
+    if dtype == "bfloat16":
+        return f"bfloat16: as asked; {tried}"
+    if not is_auto:
+        return f"float32: as asked; {tried}"
+    if bf16_speed() < FASTER:
+        return f"float32: auto on a CPU; {tried}"
+    return f"float32: auto on a CPU; {tried}: dtype=bfloat16 reads prompts faster, and rounds"
 
 
 def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
-    """Return True if ``dtype_reason`` names a better dtype for this machine."""
+    """Return True if another dtype than ``dtype`` is faster on this machine, and the user has not decided for fp32."""
     if device.type != "cpu":
         return False
     if dtype == "float32":
         # a user who asked for fp32 gets no advice
-        return setting == "auto" and bool(bf16_units())
-    # half precision is slow on a CPU without such a unit
-    return not bf16_units()
+        return setting == "auto" and bf16_speed() >= FASTER
+    return dtype == "float16" or bf16_speed() <= 1 / FASTER
 
 
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:

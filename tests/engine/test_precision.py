@@ -19,21 +19,37 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
 
 
 @pytest.mark.parametrize(
-    ("units", "configured", "dtype", "reason", "noted"),
+    ("speed", "configured", "dtype", "reason", "noted"),
     [
-        ((), "auto", "float32", "float32: auto on a CPU; dtype=bfloat16 can read prompts faster", False),
-        (("AMX",), "auto", "float32", "which this one has (AMX)", True),
-        (("AMX",), "float32", "float32", "float32: as asked", False),
-        ((), "bfloat16", "bfloat16", "fast only with AVX512-BF16, AMX or Arm's BF16, which this one has not", True),
-        (("AMX",), "bfloat16", "bfloat16", "which this one has (AMX)", False),
-        ((), "float16", "float16", "slow on a CPU", True),
-        (None, "auto", "float32", "of which this system does not tell", False),
+        (0.5, "auto", "float32", "float32: auto on a CPU; products in bfloat16 take 2 times as long as", False),
+        (1.1, "auto", "float32", "float32: auto on a CPU; products in bfloat16 take 0.91 times as long", False),
+        (
+            2.5,
+            "auto",
+            "float32",
+            "take 0.4 times as long as in float32 here: dtype=bfloat16 reads prompts faster",
+            True,
+        ),
+        (2.5, "float32", "float32", "float32: as asked", False),
+        (0.5, "bfloat16", "bfloat16", "bfloat16: as asked; products in bfloat16 take 2 times as long", True),
+        (2.5, "bfloat16", "bfloat16", "bfloat16: as asked", False),
+        (2.5, "float16", "float16", "slow on a CPU", True),
     ],
 )
-def test_the_dtype_is_explained_and_noted_where_another_is_better(units, configured, dtype, reason, noted, monkeypatch):
-    monkeypatch.setattr(precision, "bf16_units", lambda: units)
+def test_the_dtype_is_explained_and_noted_where_another_is_faster(speed, configured, dtype, reason, noted, monkeypatch):
+    monkeypatch.setattr(precision, "bf16_speed", lambda: speed)
     assert reason in precision.dtype_reason(configured, dtype, CPU)
     assert precision.has_better_dtype(configured, dtype, CPU) == noted
+
+
+def test_products_are_tried_once(monkeypatch):
+    precision.bf16_speed.cache_clear()
+    monkeypatch.setattr(precision, "TRIED_S", 0.0)
+    first = precision.bf16_speed()
+    assert 0.001 < first < 1000
+    monkeypatch.setattr(precision.torch, "randn", None)
+    assert precision.bf16_speed() == first
+    precision.bf16_speed.cache_clear()
 
 
 def test_a_gpu_is_left_as_it_is():
@@ -78,7 +94,7 @@ def test_a_prompt_that_cannot_be_read_costs_no_more_than_in_fp32(tmp_path, capsy
 
 def test_the_plan_says_why_the_dtype_is_what_it_is(capsys):
     assert main(["run", *ONE, "--plan"]) == 0
-    assert "dtype float32: auto on a CPU; dtype=bfloat16 can read prompts faster" in capsys.readouterr().out
+    assert "dtype float32: auto on a CPU; products in bfloat16 take" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
