@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-INTERFACE = 2
+INTERFACE = 3
 """The version of the functions' arguments. kvbench calls only the version that it knows."""
 
 

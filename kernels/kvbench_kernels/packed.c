@@ -26,7 +26,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-#define INTERFACE 2      /* the layout of `struct packed` and of the arguments */
+#define INTERFACE 3      /* the layout of `struct packed` and of the arguments */
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
 
@@ -392,19 +392,27 @@ INLINE void softmax(float *logits, int64_t count)
         logits[i] /= sum;
 }
 
-/* Attention of one new token: out[head, r, c] for queries [head, r, c]. C is a multiple of WIDTH, and `scratch` has room
- * for the logits of all queries of a head. */
+/* Attention of one new token over the tokens of a row's heads.
+ *
+ * query: [heads, queries, channels], channels a multiple of WIDTH, meets exact keys. packed_query: the same in the basis
+ * and the channels of the packed keys, [heads, queries, padded(C)]. out: the weighted exact values. packed_out: the
+ * weighted packed values, in their basis and channels; it may be `out` itself, which then has the sum of both. scratch:
+ * room for the logits of all queries of a head. */
 FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct packed *values, const struct ring *ring,
-                                         const float *query, int64_t queries, float *scratch, float *out)
+                                         const float *query, const float *packed_query, int64_t queries,
+                                         int64_t channels, float *scratch, float *out, float *packed_out)
 {
     uint8_t codes[MOST_CODES];
     float numbers[MOST_CODES];
-    const int64_t channels = keys->channels;
+    const int64_t key_width = padded(keys->channels), value_width = padded(values->channels);
+    /* behind C channels a row has what was there before: a query has 0 there, and of an output nobody reads it */
     clear(numbers, MOST_CODES);
     clear(out, keys->heads * queries * channels);
-    for (int64_t head = 0; head < keys->heads; head++, query += queries * channels, out += queries * channels) {
+    clear(packed_out, keys->heads * queries * value_width);
+    for (int64_t head = 0; head < keys->heads; head++) {
         const int64_t length = ring->tokens[head], packed_keys = ring->packed_keys[head];
-        over_steps(keys, head, packed_keys / tokens_of_a_step(keys), query, queries, length, scratch, 0, codes, numbers);
+        over_steps(keys, head, packed_keys / tokens_of_a_step(keys), packed_query, queries, length, scratch, 0, codes,
+                   numbers);
         const float *exact = ring->keys + head * ring->key_slots * channels;
         /* the exact tokens are at most two runs of slots: up to the ring's end, and from its beginning on */
         for (int64_t t = packed_keys; t < length;) {
@@ -415,7 +423,7 @@ FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct
         for (int64_t r = 0; r < queries; r++)
             softmax(scratch + r * length, length);
         const int64_t packed_values = ring->packed_values[head];
-        over_steps(values, head, packed_values / tokens_of_a_step(values), scratch, queries, length, 0, out, codes,
+        over_steps(values, head, packed_values / tokens_of_a_step(values), scratch, queries, length, 0, packed_out, codes,
                    numbers);
         exact = ring->values + head * ring->value_slots * channels;
         for (int64_t t = packed_values; t < length;) {
@@ -423,5 +431,9 @@ FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct
             add_all(scratch + t, length, queries, exact + slot * channels, channels, run, out);
             t += run;
         }
+        query += queries * channels;
+        packed_query += queries * key_width;
+        out += queries * channels;
+        packed_out += queries * value_width;
     }
 }

@@ -125,6 +125,11 @@ def test_heads_over_threads_have_the_same_bits(monkeypatch):
         {"method": "int8"},
         {"method": "fp8"},
         {"method": "q4_0", "group": 16},
+        {"method": "q4_0_h", "group": 16},
+        {"method": "turboquant"},
+        {"method": "int4"},
+        {"method": "think+kivi", "bits": 4, "group": 16, "residual": 16, "ratio": 0.4},
+        {"method": "thinkv+int8", "thinkv.ratio": 0.3, "value_ratio": 0.5},
     ],
     ids=lambda entry: entry["method"],
 )

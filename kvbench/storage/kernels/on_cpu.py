@@ -27,7 +27,7 @@ from kvbench.storage import kernels
 if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
-INTERFACE = 2
+INTERFACE = 3
 """The version of the C functions' arguments that this module passes."""
 WIDTH, TOKENS = 16, 32
 """The C functions pad channels to a multiple of WIDTH, and read up to TOKENS tokens at a time."""
@@ -79,33 +79,78 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
     """
     rows, query_heads, new_tokens, channels = query.shape
     heads = keys.ring.shape[1]
-    thin = keys.channels is not None or values.channels is not None
-    # several new tokens see each other causally, and thin keys meet other channels than exact ones
-    if new_tokens > 1 or thin or channels % WIDTH:
+    # several new tokens would see each other causally
+    if new_tokens > 1 or channels % WIDTH:
         return None
-    flat_query = query.reshape(rows * heads, query_heads // heads, channels)
     old_keys, old_values = keys.old(), values.old()
-    # exact tokens are not rotated, so that they need a query of their own
-    if old_keys.rotation is not None or old_values.rotation is not None:
-        return None
+    flat_query = query.reshape(rows * heads, query_heads // heads, channels)
     key_levels, value_levels = _levels_for(flat_query, old_keys), _levels_for(flat_query, old_values)
     library = _library()
     if library is None or key_levels is None or value_levels is None:
         return None
-    flat_query = flat_query * scale
+    flat_query = (flat_query * scale).contiguous()
+    # packed keys may have a basis of their own, and some of the channels
+    packed_query = flat_query
+    if keys.channels is not None:
+        kept = keys.channels.flatten(0, 1)[:, None].expand(-1, flat_query.shape[1], -1)
+        packed_query = packed_query.gather(2, kept)
+    if old_keys.rotation is not None:
+        packed_query = packed_query @ old_keys.rotation
+    packed_query = _padded(packed_query)
+    out = torch.empty_like(flat_query)
+    # so may packed values; where they have not, one sum holds exact and packed ones
+    apart = values.channels is not None or old_values.rotation is not None
+    packed_out = out
+    if apart:
+        width = value_levels.channels + -value_levels.channels % WIDTH
+        packed_out = out.new_empty(*out.shape[:2], width)
+    _attend_heads(
+        library.kvbench_kernels_attend,
+        key_levels,
+        value_levels,
+        halves=(keys, values),
+        tensors=(flat_query, packed_query, out, packed_out),
+    )
+    if apart:
+        part = packed_out[..., : value_levels.channels]
+        if old_values.rotation is not None:
+            part = part @ old_values.rotation.T
+        if values.channels is not None:
+            kept = values.channels.flatten(0, 1)[:, None].expand_as(part)
+            part = torch.zeros_like(out).scatter_(2, kept, part)
+        out += part
+    return out.view(query.shape)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Return x [..., C] with zeros behind its channels, up to a multiple of WIDTH."""
+    return F.pad(x, (0, -x.shape[-1] % WIDTH)).contiguous()
+
+
+def _attend_heads(
+    function: Callable[..., None],
+    key_levels: Levels,
+    value_levels: Levels,
+    *,
+    halves: tuple[PackedHalf, PackedHalf],
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+) -> None:
+    """Call the C function for all heads. ``tensors`` are the queries, those of packed keys, and the two outputs."""
+    keys, values = halves
+    query, packed_query, out, packed_out = tensors
     packed_keys, keys_alive = _argument(key_levels)
     packed_values, values_alive = _argument(value_levels)
+    heads = keys.ring.shape[1]
     # every head of a row has as many tokens as its row
     counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
-    ring_keys, ring_values = keys.ring.contiguous(), values.ring.contiguous()
-    out = torch.empty_like(flat_query)
+    ring_keys, ring_values = keys.ring.contiguous().flatten(0, 1), values.ring.contiguous().flatten(0, 1)
     each = _heads_of_a_thread(packed_keys)
-    scratch = query.new_empty(-(-len(flat_query) // each), flat_query.shape[1], max(keys.total))
+    scratch = query.new_empty(-(-len(query) // each), query.shape[1], max(keys.total))
     calls = []
-    for thread, first in enumerate(range(0, len(flat_query), each)):
+    for thread, first in enumerate(range(0, len(query), each)):
         ring = _RingArgument(
-            keys=ring_keys.flatten(0, 1)[first].data_ptr(),
-            values=ring_values.flatten(0, 1)[first].data_ptr(),
+            keys=ring_keys[first].data_ptr(),
+            values=ring_values[first].data_ptr(),
             key_slots=keys.slots,
             value_slots=values.slots,
             packed_keys=counts[0, first:].data_ptr(),
@@ -116,15 +161,17 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
             _part(packed_keys, first, each),
             _part(packed_values, first, each),
             ctypes.byref(ring),
-            flat_query[first].data_ptr(),
-            flat_query.shape[1],
+            query[first].data_ptr(),
+            packed_query[first].data_ptr(),
+            query.shape[1],
+            query.shape[2],
             scratch[thread].data_ptr(),
             out[first].data_ptr(),
+            packed_out[first].data_ptr(),
         )
         calls.append(call)
-    _call(library.kvbench_kernels_attend, calls)
+    _call(function, calls)
     del keys_alive, values_alive
-    return out.view(query.shape)
 
 
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
@@ -136,7 +183,7 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
     if library is None or levels is None:
         return None
     argument, alive = _argument(levels)
-    query = F.pad(query, (0, -query.shape[2] % WIDTH)).contiguous()
+    query = _padded(query)
     out = query.new_empty(*query.shape[:2], keys.shape[-2])
     _call(library.kvbench_kernels_logits, _calls(argument, query, out))
     del alive
@@ -295,7 +342,7 @@ def _library() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.kvbench_kernels_logits.argtypes = [pointer, pointer, number, pointer]
     library.kvbench_kernels_weigh.argtypes = [pointer, pointer, number, pointer]
-    library.kvbench_kernels_attend.argtypes = [pointer, pointer, pointer, pointer, number, pointer, pointer]
+    library.kvbench_kernels_attend.argtypes = [*[pointer] * 5, number, number, pointer, pointer, pointer]
     for function in (library.kvbench_kernels_logits, library.kvbench_kernels_weigh, library.kvbench_kernels_attend):
         function.restype = None
     return library
