@@ -13,7 +13,7 @@ from kvbench.audit.decode_audit import Stored
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import compressed
 from kvbench.engine.divergence import Divergence, compare, exact_head, nudged
-from kvbench.engine.limits import check_turn
+from kvbench.engine.limits import check_capacity, check_turn, check_window
 from kvbench.engine.patches import adapted, by_batch
 from kvbench.engine.prefill import as_prompt
 from kvbench.engine.step import build, step
@@ -124,7 +124,7 @@ def _diverge(
 
 def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
     """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it."""
-    ids = as_prompt(model, tokens)
+    ids = _check_continuation(model, [cache], as_prompt(model, tokens))
     # the prompt's own logits predict the first token
     logits = [cache.logits[None]]
 
@@ -142,7 +142,10 @@ def _check_continuation(model: PreTrainedModel, caches: Sequence[PromptCache], t
     """Return ``tokens`` [T] on the model's device. Raises UsageError unless they can continue all caches."""
     if len({cache.seen for cache in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
-    check_turn(model, caches[0].seen, caches[0].seen + len(tokens))
+    read = caches[0].seen
+    check_capacity(model, read + len(tokens))
+    check_window(model, read + len(tokens), [cache.chain for cache in caches])
+    check_turn(model, read, read + len(tokens))
     return as_prompt(model, tokens)
 
 

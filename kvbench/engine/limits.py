@@ -44,25 +44,35 @@ def check_precision() -> None:
         )
 
 
-def check_capacity(model: PreTrainedModel, tokens: int) -> None:
-    """Raise UsageError if a text of ``tokens`` tokens is longer than kvbench can read with this model.
+def longest_text(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a text that the model can read here; None for models without such an end.
 
-    It may run past a learned position table (OPT) or past the tokens that an indexer chooses (``models.indexer``).
+    It is the end of a table of learned positions (OPT), or the number of tokens that an indexer chooses.
     """
-    # rotary positions have no table, so a text may be longer than the model was made for
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if limit is not None and tokens > limit and traits.learned_positions(model):
-        raise UsageError(
-            f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
-            "shorten the prompt or lower max_new_tokens"
-        )
     reach = indexer_reach(model.config)
-    if reach is not None and tokens > reach:
+    if reach is not None:
+        return reach
+    # rotary positions have no table, so a text may be longer than the model was made for
+    if traits.learned_positions(model):
+        return getattr(model.config, "max_position_embeddings", None)
+    return None
+
+
+def check_capacity(model: PreTrainedModel, tokens: int) -> None:
+    """Raise UsageError if a text of ``tokens`` tokens is longer than ``longest_text``."""
+    limit = longest_text(model)
+    if limit is None or tokens <= limit:
+        return
+    if indexer_reach(model.config) is not None:
         raise UsageError(
-            f"prompt + new tokens = {tokens}, and the model's indexer chooses {reach} tokens for each query: kvbench "
+            f"prompt + new tokens = {tokens}, and the model's indexer chooses {limit} tokens for each query: kvbench "
             f"runs the model where they are all tokens. Shorten the prompt or lower max_new_tokens to stay within "
-            f"{reach}"
+            f"{limit}"
         )
+    raise UsageError(
+        f"prompt + new tokens = {tokens} exceed the model's {limit} learned positions: "
+        "shorten the prompt or lower max_new_tokens"
+    )
 
 
 def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) -> None:

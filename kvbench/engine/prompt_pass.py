@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
+from kvbench.engine.limits import check_capacity
 from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
 from kvbench.kv import ops
 from kvbench.kv.model_shape import (
@@ -82,6 +83,7 @@ def observe(
     seconds of column sums by that number and the bit width of the keys.
     """
     n = input_ids.shape[0]
+    check_capacity(model, n)
     needs_by_length = dict(parts)
     needs_by_length[n] = needs  # it comes last: stages see the parts before the whole prompt
     prompt_pass = _PromptPass(

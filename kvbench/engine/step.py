@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.limits import check_capacity
 from kvbench.kv.model_shape import key_layers, local_layers, sharing_layers
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
+from kvbench.models.indexer import indexer_reach
 from kvbench.models.interface import model_cache, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
@@ -150,6 +152,9 @@ def feed(
     model: PreTrainedModel, layers: Sequence[Any], tokens: Tensor, positions: Tensor, whole: bool = False
 ) -> Tensor:
     """Feed tokens as ``step`` does, to all ``layers`` of a model in its order."""
+    if indexer_reach(model.config) is not None:
+        # the last place where a text can still be found too long, whoever feeds it
+        check_capacity(model, int(positions.max()) + 1)
     logits_to_keep: Tensor | int = 1
     if whole:
         logits_to_keep = 0  # transformers reads 0 as all

@@ -27,6 +27,7 @@ MAY_BE_ZERO = (
     "recurrent_numbers",
     "latent_width",
     "expanded_numbers",
+    "indexer_numbers",
     "local_kv_heads",
     "local_head_dim",
     "sharing_layers",
@@ -47,6 +48,8 @@ class Shape:
     latent_width: the width of the latent that stands for keys and values of all query heads (``kv.own_values``). Keys
     have it and their rotated part as channels, under one kv head. 0: the model holds keys and values.
     expanded_numbers: how many numbers the keys and values of all query heads are that a latent stands for; 0: unknown.
+    indexer_numbers: how many numbers a key of the model's indexer has. kvbench holds none of these keys
+    (``models.indexer``). 0: the model has no indexer.
     """
 
     layers: int
@@ -60,6 +63,7 @@ class Shape:
     recurrent_numbers: int = 0
     latent_width: int = 0
     expanded_numbers: int = 0
+    indexer_numbers: int = 0
     local_kv_heads: int = 0
     local_head_dim: int = 0
     sharing_layers: int = 0
@@ -173,6 +177,11 @@ class Shape:
                 f"{self.head_dim - self.latent_width} of a rotated key beside it{expanded}. Methods and bytes are of "
                 "the latent."
             )
+        if self.indexer_numbers:
+            notes.append(
+                f"The indexer's keys, {self.indexer_numbers} numbers a token where a layer has an indexer, are not "
+                "held and count in no bytes: a text stays within the tokens that the indexer chooses."
+            )
         layers = self._layers_note
         if layers is not None:
             notes.append(layers)
@@ -232,8 +241,8 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
             "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
             "recurrent_numbers where it has layers with states, latent_width and expanded_numbers where it has "
-            "latents, local_kv_heads and local_head_dim where local layers have other heads, sharing_layers where "
-            "layers share keys and values"
+            "latents, indexer_numbers where it has an indexer, local_kv_heads and local_head_dim where local layers "
+            "have other heads, sharing_layers where layers share keys and values"
         )
     return Shape(**entry)
 
@@ -276,6 +285,13 @@ def layer_heads(config: Any, layer: int) -> tuple[int, int]:
 def latent_width(config: Any) -> int:
     """Return the width of the latent that each token has in place of keys and values; 0 for models without latents."""
     return int(getattr(config, "kv_lora_rank", None) or 0)
+
+
+def indexer_numbers(config: Any) -> int:
+    """Return how many numbers a key of the model's indexer has; 0 for models without one."""
+    if getattr(config, "index_topk", None) is None:
+        return 0
+    return int(getattr(config, "index_head_dim", None) or 0)
 
 
 def key_layers(config: Any) -> tuple[int, ...]:
@@ -342,6 +358,7 @@ def from_config(config: Any) -> Shape:
         keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(holding),
         latent_width=latent,
         expanded_numbers=expanded,
+        indexer_numbers=indexer_numbers(config),
         local_kv_heads=local_kv_heads,
         local_head_dim=local_head_dim,
         sharing_layers=sharing_layers(config),

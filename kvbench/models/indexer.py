@@ -35,18 +35,26 @@ def indexers(modules: list[nn.Module]) -> list[nn.Module]:
 def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
     """Keep the indexers of attention modules from scoring: kvbench's attention takes every token as chosen."""
 
+    patched = indexers(modules)
+    # a user may have given an indexer a forward of its own
+    own_forwards = {indexer: vars(indexer).get("forward") for indexer in patched}
+
     def choose(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # without kvbench's cache the model's own attention runs, which needs the choice
         if not any(isinstance(value, LatentCache) for value in (*args, *kwargs.values())):
+            own_forward = own_forwards.get(self)
+            if own_forward is not None:
+                return own_forward(hidden_states, *args, **kwargs)
             return type(self).forward(self, hidden_states, *args, **kwargs)
         # kvbench's attention does not read it, and layers that share a choice only ask whether there is one
         return hidden_states.new_empty(0, dtype=torch.int32)
 
-    patched = indexers(modules)
     for indexer in patched:
         vars(indexer)["forward"] = MethodType(choose, indexer)
     try:
         yield
     finally:
-        for indexer in patched:
+        for indexer, own_forward in own_forwards.items():
             del vars(indexer)["forward"]
+            if own_forward is not None:
+                vars(indexer)["forward"] = own_forward

@@ -323,9 +323,12 @@ def _indexer_is_known(modules: list[nn.Module]) -> bool:
     return bool(indexers(modules)) and all(expands_after_caching(module) for module in modules)
 
 
-def context_length(config: Any) -> int | None:
-    """Return the longest text, in tokens, that kvbench reads with a model of this config; None if it does not say."""
-    limits = (getattr(config, "max_position_embeddings", None), indexer_reach(config))
+def context_length(config: Any, configured: int | None = None) -> int | None:
+    """Return the longest text, in tokens, that kvbench reads with a model of this config; None if it does not say.
+
+    ``configured`` is the length that the user has set. An indexer's reach holds under any setting.
+    """
+    limits = (configured or getattr(config, "max_position_embeddings", None), indexer_reach(config))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

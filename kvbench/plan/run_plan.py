@@ -472,7 +472,7 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
 
 def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
     """Return how many tokens the model can read: the configured number, or its checkpoint's; None if unknown."""
-    return cfg.model.context or traits.context_length(source.config)
+    return traits.context_length(source.config, cfg.model.context)
 
 
 def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Tokenizer, context: int | None) -> Session:

@@ -14,6 +14,7 @@ from kvbench.engine.batch import Answer
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
+from kvbench.engine.limits import longest_text
 from kvbench.engine.memory import in_parts
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
@@ -108,6 +109,10 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
     ``reference`` is the first reference of an example with answers. ``greedy`` is the full cache's own likeliest
     answer. The prompt alone predicts a text's first token, so a text of one token compares nothing and is left out.
     """
+    limit = longest_text(host.model)
+    if limit is not None:
+        # the text continues the prompt, and the model reads no further than that
+        most = min(most, limit - full.seen)
     texts = {}
     if example.answers and not example.tokens:
         # a space separates the reference from the prompt, as it would an answer

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.engine.limits import check_turn, check_window
+from kvbench.engine.limits import check_capacity, check_turn, check_window
 from kvbench.engine.memory import in_parts, is_out_of_memory
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import with_full
@@ -144,6 +144,7 @@ def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | N
             "with positions that roll (method=streamingllm mode=rolled)"
         )
     try:
+        check_capacity(host.model, tokens)
         check_window(host.model, tokens, [cell.chain])
         check_turn(host.model, len(encoded.ids), tokens)
     except UsageError as error:

@@ -13,9 +13,9 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
-from kvbench.engine.decode import extend_cache
-from kvbench.engine.likelihood import teacher_force
-from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.decode import Ending, extend_cache, generate_rows
+from kvbench.engine.likelihood import diverge, forced_logits, teacher_force
+from kvbench.engine.prefill import observer, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs
@@ -263,3 +263,38 @@ def test_an_indexer_chooses_all_tokens_of_a_text_within_its_reach_and_longer_tex
     with attached(model):
         model.set_attn_implementation("eager")
         torch.testing.assert_close(own_logits(model, ids), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_no_way_leads_past_the_tokens_that_an_indexer_chooses(family):
+    model, beyond = build(family), "indexer chooses 512 tokens"
+    (cache,) = kvbench.prefill(model, prompt(500), ["full"])
+    for feed in (
+        lambda: forced_logits(model, cache, prompt(13, 4)),
+        lambda: teacher_force(model, [cache], prompt(13, 4), 4),
+        lambda: diverge(model, cache, [cache], prompt(13, 4)),
+        lambda: generate_rows(model, [cache], [Ending(20)]),
+        lambda: observer(model)(prompt(513), Needs(), lambda *given: None),
+    ):
+        with pytest.raises(UsageError, match=beyond):
+            feed()
+    # one that stays within is as before: 12 tokens, of which the last is never fed
+    assert len(forced_logits(model, cache, prompt(12, 4))) == 12
+    # the user's own length of a context does not widen it
+    assert traits.context_length(model.config, 4096) == 512
+    assert "indexer's keys, 16 numbers a token" in traits.of_model(model).shape.note
+
+
+def test_an_indexers_own_forward_comes_back():
+    model = copy.deepcopy(build("deepseek_v32"))
+    indexer = attention_modules(model)[0].indexer
+    own = indexer.forward
+    calls = []
+    indexer.forward = lambda *given, **named: calls.append(1) or own(*given, **named)
+    # the first reading may probe the model, which then scores by itself
+    kvbench.prefill(model, prompt(20), ["full"])
+    calls.clear()
+    kvbench.prefill(model, prompt(20), ["full"])
+    assert not calls
+    own_logits(model, prompt(20))
+    assert calls

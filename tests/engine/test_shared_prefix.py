@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import method_reference as ref
 from support.calibrations import ready
-from support.families import LOCALS, WHOLE, build, prompt
+from support.families import LOCALS, PLAIN, WHOLE, WITH_STATES, build, prompt
 from support.law_matrix import CHAINS, PER, SMALL, configured, supported
 
 from kvbench.base.errors import UsageError
@@ -19,6 +19,8 @@ from kvbench.methods.core.resolve import chain_of
 
 SIZE = 16
 FAMILIES = tuple(f for f in WHOLE if f not in LOCALS)
+# layers with states and latents have tests of their own
+OTHERS = tuple(f for f in PLAIN if f not in (*WHOLE, *LOCALS, *WITH_STATES))
 ALL = Needs(last_q=40, first_q=5, colsums=True, hidden=True, colsums_bits=frozenset({2, 8}))
 FIELDS = ("last_q", "first_q", "colsums", "hidden")
 
@@ -224,3 +226,20 @@ def test_a_window_of_attention_is_kept_over_pieces():
     finally:
         model.config.sliding_window = window
     torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_other_familys_prompt_in_pieces_is_the_prompt_at_once(family):
+    model = build(family)
+    prefix, chains = (
+        SharedPrefix(model, SIZE),
+        [chain_of("full"), chain_of({"method": "snapkv", "kv_size": 20, "window": 8})],
+    )
+    for ids in (prompt(70), alike(prompt(70)[:40], 70, 7)):
+        pieces = prefill_chains(model, ids, chains, prefix=prefix)
+        whole = prefill_chains(model, ids, chains)
+        for ours, theirs in zip(pieces, whole, strict=True):
+            torch.testing.assert_close(ours.logits, theirs.logits, atol=2e-4, rtol=1e-4)
+            assert [p.tolist() for layer in ours.layers for p in layer.kept_positions()] == [
+                p.tolist() for layer in theirs.layers for p in layer.kept_positions()
+            ]

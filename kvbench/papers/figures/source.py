@@ -47,7 +47,7 @@ class Origin:
     @property
     def context(self) -> int | None:
         """Return the longest text that the model takes, in tokens."""
-        return self.cfg.model.context or traits.context_length(self.source.config)
+        return traits.context_length(self.source.config, self.cfg.model.context)
 
     @cached_property
     def model(self) -> PreTrainedModel:
