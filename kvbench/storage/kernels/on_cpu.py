@@ -102,8 +102,7 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
     apart = values.channels is not None or old_values.rotation is not None
     packed_out = out
     if apart:
-        width = value_levels.channels + -value_levels.channels % WIDTH
-        packed_out = out.new_empty(*out.shape[:2], width)
+        packed_out = out.new_empty(*out.shape[:2], _width(value_levels.channels))
     _attend_heads(
         library.kvbench_kernels_attend,
         key_levels,
@@ -122,9 +121,14 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
     return out.view(query.shape)
 
 
+def _width(channels: int) -> int:
+    """Return the number of channels with those that fill it up to a multiple of WIDTH."""
+    return channels + -channels % WIDTH
+
+
 def _padded(x: Tensor) -> Tensor:
     """Return x [..., C] with zeros behind its channels, up to a multiple of WIDTH."""
-    return F.pad(x, (0, -x.shape[-1] % WIDTH)).contiguous()
+    return F.pad(x, (0, _width(x.shape[-1]) - x.shape[-1])).contiguous()
 
 
 def _attend_heads(
@@ -200,11 +204,10 @@ def weigh(probs: Tensor, values: Packed) -> Tensor | None:
         return None
     argument, alive = _argument(levels)
     probs = probs.contiguous()
-    channels = levels.channels
-    out = probs.new_empty(*probs.shape[:2], channels + -channels % WIDTH)
+    out = probs.new_empty(*probs.shape[:2], _width(levels.channels))
     _call(library.kvbench_kernels_weigh, _calls(argument, probs, out))
     del alive
-    return out[..., :channels]
+    return out[..., : levels.channels]
 
 
 def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
@@ -222,7 +225,7 @@ def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
     if levels is None or levels.scale.device.type != "cpu":
         return None
     tokens_of_a_block = levels.run if levels.by_channel else TOKENS
-    if tokens_of_a_block * (levels.channels + -levels.channels % WIDTH) > library.kvbench_kernels_most_codes():
+    if tokens_of_a_block * _width(levels.channels) > library.kvbench_kernels_most_codes():
         return None
     return levels
 
