@@ -149,12 +149,12 @@ CONFIGS["llama4_text"] = {
 }
 # the indexers choose 512 tokens for each query, and all texts of the tests but those about that are shorter
 INDEXED = {**LATENT_EXPERTS, "index_topk": 512, "index_head_dim": 16, "index_n_heads": 2, "num_hidden_layers": 4}
+WITH_INDEXERS = {
+    "deepseek_v32": INDEXED,
+    "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full", "full"]},
+}
+WITH_LATENTS |= WITH_INDEXERS
 if HOLDS_LATENTS:
-    WITH_INDEXERS = {
-        "deepseek_v32": INDEXED,
-        "glm_moe_dsa": {**INDEXED, "indexer_types": ["full", "shared", "full", "full"]},
-    }
-    WITH_LATENTS |= WITH_INDEXERS
     CONFIGS |= WITH_INDEXERS
 FAMILIES = tuple(CONFIGS)
 PLAIN = tuple(f for f in FAMILIES if f not in WITH_LATENTS)
