@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from kvbench.base.conf import check, is_whole
 from kvbench.base.errors import UsageError
+from kvbench.kv.model_shape import indexer_reach
 from kvbench.methods.core.chain import Chain
 from kvbench.models import traits
-from kvbench.models.indexer import indexer_reach
 from kvbench.models.interface import sliding_window
 
 MOST_TOKENS = 2**31 - 1

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.limits import check_capacity
-from kvbench.kv.model_shape import key_layers, local_layers, sharing_layers
+from kvbench.kv.model_shape import indexer_reach, key_layers, local_layers, sharing_layers
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.models.indexer import indexer_reach
 from kvbench.models.interface import model_cache, sliding_window
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of

@@ -287,9 +287,17 @@ def latent_width(config: Any) -> int:
     return int(getattr(config, "kv_lora_rank", None) or 0)
 
 
+def indexer_reach(config: Any) -> int | None:
+    """Return how many tokens the model's indexer chooses for each query; None for models without an indexer."""
+    reach = getattr(config, "index_topk", None)
+    if reach is None:
+        return None
+    return int(reach)
+
+
 def indexer_numbers(config: Any) -> int:
     """Return how many numbers a key of the model's indexer has; 0 for models without one."""
-    if getattr(config, "index_topk", None) is None:
+    if indexer_reach(config) is None:
         return 0
     return int(getattr(config, "index_head_dim", None) or 0)
 

@@ -19,12 +19,6 @@ from torch import Tensor, nn
 from kvbench.models.latent import LatentCache
 
 
-def indexer_reach(config: Any) -> int | None:
-    """Return k, the number of tokens that an indexer chooses for each query; None for models without an indexer."""
-    reach = getattr(config, "index_topk", None)
-    return None if reach is None else int(reach)
-
-
 def indexers(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the indexers of attention modules. A module that shares another's choice has none of its own."""
     own = (getattr(module, "indexer", None) for module in modules)

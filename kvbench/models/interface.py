@@ -24,10 +24,18 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
-from kvbench.kv.model_shape import from_config, key_layers, latent_width, layer_types, local_layers, sharing_layers
+from kvbench.kv.model_shape import (
+    from_config,
+    indexer_reach,
+    key_layers,
+    latent_width,
+    layer_types,
+    local_layers,
+    sharing_layers,
+)
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import LogitScale
-from kvbench.models.indexer import choosing_all, indexer_reach
+from kvbench.models.indexer import choosing_all
 from kvbench.models.latent import LatentCache, absorbed, expands_after_caching, head_outputs, unexpanded
 from kvbench.models.releases import named_cache, tell_untried
 from kvbench.models.temperature import scaled, scaled_here

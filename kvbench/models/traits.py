@@ -21,6 +21,7 @@ from kvbench.kv.model_shape import (
     Shape,
     chunk_size,
     from_config,
+    indexer_reach,
     key_layers,
     latent_width,
     layer_heads,
@@ -30,7 +31,7 @@ from kvbench.kv.model_shape import (
     state_layers,
 )
 from kvbench.models import probe
-from kvbench.models.indexer import indexer_reach, indexers
+from kvbench.models.indexer import indexers
 from kvbench.models.interface import attention_modules, decoder_layers
 from kvbench.models.latent import expands_after_caching, find_up_fault
 from kvbench.models.releases import HOLDS_STATES
