@@ -270,6 +270,9 @@ def check_served(model: PreTrainedModel) -> None:
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
         ),
         "it has more attention modules than layers (cross-attention)": len(modules) > layers,
+        f"its index_topk is {indexer_reach(config)}, so that its indexer chooses no token": (
+            indexer_reach(config) is not None and int(config.index_topk) < 1
+        ),
         "an indexer that kvbench does not know chooses which tokens each query attends": (
             indexer_reach(config) is not None and not _indexer_is_known(modules)
         ),

@@ -60,6 +60,7 @@ REFUSED = {
     "falcon": ({}, "attention interface"),
     "gptj": ({"n_layer": 2}, "attention interface"),
     "bloom": ({}, "attention interface"),
+    "glm_moe_dsa": ({"num_hidden_layers": 2, "index_topk": 0}, "index_topk is 0, so that its indexer chooses no token"),
     "deepseek_v4": ({"num_hidden_layers": 2}, "an indexer that kvbench does not know chooses"),
     "mamba": ({"num_hidden_layers": 2}, RECURRENT),
     "rwkv": ({"num_hidden_layers": 2}, RECURRENT),
