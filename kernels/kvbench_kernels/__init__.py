@@ -5,9 +5,6 @@ from __future__ import annotations
 import ctypes
 from pathlib import Path
 
-INTERFACE = 3
-"""The version of the functions' arguments. kvbench calls only the version that it knows."""
-
 
 def library() -> ctypes.CDLL:
     """Load the compiled functions. Raises OSError if there are none for this machine."""

@@ -44,13 +44,13 @@ def bf16_speed() -> float:
     # a prompt of 256 tokens times a matrix as models of a billion parameters have it
     tokens, weights = torch.randn(256, 2048), torch.randn(2048, 2048)
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    factors = {dtype: (tokens.to(dtype), weights.to(dtype)) for dtype in seconds}
     end = time.perf_counter() + TRIED_S
     # the first product of a dtype prepares it, so that at least two are needed
     while time.perf_counter() < end or len(seconds[torch.bfloat16]) < 2:
         for dtype, times in seconds.items():
-            x, w = tokens.to(dtype), weights.to(dtype)
             start = time.perf_counter()
-            torch.nn.functional.linear(x, w)
+            torch.nn.functional.linear(*factors[dtype])
             times.append(time.perf_counter() - start)
     # the fastest of each: anything else that runs makes a product slower, never faster
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])

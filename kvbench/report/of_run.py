@@ -97,7 +97,7 @@ def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[s
     notes = []
     # the tiny model is fast in any dtype, so its default needs no advice
     is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
-    if precision.has_better_dtype(configured, prepared.dtype, device) and not is_tiny_default:
+    if not is_tiny_default and precision.has_better_dtype(configured, prepared.dtype, device):
         notes.append(f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}.")
     comparisons = []
     for record in records:

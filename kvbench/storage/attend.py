@@ -18,6 +18,7 @@ from kvbench.kv.own_values import are_stored, values_or_keys
 from kvbench.kv.packed import Packed
 from kvbench.kv.scale import capped, is_plain, softmax
 from kvbench.storage import kernels
+from kvbench.storage.channels import pick_channels, spread
 from kvbench.storage.kernels import on_cpu
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
@@ -41,7 +42,7 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
     # the query heads of a group become more queries of the stored head that they share
     q = query.reshape(b, h, hq // h * t, d)
     if channels is not None:
-        q = torch.gather(q, 3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
+        q = pick_channels(q, channels)
     k = keys.transpose(2, 3)
     products = q @ k if is_fp32 else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
     return capped(products, scale).reshape(b, hq, t, keys.shape[2])
@@ -81,16 +82,6 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
     return out.reshape(b, hq, t, values.shape[3])
 
 
-def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Return outputs [B, Hq, T, D] that are part [B, Hq, T, C] in the kept value channels, and 0 in all others.
-
-    ``channels`` [B, H, C] are the kept channels of each stored head.
-    """
-    b, hq, t, c = part.shape
-    index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)
-    return part.new_zeros(b, hq, t, head_dim).scatter_(3, index, part)
-
-
 def as_they_are(keys: Tensor) -> Tensor:
     """Return the keys themselves: the ``Estimate`` of methods that read stored keys."""
     return keys
@@ -126,7 +117,7 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
         query = query * scale
     q = query.reshape(u, h, hq // h * t, -1)
     if channels is not None:
-        q = q.gather(3, channels[:, :, None].expand(-1, -1, q.shape[2], -1))
+        q = pick_channels(q, channels)
     # rotating the query once is cheaper than rotating keys back; only an estimate needs the original keys
     rotation = keys.rotation if estimate is as_they_are else None
     if rotation is not None:

@@ -22,7 +22,8 @@ from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Values, batched, each, parts, write
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache, Segment, per_head
-from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits, packed_weigh, spread, weigh
+from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits, packed_weigh, weigh
+from kvbench.storage.channels import pick_channels, spread
 from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import beside, per_place, take
 
@@ -309,7 +310,7 @@ class StoredPart:
         """Split whole tokens x [B, H, T, D] into (kept channels, other channels); without ``order``, (x, None)."""
         if order is None:
             return x, None
-        reordered = x.gather(3, order[:, :, None].expand(-1, -1, x.shape[2], -1))
+        reordered = pick_channels(x, order)
         return reordered[..., : self.kept.shape[3]], reordered[..., self.kept.shape[3] :]
 
     def together(self, slot: Tensor) -> Tensor:

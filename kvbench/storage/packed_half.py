@@ -10,6 +10,7 @@ from torch import Tensor
 from kvbench.kv.own_values import are_stored
 from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Residual, batched
+from kvbench.storage.channels import pick_channels
 from kvbench.storage.format import Room
 from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
 
@@ -219,7 +220,7 @@ class PackedHalf:
         if rows is not None:
             channels = take(channels, self.numbers(rows))
         if channels is not None:
-            x = x.gather(3, channels[:, :, None].expand(-1, -1, x.shape[2], -1))
+            x = pick_channels(x, channels)
         return self.codes.more(x, self.pack, rows)
 
     def _reserve(self, steps: int) -> None:

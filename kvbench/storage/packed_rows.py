@@ -19,7 +19,8 @@ from kvbench.kv.partly_packed import Codes
 from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, spread, weigh
+from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, weigh
+from kvbench.storage.channels import spread
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_half import PackedHalf
 

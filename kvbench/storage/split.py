@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kvbench.kv.exact_attention import FUSED, attend_with_lse
 from kvbench.kv.own_values import values_or_keys
-from kvbench.storage.attend import hide_free, logits, spread, weigh
+from kvbench.storage.attend import hide_free, logits, weigh
+from kvbench.storage.channels import spread
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 

@@ -8,6 +8,7 @@ from support import method_reference as ref
 from support.calibrations import ready
 from support.families import LOCALS, PLAIN, WHOLE, WITH_STATES, build, prompt
 from support.law_matrix import CHAINS, PER, SMALL, configured, supported
+from support.own_model import kept_by
 
 from kvbench.base.errors import UsageError
 from kvbench.engine import shared_prefix
@@ -240,6 +241,4 @@ def test_every_other_familys_prompt_in_pieces_is_the_prompt_at_once(family):
         whole = prefill_chains(model, ids, chains)
         for ours, theirs in zip(pieces, whole, strict=True):
             torch.testing.assert_close(ours.logits, theirs.logits, atol=2e-4, rtol=1e-4)
-            assert [p.tolist() for layer in ours.layers for p in layer.kept_positions()] == [
-                p.tolist() for layer in theirs.layers for p in layer.kept_positions()
-            ]
+            assert kept_by(ours) == kept_by(theirs)

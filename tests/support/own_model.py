@@ -20,3 +20,8 @@ def check_full_is_the_model(model, ids, atol=1e-5):
     assert kvbench.generate(model, [cache], 12) == [expected]
     with kvbench.cache(model, "full") as own:
         assert model.generate(ids[None], cache=own, **options)[0, len(ids) :].tolist() == expected
+
+
+def kept_by(cache):
+    """The positions that each head of each layer keeps."""
+    return [positions.tolist() for layer in cache.layers for positions in layer.kept_positions()]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvbench.kv.packed import Levels, Packed
 from kvbench.storage import kernels
+from kvbench.storage.channels import pick_channels, spread
 
 if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
@@ -92,8 +93,8 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
     # packed keys may have a basis of their own, and some of the channels
     packed_query = flat_query
     if keys.channels is not None:
-        kept = keys.channels.flatten(0, 1)[:, None].expand(-1, flat_query.shape[1], -1)
-        packed_query = packed_query.gather(2, kept)
+        # each head is a row of its own
+        packed_query = pick_channels(packed_query[:, None], keys.channels.flatten(0, 1)[:, None])[:, 0]
     if old_keys.rotation is not None:
         packed_query = packed_query @ old_keys.rotation
     packed_query = _padded(packed_query)
@@ -115,8 +116,7 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         if old_values.rotation is not None:
             part = part @ old_values.rotation.T
         if values.channels is not None:
-            kept = values.channels.flatten(0, 1)[:, None].expand_as(part)
-            part = torch.zeros_like(out).scatter_(2, kept, part)
+            part = spread(part[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[:, :, 0]
         out += part
     return out.view(query.shape)
 
