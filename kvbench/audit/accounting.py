@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvbench.kv.model_shape import POSITION_BYTES, Shape
+from kvbench.kv.model_shape import POSITION_BYTES, CacheShape, Shape
 from kvbench.kv.segment import LayerCache, storage_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Block, Expected
@@ -350,27 +350,21 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
     return exact + ((1 - key_ratio) * packed_key_bytes + (1 - value_ratio) * packed_value_bytes)
 
 
-def bytes_after_decoding(
-    chain: Chain,
-    layer: LayerCache,
-    index: int,
-    new: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    own_values: bool = False,
-) -> tuple[int, int]:
+def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, shape: CacheShape) -> tuple[int, int]:
     """Return (least, most): the limits of the payload bytes of ``layer`` after ``new`` more tokens.
 
     They differ only if some tokens lack channels. The data then decide how many of these tokens eviction leaves.
     """
+    head_dim, itemsize = shape.head_dim, shape.itemsize
     stored_tokens = layer.kept_counts()  # by head
     dense = head_dim * itemsize  # the bytes of one token's exact key, and of its value beside it
-    if not own_values:
+    if not shape.own_values:
         dense *= 2
 
     def payload_of(head_tokens: Iterable[int]) -> int:
-        return payload_bytes(chain.layout(tokens, head_dim, itemsize, index, own_values) for tokens in head_tokens)
+        return payload_bytes(
+            chain.layout(tokens, head_dim, itemsize, index, shape.own_values) for tokens in head_tokens
+        )
 
     evictor = chain.evictor
     if evictor is None:
@@ -382,7 +376,8 @@ def bytes_after_decoding(
                 sum(storage_bytes(segment.payload()) for segment in layer.segments) + new * len(stored_tokens) * dense
             )
         else:
-            total = _count_exact_bytes(chain, layer, index, itemsize=itemsize, kv_token_bytes=kv_heads * dense, new=new)
+            kv_token_bytes = shape.kv_heads * dense
+            total = _count_exact_bytes(chain, layer, index, itemsize=itemsize, kv_token_bytes=kv_token_bytes, new=new)
         return total, total
     head_tokens, _ = evictor.tokens_after(layer, index, new)
     pruner = _find_pruner(chain)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.base.errors import Refused
+from kvbench.kv.model_shape import CacheShape
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.prompt_cache import PromptCache
 
@@ -72,32 +71,17 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     return max(held)
 
 
-def check_bytes(
-    cache: PromptCache,
-    stored: Stored,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    own_values: bool = False,
-) -> None:
+def check_bytes(cache: PromptCache, stored: Stored, shape: CacheShape) -> None:
     """Raise Refused, with the reason, unless the row's payload is as declared for ``cache`` and its new tokens.
 
     cache: the cache as it was before the new tokens.
     stored: the payload bytes that a row held in each layer, and how many new tokens it had read.
+    shape: the sizes of the model's cache; see ``models.interface.cache_shape``.
     """
     for i, payload in enumerate(stored.payload):
         layer = cache.layers[i]
         # the limits differ only where the data decide how many tokens without all channels stay
-        low, high = bytes_after_decoding(
-            cache.chain,
-            layer,
-            i,
-            new=stored.fed,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            itemsize=dtype.itemsize,
-            own_values=own_values,
-        )
+        low, high = bytes_after_decoding(cache.chain, layer, i, new=stored.fed, shape=shape)
         if not low <= payload <= high:
             declared = f"{low} to {high}"
             if low == high:

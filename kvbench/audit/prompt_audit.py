@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from kvbench.audit.accounting import HALF, overhead_bytes
 from kvbench.audit.pages import pages_freed
 from kvbench.base.errors import Refused
-from kvbench.kv.model_shape import POSITION_BYTES
+from kvbench.kv.model_shape import POSITION_BYTES, CacheShape
 from kvbench.kv.ops import key_heads
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, storage_bytes
@@ -67,30 +67,21 @@ class _Sums:
     storages: set[int] = field(default_factory=set)
 
 
-def audit(
-    cache: PromptCache,
-    kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    own_values: bool = False,
-    local_heads: tuple[int, int] | None = None,
-) -> MeasuredBytes:
+def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
     The audit checks the tokens that each head of each layer keeps, and their positions. If the data decide the numbers,
     it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
     own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
 
-    kv_heads, head_dim, dtype, own_values, local_heads: the sizes of the model's cache; see
-    ``models.interface.cache_shape``. Without ``local_heads``, local layers have the heads of the others.
+    shape: the sizes of the model's cache; see ``models.interface.cache_shape``.
     """
     chain = cache.chain
     n = cache.prompt_tokens
     n_layers = len(cache.layers)
-    itemsize = dtype.itemsize
     sums = _Sums()
     for index in range(n_layers):
-        _audit_layer(cache, index, kv_heads, head_dim=head_dim, itemsize=itemsize, own_values=own_values, sums=sums)
+        _audit_layer(cache, index, shape, sums)
     declared_tokens = chain.expected_sum(n, n_layers, sums.heads // n_layers)
     if declared_tokens is not None and sums.tokens != declared_tokens:
         raise Refused(
@@ -99,20 +90,18 @@ def audit(
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
     # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each
-    entries = n_layers * kv_heads * n * head_dim
-    if not own_values:
+    entries = n_layers * shape.kv_heads * n * shape.head_dim
+    if not shape.own_values:
         entries *= 2
-    local, local_overhead = _audit_local_layers(
-        cache, *(local_heads or (kv_heads, head_dim)), itemsize=itemsize, storage_addresses=sums.storages
-    )
+    local, local_overhead = _audit_local_layers(cache, shape, sums.storages)
     states = _audit_states(cache, sums.storages)
     # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
-    fixed = local * itemsize + states.bytes
+    fixed = local * shape.itemsize + states.bytes
     fixed16 = local * HALF + states.bytes16
     payload_kv_head, payload_query_head = sums.payload, sums.payload
     if not chain.lowrank:
         # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
-        payload_kv_head = round(sums.payload * n_layers * kv_heads / sums.heads)
+        payload_kv_head = round(sums.payload * n_layers * shape.kv_heads / sums.heads)
         payload_query_head = round(sums.payload * sums.query_heads / sums.heads)
     return MeasuredBytes(
         n=n,
@@ -120,7 +109,7 @@ def audit(
         nominal=chain.nominal(n),
         payload=sums.payload + fixed,
         overhead=sums.overhead + local_overhead,
-        full_bytes=entries * itemsize + fixed,
+        full_bytes=entries * shape.itemsize + fixed,
         payload_kv_head=payload_kv_head + fixed,
         payload_query_head=payload_query_head + fixed,
         payload16=sums.payload16 + fixed16,
@@ -130,37 +119,35 @@ def audit(
     )
 
 
-def _audit_layer(
-    cache: PromptCache, index: int, kv_heads: int, *, head_dim: int, itemsize: int, own_values: bool, sums: _Sums
-) -> None:
+def _audit_layer(cache: PromptCache, index: int, shape: CacheShape, sums: _Sums) -> None:
     """Add a layer's tokens and bytes to ``sums``. Raises Refused where the layer breaks its chain's promises."""
     chain, n, n_layers = cache.chain, cache.prompt_tokens, len(cache.layers)
     layer = cache.layers[index]
-    heads = chain.heads(kv_heads, layer.query_heads)
+    heads = chain.heads(shape.kv_heads, layer.query_heads)
     counts = check_positions(chain.name, layer, index, n=n, heads=heads)
     _check_counts(chain, layer, index, n=n, n_layers=n_layers, counts=counts)
     check_storages(chain.name, layer, index, sums.storages)
-    check_sharing(chain, layer, index, n_layers=n_layers, kv_heads=kv_heads, heads=heads)
+    check_sharing(chain, layer, index, n_layers=n_layers, kv_heads=shape.kv_heads, heads=heads)
     # Payload is the bytes behind keys and values, overhead is all other bytes. Both must equal the formula.
     payload_tensors: list[torch.Tensor] = []
     for segment in layer.segments:
         payload_tensors.extend(segment.payload())
     payload = storage_bytes(payload_tensors)
     overhead = layer.nbytes() - payload
-    blocks = declare_blocks(chain, counts, head_dim, itemsize=itemsize, layer=index, own_values=own_values)
+    blocks = declare_blocks(chain, counts, shape, index)
     declared_payload = payload_formula(layer, blocks)
     if payload != declared_payload:
         raise Refused(
             f"{chain.name}: layer {index} holds {payload} payload bytes for {_describe_counts(counts)} "
             f"tokens per head, the formula says {declared_payload:g}"
         )
-    queries = chain.observed_bytes(n, layer.query_heads, head_dim, itemsize)
+    queries = chain.observed_bytes(n, layer.query_heads, shape.head_dim, shape.itemsize)
     declared_overhead = overhead_formula(layer, blocks) + queries
     if overhead != declared_overhead:
         raise Refused(f"{chain.name}: layer {index} holds {overhead} overhead bytes, declared {declared_overhead}")
     # the same tokens at 16 bits
-    blocks16 = declare_blocks(chain, counts, head_dim, itemsize=HALF, layer=index, own_values=own_values)
-    queries16 = chain.observed_bytes(n, layer.query_heads, head_dim, HALF)
+    blocks16 = declare_blocks(chain, counts, replace(shape, itemsize=HALF), index)
+    queries16 = chain.observed_bytes(n, layer.query_heads, shape.head_dim, HALF)
     sums.payload16 += payload_formula(layer, blocks16)
     sums.overhead16 += overhead_formula(layer, blocks16) + queries16
     sums.payload += payload
@@ -170,13 +157,12 @@ def _audit_layer(
     sums.query_heads += layer.query_heads
 
 
-def _audit_local_layers(
-    cache: PromptCache, kv_heads: int, head_dim: int, *, itemsize: int, storage_addresses: set[int]
-) -> tuple[int, int]:
+def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses: set[int]) -> tuple[int, int]:
     """Return (numbers of keys and values, overhead bytes) that local layers hold.
 
     Raises Refused unless each holds the last tokens of its window, and nothing else.
     """
+    kv_heads, head_dim = shape.local_heads or (shape.kv_heads, shape.head_dim)
     total_numbers, total_overhead = 0, 0
     for i, layer in enumerate(cache.local):
         counts = check_positions("the model", layer, i, n=cache.prompt_tokens, heads=kv_heads)
@@ -184,7 +170,7 @@ def _audit_local_layers(
         tokens = min(cache.prompt_tokens, layer.window or 0)
         numbers = 2 * kv_heads * tokens * head_dim
         overhead = POSITION_BYTES * tokens
-        if set(counts) != {tokens} or layer.nbytes() != numbers * itemsize + overhead:
+        if set(counts) != {tokens} or layer.nbytes() != numbers * shape.itemsize + overhead:
             raise Refused(
                 f"local layer {i} holds {layer.nbytes()} bytes for {_describe_counts(counts)} tokens per head, "
                 f"its window of {layer.window} has {tokens}"
@@ -236,12 +222,12 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
         raise Refused(f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}")
 
 
-def declare_blocks(
-    chain: Chain, counts: list[int], head_dim: int, *, itemsize: int, layer: int, own_values: bool
-) -> list[list[Block]]:
+def declare_blocks(chain: Chain, counts: list[int], shape: CacheShape, layer: int) -> list[list[Block]]:
     """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""
     # heads of equal counts have equal blocks
-    layouts = {count: chain.layout(count, head_dim, itemsize, layer, own_values) for count in set(counts)}
+    layouts = {}
+    for count in set(counts):
+        layouts[count] = chain.layout(count, shape.head_dim, shape.itemsize, layer, shape.own_values)
     return [layouts[count] for count in counts]
 
 

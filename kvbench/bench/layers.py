@@ -188,16 +188,12 @@ def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredL
         total += bytes_held(layer).times(alike)
         tokens += alike * sum(tokens_by_head)
         # the formulas in the number type that was built
-        blocks = declare_blocks(
-            chain, tokens_by_head, shape.head_dim, itemsize=dtype.itemsize, layer=i, own_values=shape.own_values
-        )
+        blocks = declare_blocks(chain, tokens_by_head, shape.cache_shape(dtype.itemsize), i)
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
         payload += alike * payload_formula(layer, blocks)
         overhead += alike * (overhead_formula(layer, blocks) + observed)
         # the same formulas at 16 bits
-        blocks = declare_blocks(
-            chain, tokens_by_head, shape.head_dim, itemsize=HALF, layer=i, own_values=shape.own_values
-        )
+        blocks = declare_blocks(chain, tokens_by_head, shape.cache_shape(HALF), i)
         observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
         total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
     if shape.local_layers:

@@ -115,7 +115,7 @@ class TransformersCache(HFCache):
         if self.state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
             with contained(self.chain.name, self.chain.foreign):
-                self.measured = audit(state, *cache_shape(model))
+                self.measured = audit(state, cache_shape(model))
         else:
             state = extend_cache(model, self.state, new_ids)
         self.state = state
@@ -260,7 +260,7 @@ class GeneratedTurn:
                 peaks.append(int(layer.held()))
                 payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
-            check_bytes(cache.state, Stored(len(self.fed), payload), *cache_shape(self.model).compressed)
+            check_bytes(cache.state, Stored(len(self.fed), payload), cache_shape(self.model))
             cache.state = continue_cache(cache.state, self.batch, self.logits)
             cache.ids = torch.cat([cache.ids] + self.fed)
         self.batch = None

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from statistics import fmean
 
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
@@ -18,7 +17,8 @@ from kvbench.store.cell import Cell
 from kvbench.store.provenance import git_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
-from kvbench.tasks.metrics import metric, score, stats
+from kvbench.tasks.metrics import score
+from kvbench.tasks.metrics.means import shown_mean
 
 Line = dict[str, object]
 """One line of a result's file, by field."""
@@ -173,19 +173,8 @@ def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | No
     lines = list(run.run.store.lines(cell.id).values())
     if not lines:
         return
-    task_metric = metric(group.task.metric)
     scores = [float(line["score"]) for line in lines if line["score"] is not None]
-    point, ci = None, None
-    if scores:
-        point = task_metric.show(fmean(scores))
-    if len(scores) >= stats.FEWEST:
-        bounds: stats.Bounds | None = None
-        # a likelihood is shown by a formula of its own, and its log losses have no bounds
-        if task_metric.shown is None:
-            bounds = (0.0, 1.0)
-        interval = stats.mean_interval(scores, bounds=bounds)
-        if interval is not None:
-            ci = [task_metric.show(end) for end in interval]
+    point, ci = shown_mean(group.task.metric, scores)
     status = "done"
     if len(lines) == len(group.task.examples):
         status = "complete"

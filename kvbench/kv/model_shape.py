@@ -20,7 +20,6 @@ CHUNKED = "chunked_attention"
 KEYLESS = ("linear_attention", "conv", "mlp", "moe")
 """The types of layers that hold no keys and values. MLPs and experts hold nothing of the text."""
 
-
 MAY_BE_ZERO = (
     "keyless_layers",
     "conv_numbers",
@@ -33,6 +32,22 @@ MAY_BE_ZERO = (
     "sharing_layers",
 )
 """The parts of a shape that many models lack."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes by which a model's cache is audited.
+
+    kv_heads, head_dim, own_values: of the layers that methods compress; see ``Shape``.
+    itemsize: the bytes of one number.
+    local_heads: the (kv heads, head dimension) of local layers; None: those of the other layers.
+    """
+
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    own_values: bool = False
+    local_heads: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +139,16 @@ class Shape:
     def all_layers(self) -> int:
         """The number of the model's layers, with those that no method compresses."""
         return self.layers + self.local_layers + self.keyless_layers + self.sharing_layers
+
+    def cache_shape(self, itemsize: int) -> CacheShape:
+        """Return the sizes by which a cache whose numbers take ``itemsize`` bytes is audited."""
+        return CacheShape(
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            itemsize=itemsize,
+            own_values=self.own_values,
+            local_heads=self.local_heads,
+        )
 
     @property
     def local_heads(self) -> tuple[int, int]:

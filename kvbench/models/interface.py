@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.model_shape import (
+    CacheShape,
     from_config,
     indexer_reach,
     key_layers,
@@ -449,29 +450,9 @@ def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
     return named_cache(HFCache(layers=list(layers)))
 
 
-class CacheShape(NamedTuple):
-    """The sizes by which the cache of a model is audited.
-
-    kv_heads, head_dim: of the layers that methods compress. own_values: whether their keys are their own values.
-    local_heads: the (kv heads, head dimension) of local layers.
-    """
-
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    own_values: bool
-    local_heads: tuple[int, int]
-
-    @property
-    def compressed(self) -> tuple[int, int, torch.dtype, bool]:
-        """The sizes of the layers that methods compress."""
-        return self.kv_heads, self.head_dim, self.dtype, self.own_values
-
-
 def cache_shape(model: PreTrainedModel) -> CacheShape:
     """Return the sizes by which the cache of ``model`` is audited."""
-    shape = from_config(model.config)
-    return CacheShape(shape.kv_heads, shape.head_dim, model.dtype, shape.own_values, shape.local_heads)
+    return from_config(model.config).cache_shape(model.dtype.itemsize)
 
 
 def synchronise(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from kvbench.store.store import ResultStore
 from kvbench.store.turns import Contexts, fall_beside, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 from kvbench.tasks.metrics import metric, stats
+from kvbench.tasks.metrics.means import shown_mean
 from kvbench.tasks.metrics.stats import FEWEST
 
 MANY_EMPTY = 0.25
@@ -34,15 +35,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     """Return the means over the samples of one cell. The metric ``name`` scores it, and it has ``of`` examples."""
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
-    score, interval = None, None
-    if scored:
-        score = show(fmean(scored))
-    if len(scored) >= FEWEST:
-        # scores lie between 0 and 1; a likelihood is shown on another scale and has no bounds
-        bounds = (0.0, 1.0) if metric(name).shown is None else None
-        ci = stats.mean_interval(scored, bounds=bounds)
-        if ci is not None:
-            interval = (show(ci[0]), show(ci[1]))
+    score, interval = shown_mean(name, scored)
     payload16 = fmean(s.payload16 for s in samples)
     overhead16 = fmean(s.overhead16 for s in samples)
     full16 = fmean(s.full16 for s in samples)

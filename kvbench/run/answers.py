@@ -322,12 +322,8 @@ class Asking:
     def _whole_sample(self) -> Sample:
         """Return the context's sample. Its score is the mean over the questions, and its text joins the answers."""
         # isolated questions may be answered in any order
-        in_order = [self.answered[i] for i in range(len(self.answered))]
-        turns = tuple(turn for turn, _, _ in in_order)
-        answer = joined([answer for _, answer, _ in in_order])
-        text = "\n".join(t.prediction.strip() for t in turns)
-        sample = sample_of(self.row, answer, text, mean_score(turns), max(peak for _, _, peak in in_order))
-        return replace(sample, answers=None, turns=turns)
+        turns = [self.answered[i] for i in range(len(self.answered))]
+        return replace(joint_sample(self.row, turns), answers=None, turns=tuple(turn for turn, _, _ in turns))
 
     def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
         """Return an answer's tokens for the context of the next question.
@@ -379,12 +375,21 @@ class Drawing:
         if len(self.answered) < count:
             return None
         # answers may end in any order
-        in_order = [self.answered[i] for i in range(count)]
-        draws = tuple(draw for draw, _, _ in in_order)
-        joint_text = "\n".join(draw.prediction.strip() for draw in draws)
-        joint = joined([answer for _, answer, _ in in_order])
-        sample = sample_of(self.row, joint, joint_text, mean_score(draws), max(peak for _, _, peak in in_order))
-        return replace(sample, draws=draws)
+        draws = [self.answered[i] for i in range(count)]
+        return replace(joint_sample(self.row, draws), draws=tuple(draw for draw, _, _ in draws))
+
+
+def joint_sample(
+    row: QueuedRow, answered: Sequence[tuple[TurnAnswer, Answer, int] | tuple[DrawnAnswer, Answer, int]]
+) -> Sample:
+    """Return one sample for several answers from a row's cache: their mean score, and their texts in lines.
+
+    answered: each answer's record, the answer, and the most tokens that a head held meanwhile.
+    """
+    records = [record for record, _, _ in answered]
+    answer = joined([answer for _, answer, _ in answered])
+    text = "\n".join(record.prediction.strip() for record in records)
+    return sample_of(row, answer, text, mean_score(records), max(peak for _, _, peak in answered))
 
 
 def joined(answers: Sequence[Answer]) -> Answer:
@@ -406,7 +411,7 @@ def joined(answers: Sequence[Answer]) -> Answer:
     )
 
 
-def mean_score(answers: Sequence[TurnAnswer] | Sequence[DrawnAnswer]) -> float | None:
+def mean_score(answers: Sequence[TurnAnswer | DrawnAnswer]) -> float | None:
     """Return the mean score of answers; None if none has a score."""
     scores = [answer.score for answer in answers if answer.score is not None]
     if not scores:

@@ -15,10 +15,11 @@ from kvbench.engine.memory import GIB
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
+from kvbench.kv.model_shape import CacheShape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.shared_functions import Functions
-from kvbench.models.interface import CacheShape, cache_shape
+from kvbench.models.interface import cache_shape
 from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.encoding import encode_prompt

@@ -190,7 +190,7 @@ class GroupRun:
                 with contained(cell.chain.name, cell.chain.foreign):
                     cell.check_knobs()
                     # count bytes from the tensors themselves, whatever the method says
-                    measured = audit(cache, *self.host.shape())
+                    measured = audit(cache, self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
                 stop = self.host.ending(cell.task, example)
                 rows.append(QueuedRow(cell, example, cache, measured=measured, cut=encoded.cut, ending=stop))
@@ -351,7 +351,7 @@ class GroupRun:
                 # the last token of an answer is never read, so the cache grows by one token less
                 decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
                 if answer.stored is not None:
-                    check_bytes(row.cache, answer.stored, *self.host.shape().compressed)
+                    check_bytes(row.cache, answer.stored, self.host.shape())
             asking = None
             if row.turn is None:
                 sample: Sample | None = sample_of(row, answer, text, value, decode_peak)

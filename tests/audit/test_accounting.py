@@ -10,12 +10,13 @@ from kvbench.audit.accounting import (
     nominal_payload,
     overhead_bytes,
 )
-from kvbench.kv.model_shape import Shape
+from kvbench.kv.model_shape import CacheShape, Shape
 from kvbench.methods.core.contract import Block
 from kvbench.methods.core.resolve import chain_of
 
 SHAPE = Shape(2, 4, 2, 64)  # layers, query heads, kv heads, channels
 DENSE = 64 * 2  # bytes of a key or of a value at 16 bits
+HEADS = CacheShape(kv_heads=2, head_dim=8, itemsize=4)
 
 
 def test_a_nominal_payload_leaves_channels_out_of_older_tokens_alone():
@@ -61,7 +62,7 @@ def test_after_decoding_each_new_token_is_held_by_every_head():
     layer = chain.compress(*ref.make_layer(ref.grid(4, 40, 8), ref.grid(2, 40, 8)))
     for new in (0, 1, 5):
         held = 2 * (12 + new) * 2 * 8 * 4
-        assert bytes_after_decoding(chain, layer, 0, new, kv_heads=2, head_dim=8, itemsize=4) == (held, held)
+        assert bytes_after_decoding(chain, layer, 0, new, HEADS) == (held, held)
 
 
 def test_after_evicting_among_thin_tokens_the_new_ones_may_all_have_stayed():
@@ -70,5 +71,5 @@ def test_after_evicting_among_thin_tokens_the_new_ones_may_all_have_stayed():
     assert [s.tokens for s in layer.segments] == [12, 8]
     thin, dense = (4 + 8) * 4, 2 * 8 * 4
     for new, whole in ((0, 8), (3, 11), (30, 20)):
-        least, most = bytes_after_decoding(chain, layer, 0, new, kv_heads=2, head_dim=8, itemsize=4)
+        least, most = bytes_after_decoding(chain, layer, 0, new, HEADS)
         assert (least, most) == (2 * 20 * thin, 2 * 20 * thin + 2 * whole * (dense - thin))

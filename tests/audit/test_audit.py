@@ -31,7 +31,7 @@ LOCAL_LAYERS = dict.fromkeys(LOCALS, 2) | {"gemma2": 1, "llama4_text": 2}
 
 
 def measured(model, cache):
-    return audit(cache, *cache_shape(model))
+    return audit(cache, cache_shape(model))
 
 
 @pytest.mark.parametrize("family", PLAIN)

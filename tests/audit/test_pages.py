@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.calibrations import ready
-from support.families import build, heads_of, prompt
+from support.families import build, prompt
 from support.runs import run_json
 from support.stored import sample
 
@@ -19,6 +19,7 @@ from kvbench.kv.model_shape import Shape
 from kvbench.kv.pages import PagesFreed
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 from kvbench.report import pages
 from kvbench.report.summary import summarise
 from kvbench.store.results import Sample
@@ -136,7 +137,7 @@ def test_methods_free_what_the_slow_reference_counts(per, n):
             own = {f"{s.id}.{k}": v for s in stages for k, v in knobs.items() if k in s.knobs()}
             chains.append(ready(model, {"method": name, **own}, per))
         for name, cache in zip(names, kvbench.prefill(model, prompt(n), chains), strict=True):
-            freed = shares(audit(cache, *heads_of(model), model.dtype).pages_freed)
+            freed = shares(audit(cache, cache_shape(model)).pages_freed)
             assert freed == pytest.approx(slow(cache.layers, n)), name
             assert (freed[2] > 0) == frees, name
 
@@ -147,9 +148,7 @@ def test_local_layers_do_not_count():
     (cache,) = kvbench.prefill(model, prompt(100), [{"method": "streamingllm", "kv_size": 20}])
     assert cache.local
     # sinks in page 0, 16 recent tokens in pages 5 and 6: 4 of 7 pages are free
-    assert shares(audit(cache, *heads_of(model), model.dtype).pages_freed) == pytest.approx(
-        (4 / 7, 4 / 7, 5 / 7, 5 / 7)
-    )
+    assert shares(audit(cache, cache_shape(model)).pages_freed) == pytest.approx((4 / 7, 4 / 7, 5 / 7, 5 / 7))
 
 
 def test_means_are_over_prompts_and_unknown_where_one_is():

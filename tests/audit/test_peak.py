@@ -22,7 +22,7 @@ from kvbench.methods.cake import Cake
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.streamingllm import StreamingLLM
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 from kvbench.storage import evicting_store, exact_rows, packed_rows
 
 pytestmark = pytest.mark.e2e("every chain decodes")
@@ -157,7 +157,7 @@ def stored_by(model, rows, endings):
 def check_stored(model, rows, stored):
     for row, held_tokens in zip(rows, stored, strict=True):
         if held_tokens is not None:
-            check_bytes(row, held_tokens, *heads_of(model), model.dtype)
+            check_bytes(row, held_tokens, cache_shape(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,7 +212,7 @@ def test_storage_that_costs_more_than_declared_is_refused(method, monkeypatch):
     batch = build_batch(model, [cache], 5)
     stored = Stored(0, [layer.payload()[0] for layer in batch.with_keys])
     with pytest.raises(Refused, match=r"layer 0 holds \d+ payload bytes after 0 new tokens, the formula says \d+"):
-        check_bytes(cache, stored, *heads_of(model), model.dtype)
+        check_bytes(cache, stored, cache_shape(model))
 
 
 def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():

@@ -12,6 +12,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import prefill
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 ALIASED = {"method": "qhitter", "kv_size": 14, "bits": 2, "v_alias": True}
 SIMULATED = {"method": "flexgen", "bits": 2, "code_prefill": True}
@@ -104,7 +105,7 @@ def test_only_chains_that_read_alike_share_a_prefill(monkeypatch):
         (alone,) = kvbench.prefill(model, ids, [entry])
         assert torch.equal(alone.logits, shared.logits)
         assert [ref.kept(x) for x in alone.layers] == [ref.kept(x) for x in shared.layers]
-        audit(shared, 2, 16, model.dtype)
+        audit(shared, cache_shape(model))
 
 
 @BOTH

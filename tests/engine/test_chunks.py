@@ -110,7 +110,7 @@ def test_chunked_layers_hold_what_a_window_holds_and_methods_leave_them_alone():
     assert (shape.layers, shape.local_layers, shape.window) == (3, 2, CHUNK)
     small, whole = kvbench.prefill(model, prompt(70), [ENTRIES[1], "full"])
     for cache in (small, whole):
-        measured = audit(cache, *cache_shape(model))
+        measured = audit(cache, cache_shape(model))
         assert measured.full_bytes == shape.full_bytes(70, 4)
         assert measured.payload + measured.overhead == cache.nbytes()
         for layer in cache.local:

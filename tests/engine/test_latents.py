@@ -79,7 +79,7 @@ def test_a_token_takes_its_latent_and_rotated_key_once(family, dtype):
     assert (shape.kv_heads, shape.head_dim, shape.latent_width, shape.token_numbers) == (1, 32, 24, 32)
     caches = kvbench.prefill(model, prompt(n), ENTRIES)
     for cache in caches:
-        measured = audit(cache, *cache_shape(model))
+        measured = audit(cache, cache_shape(model))
         assert measured.payload + measured.overhead == cache.nbytes()
         assert measured.full_bytes == shape.full_bytes(n, dtype.itemsize)
         declared = bytes_declared(cache.chain, shape, n, dtype.itemsize)
@@ -90,9 +90,9 @@ def test_a_token_takes_its_latent_and_rotated_key_once(family, dtype):
     of_layers = [sum(t.nbytes for s in layer.segments for t in s.payload()) for layer in caches[0].layers]
     assert of_layers == [n * 32 * dtype.itemsize] * shape.layers
     fixed = shape.state_bytes(dtype.itemsize)
-    assert audit(caches[1], *cache_shape(model)).payload - fixed == 20 * 32 * dtype.itemsize * shape.layers
+    assert audit(caches[1], cache_shape(model)).payload - fixed == 20 * 32 * dtype.itemsize * shape.layers
     # fp8: a byte a number; int8 packs both, with 4 bytes a token of scale and minimum
-    assert audit(caches[4], *cache_shape(model)).payload - fixed == n * 32 * shape.layers
+    assert audit(caches[4], cache_shape(model)).payload - fixed == n * 32 * shape.layers
 
 
 @pytest.mark.parametrize("family", FAMILIES)

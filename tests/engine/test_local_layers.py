@@ -30,6 +30,7 @@ from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models import embedded, traits
+from kvbench.models.interface import cache_shape
 from kvbench.storage import attend as storage_attend
 from kvbench.storage import kernels
 from kvbench.storage.attend import packed_logits
@@ -141,7 +142,7 @@ def test_an_audit_refuses_a_local_layer_that_does_not_hold_its_window():
     model = build("gemma2")
     (cache,) = kvbench.prefill(model, prompt(70), ["full"])
     (layer,) = cache.local
-    audit(cache, 2, 16, model.dtype)
+    audit(cache, cache_shape(model))
     for wrong, reason in (
         (replace(layer, window=30), "its window of 30 has 30"),
         (replace(cache.layers[0], window=WINDOW), "shares its storage"),

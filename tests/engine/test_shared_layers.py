@@ -102,7 +102,7 @@ def test_layers_that_share_count_nothing_and_local_layers_their_own_heads(family
     assert from_entry(vars(shape)) == shape == traits.of_config(model.config).shape
     for entry, tokens in (("full", 70), ({"method": "snapkv", "kv_size": 20, "window": 8}, 20)):
         (cache,) = kvbench.prefill(model, prompt(70), [entry])
-        measured = audit(cache, *cache_shape(model))
+        measured = audit(cache, cache_shape(model))
         local = 2 * 2 * 2 * WINDOW * 16 * 4  # keys and values of two heads in two layers
         assert measured.payload == 3 * 2 * 2 * tokens * head_dim * 4 + local
         assert measured.payload + measured.overhead == cache.nbytes()

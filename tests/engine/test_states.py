@@ -86,7 +86,7 @@ def test_states_are_counted_in_every_row_by_their_storages(family):
     assert traits.of_config(model.config).shape == shape
     keys = 2 * shape.layers * shape.kv_heads * 70 * shape.head_dim
     for cache, tokens in ((full, 70), (small, 20)):
-        measured = audit(cache, *cache_shape(model))
+        measured = audit(cache, cache_shape(model))
         assert measured.full_bytes == 4 * (keys + numbers) == shape.full_bytes(70, 4)
         assert measured.payload == 4 * (keys * tokens // 70 + numbers)
         assert measured.payload16 == 2 * (keys * tokens // 70 + numbers16)
@@ -101,7 +101,7 @@ def test_states_are_counted_in_every_row_by_their_storages(family):
 def test_models_of_16_bits_hold_recurrent_states_in_fp32_and_the_formula_says_so(family):
     model = build(family, torch.bfloat16)
     (cache,) = kvbench.prefill(model, prompt(40), ["full"])
-    measured = audit(cache, *cache_shape(model))
+    measured = audit(cache, cache_shape(model))
     assert measured.full_bytes == measured.full16 == traits.of_model(model).shape.full_bytes(40, 2)
 
 
@@ -148,7 +148,7 @@ def test_a_state_that_shares_its_storage_is_refused():
     first = cache.states[0]
     shared = replace(cache, states=(first, first))
     with pytest.raises(Refused, match="state 1 shares its storage"):
-        audit(shared, *cache_shape(model))
+        audit(shared, cache_shape(model))
 
 
 def test_no_graph_of_a_step_with_states():

@@ -19,6 +19,7 @@ from kvbench.methods.adakv import AdaKV
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 N, W, SIZE = 26, 4, 11
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
@@ -80,7 +81,7 @@ def test_ragged_heads_hold_no_padding():
     assert any(s is not None and len(set(s.tolist())) > 1 for s in lengths)
     payload = sum(s.k.nbytes + s.v.nbytes for layer in cache.layers for s in layer.segments)
     assert payload == len(cache.layers) * 2 * 24 * 2 * 16 * 4
-    assert audit(cache, 2, 16, torch.float32).payload == payload
+    assert audit(cache, cache_shape(model)).payload == payload
 
 
 @pytest.mark.parametrize("chain", ["adakv", "adakv+think", "adakv+thinkv", "adakv+kivi"])
@@ -116,7 +117,7 @@ def test_a_cache_that_pads_is_refused():
     chain = Chain((Padded(kv_size=24, window=8, floor=0.0),))
     (cache,) = kvbench.prefill(build("llama"), prompt(90), [chain])
     with pytest.raises(Refused):
-        audit(cache, 2, 16, torch.float32)
+        audit(cache, cache_shape(build("llama")))
 
 
 @pytest.mark.parametrize(("knob", "value"), [("floor", -0.1), ("floor", 1.5), ("floor_rule", "even")])

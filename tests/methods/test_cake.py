@@ -22,7 +22,7 @@ from kvbench.kv.apportion import proportional_shares, round_shares
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.methods.cake import SLACK, Cake, variance_over_queries
 from kvbench.methods.core.resolve import chain_of as resolved
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 
 N, D, W, LAYERS = 40, 8, 4, 5
 SHAPES = {"mha": (3, 3), "gqa": (4, 2), "mqa": (4, 1)}
@@ -191,7 +191,7 @@ def test_the_audit_holds_the_sum_over_layers(per, evict):
     model = build("llama")
     entry = {"method": "cake", "kv_size": 20, "window": 8, "decode_evict": evict}
     (cache,) = kvbench.prefill(model, prompt(70), [entry], per=per)
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     assert measured.kept == measured.nominal == 20
     heads = 4 if per == "query_head" else 2
     assert measured.overhead == 3 * heads * 20 * (8 if evict else 4)
@@ -209,7 +209,7 @@ def test_later_stages_run_once_the_layers_are_balanced(per):
         kvbench.prefill(model, prompt(70), [{"method": m, **knobs, **more}], per=per)[0]
         for m, more in (("cake", {}), ("think+cake", {"recent": 4}))
     )
-    audit(thin, 2, 16, model.dtype)
+    audit(thin, cache_shape(model))
     for a, b in zip(plain.layers, thin.layers, strict=True):
         assert ref.kept(a) == ref.kept(b)
         assert b.segments[0].key_channels is not None

@@ -18,6 +18,7 @@ from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, digest
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 
 # spec 5: 794/1024; UNComp's other lists: 1042/1600 and 900/1024
@@ -136,7 +137,7 @@ def test_calibrated_counts_are_those_that_the_prompt_is_read_with(family):
     assert sum(counts) == 7
     caches, same = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": counts}, chain])
     assert torch.equal(caches.logits, same.logits) and same.nbytes() == caches.nbytes()
-    audit(same, *heads_of(model), model.dtype)
+    audit(same, cache_shape(model))
     assert len({c.chain.prefill_key for c in (caches, same)}) == 2
 
 
@@ -179,7 +180,7 @@ def test_bytes_are_those_of_the_leading_heads_keys_and_of_all_values(family, per
     (cache,) = kvbench.prefill(model, prompt(n, 4), [{"method": "chai", "clusters": [1, 2, 4]}], per=per)
     kv_heads, d = heads_of(model)
     heads = 4 if per == "query_head" else kv_heads
-    measured = audit(cache, kv_heads, d, model.dtype)
+    measured = audit(cache, cache_shape(model))
     item = model.dtype.itemsize
     payload = 0
     for layer, count in zip(cache.layers, (1, 2, 4), strict=True):
@@ -197,7 +198,7 @@ def test_bytes_are_those_of_the_leading_heads_keys_and_of_all_values(family, per
 def test_under_gqa_nothing_is_saved_while_every_group_has_a_leading_head():
     model = build("llama")
     chai, full = kvbench.prefill(model, prompt(40), [{"method": "chai", "clusters": [3, 3, 3]}, "full"])
-    sizes = [audit(c, *heads_of(model), model.dtype).payload for c in (chai, full)]
+    sizes = [audit(c, cache_shape(model)).payload for c in (chai, full)]
     assert sizes[0] == sizes[1] and not torch.equal(chai.logits, full.logits)
 
 
@@ -209,14 +210,14 @@ def test_the_audit_refuses_other_heads_than_declared(change):
     other = replace(s, leads=torch.zeros_like(s.leads)) if change == "leads" else replace(s, k=s.v.clone())
     layer = replace(cache.layers[0], segments=(other,))
     with pytest.raises(Refused, match="logits of 1 query heads" if change == "leads" else "keys of 4 heads"):
-        audit(replace(cache, layers=(layer, *cache.layers[1:])), *heads_of(model), model.dtype)
+        audit(replace(cache, layers=(layer, *cache.layers[1:])), cache_shape(model))
 
 
 @pytest.mark.parametrize("n", [1, 5, 6])
 def test_prompts_of_fewer_than_six_tokens_are_left_alone(n):
     model = build("llama")
     chai, full = kvbench.prefill(model, prompt(n), [{"method": "chai", "share": 0.25}, "full"])
-    audit(chai, *heads_of(model), model.dtype)
+    audit(chai, cache_shape(model))
     assert torch.equal(chai.logits, full.logits) == (n < 6)
     # rows with and without shared heads go on in one batch
     (long,) = kvbench.prefill(model, prompt(30), [{"method": "chai", "share": 0.25}])

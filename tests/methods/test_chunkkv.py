@@ -10,6 +10,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.methods.chunkkv import ChunkKV
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 
 def layer_with(scores):
@@ -62,7 +63,7 @@ def test_all_heads_hold_the_same_tokens_as_declared(variant, per, n):
     model = build("llama")
     entry = {"method": "chunkkv", "kv_size": 35, "window": 7, "chunk": 6, "variant": variant}
     (cache,) = kvbench.prefill(model, prompt(n), [entry], per=per)
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     for layer in cache.layers:
         (positions, *others) = ref.kept(layer)
         assert all(p == positions for p in others)
@@ -89,13 +90,13 @@ def test_layers_of_a_group_keep_the_chunks_of_their_first(variant):
     assert [ref.kept(layer) for layer in triples.layers] == [own[0]] * 3
     assert [ref.kept(layer) for layer in frozen.layers] == [[list(range(90))] * 2, own[1], own[1]]
     for cache in (alone, pairs, triples, frozen):
-        audit(cache, 2, 16, model.dtype)
+        audit(cache, cache_shape(model))
     assert kvbench.generate(model, [pairs, frozen], 5) == [kvbench.generate(model, [c], 5)[0] for c in (pairs, frozen)]
 
 
 def test_a_group_of_layers_stands_before_a_quantiser():
     (cache,) = kvbench.prefill(build("llama"), prompt(90), [{"method": "chunkkv+fp8", "kv_size": 40, "reuse": 2}])
-    audit(cache, 2, 16, torch.float32)
+    audit(cache, cache_shape(build("llama")))
     assert len(kvbench.generate(build("llama"), [cache], 3)[0]) == 3
 
 

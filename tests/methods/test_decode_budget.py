@@ -228,14 +228,14 @@ def test_laws(family, per):
     together = generate_rows(model, caches, endings)
     (first,) = kvbench.generate(model, [full], 1)
     for chain, cache, ending, answer in zip(chains, caches, endings, together, strict=True):
-        measured = audit(cache, *cache_shape(model))
+        measured = audit(cache, cache_shape(model))
         assert measured.payload + measured.overhead == cache.nbytes()
         assert generated(model, [cache], [ending]) == [answer.tokens], chain
         if not cache.chain.prefill_key:
             assert answer.tokens[:1] == first
         fed = ending.limit - 1
         check_peak(cache, answer.held, fed)
-        check_bytes(cache, answer.stored, *cache_shape(model).compressed)
+        check_bytes(cache, answer.stored, cache_shape(model))
         longer = kvbench.extend(model, cache, answer.tokens[:EVERY])  # and here a choice is due
         longer = kvbench.extend(model, longer, answer.tokens[EVERY : EVERY + 2])
         assert kvbench.generate(model, [longer], ending.limit - EVERY - 2) == [answer.tokens[EVERY + 2 :]], chain
@@ -296,7 +296,7 @@ def test_tokens_and_bytes_after_every_step_are_those_of_the_formula(chain, budge
                 assert after == [min(size, before) + 1] * 2
                 if "pyramidkv" not in chain:
                     assert size == (15 if budget is SMALL else share_of(N + j))
-            low, high = bytes_after_decoding(cache.chain, source, i, j + 1, 2, 16, 4)
+            low, high = bytes_after_decoding(cache.chain, source, i, j + 1, cache_shape(model))
             assert low <= layer.payload()[0] <= high and (low == high or "think" in chain)
     assert choices == 2 * ((NEW - 1) // EVERY)
 

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from support import method_reference as ref
-from support.families import build, heads_of, prompt
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.accounting import bytes_after_decoding, bytes_declared
@@ -15,9 +15,10 @@ from kvbench.base.errors import UsageError
 from kvbench.bench.layers import measure
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.codecs import NAMED
-from kvbench.kv.model_shape import from_config
+from kvbench.kv.model_shape import CacheShape, from_config
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 from kvbench.storage.format import Room, StoredRow
 
 D, SCALE = 32, 1 / math.sqrt(32)
@@ -124,7 +125,10 @@ def test_every_step_attends_what_is_stored_and_holds_the_bytes_of_the_formula(na
                     for i in range(4 // len(group)):
                         query = h * 4 // len(group) + i
                         torch.testing.assert_close(out[b, query], head.attend(q[b, query]), rtol=2e-4, atol=2e-5)
-            limits = [bytes_after_decoding(chain, c, 0, step + 1, 2, D, 4) for c in rows]
+            limits = [
+                bytes_after_decoding(chain, c, 0, step + 1, CacheShape(kv_heads=2, head_dim=D, itemsize=4))
+                for c in rows
+            ]
             assert decoding.payload() == [low for low, high in limits if low == high]
 
 
@@ -140,7 +144,7 @@ def test_a_budget_that_never_fills_decodes_as_the_format_alone(selector, method)
         alone, beside = (kvbench.extend(model, c, chunk) for c in (alone, beside))
         torch.testing.assert_close(beside.logits, alone.logits, atol=1e-4, rtol=1e-4)
     (small,) = kvbench.prefill(model, ids, [{**evicting, "kv_size": 16}])
-    assert audit(small, *heads_of(model), model.dtype).kept == 16
+    assert audit(small, cache_shape(model)).kept == 16
     assert len(kvbench.generate(model, [small], 6)[0]) == 6
 
 
@@ -175,7 +179,7 @@ def test_layers_that_stay_exact_are_exact_and_counted():
     model, ids = build("llama"), prompt(30)
     entry = {"method": "turboquant", "exact_layers": [0, 2]}
     cache, everywhere, full = kvbench.prefill(model, ids, [entry, "turboquant", "full"])
-    audit(cache, *heads_of(model), model.dtype)
+    audit(cache, cache_shape(model))
     payloads = [
         [storage_bytes(t for s in layer.segments for t in s.payload()) for layer in c.layers] for c in (cache, full)
     ]

@@ -18,7 +18,7 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.h2o import H2O
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 
 
 def layer_with_colsums(colsums, heads):
@@ -147,7 +147,7 @@ def test_uncomps_baseline_by_hand():
 def test_uncomps_baseline_decodes_as_a_slow_simulation_with_masks(family):
     model, ids = build(family), prompt(150, 8)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o", "variant": "uncomp", "kv_size": 130}])
-    assert audit(cache, 2, 16, model.dtype).kept == 129
+    assert audit(cache, cache_shape(model)).kept == 129
     answer, kept_tokens = decoding.h2o_decoding(model, ids, 6, 1, 128)
     assert kvbench.generate(model, [cache], 6) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
@@ -183,7 +183,7 @@ def test_quantised_keys_decide_and_exact_ones_are_stored_and_attended(bits, per)
         kept_positions = [ref.kept(layer) for layer in built.layers]
         assert kept_positions == [ref.kept(layer) for layer in alone.layers]
         assert kept_positions != [ref.kept(layer) for layer in exact.layers] or bits == 8
-        audit(built, 2, 16, model.dtype)
+        audit(built, cache_shape(model))
         for layer, complete in zip(built.layers, full.layers, strict=True):
             (a,), (b,) = layer.segments, complete.segments
             for h, positions in enumerate(ref.kept(layer)):

@@ -11,6 +11,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keydiff import KeyDiff, difference
+from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
 
@@ -84,7 +85,7 @@ def test_variants_stand_in_chains(chain, per):
     entries = [ready(model, {"method": chain, "keydiff.variant": v, **knobs}, per) for v in ("once", "block", "paper")]
     caches = kvbench.prefill(model, ids, entries)
     for built in caches:
-        audit(built, 2, 16, model.dtype)
+        audit(built, cache_shape(model))
     assert not torch.equal(caches[2].logits, caches[0].logits)
     together = kvbench.generate(model, caches, 5)
     assert together == [kvbench.generate(model, [c], 5)[0] for c in caches]

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.families import build, heads_of, prompt
+from support.families import build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
@@ -17,6 +17,7 @@ from kvbench.methods.core import kvpress as adapter
 from kvbench.methods.core import kvpress_package as package
 from kvbench.methods.core import registry
 from kvbench.methods.core.resolve import chain_of, resolve
+from kvbench.models.interface import cache_shape
 
 N = 60
 
@@ -136,7 +137,7 @@ def stand_in(monkeypatch):
 
 def kept(entry):
     (cache,) = kvbench.prefill(build("llama"), prompt(N), [entry])
-    audit(cache, *heads_of(build("llama")), torch.float32)
+    audit(cache, cache_shape(build("llama")))
     return [[p.tolist() for p in layer.kept_positions()] for layer in cache.layers]
 
 
@@ -205,7 +206,7 @@ def test_what_a_press_removes_by_itself_is_found_by_its_keys():
 
 def test_a_press_stands_in_a_chain_with_others():
     (cache,) = kvbench.prefill(build("llama"), prompt(N), [{"method": "kvpress:random+think", "kv_size": 50}])
-    audit(cache, *heads_of(build("llama")), torch.float32)
+    audit(cache, cache_shape(build("llama")))
     assert any(s.key_channels is not None for s in cache.layers[0].segments)
 
 

@@ -152,7 +152,7 @@ def test_whole_heads_by_hand():
     assert kept.sum(dim=-1).tolist() == [[1, 4], [1, 4]] and kept[..., 0].all()
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "level": "head"}])
-    audit(cache, *cache_shape(model))
+    audit(cache, cache_shape(model))
     assert sorted(len(head) for layer in cache.layers for head in ref.kept(layer)) == [4, 4, 4, 4, 70, 70]
     declared = bytes_declared(cache.chain, from_config(model.config), 70, 4)
     assert declared.tokens == (2 * 70 + 4 * 4) / 6
@@ -174,7 +174,7 @@ def test_ties_go_to_the_lower_layer_head_and_position_and_first_tokens_stay():
 def test_bytes_are_those_declared_and_heads_are_stored_without_padding(count, per):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "count": count}], per=per)
-    measured = audit(cache, *cache_shape(model))
+    measured = audit(cache, cache_shape(model))
     heads = cache.layers[0].heads
     kept = [len(head) for layer in cache.layers for head in ref.kept(layer)]
     assert len(set(kept)) > 1 and measured.payload == sum(kept) * 2 * 16 * 4
@@ -221,7 +221,7 @@ def test_it_stands_before_pruners_quantisers_and_masks(family, per):
     entries = [ready(model, {"method": m, **knobs, **quantised.get(m, {})}, per) for m in partners]
     caches = kvbench.prefill(model, prompt(60), entries)
     for cache in caches:
-        audit(cache, *cache_shape(model))
+        audit(cache, cache_shape(model))
         assert [len(head) for head in ref.kept(cache.layers[1])] == [60] * cache.layers[1].heads
     together = kvbench.generate(model, caches, 6)
     assert together == [kvbench.generate(model, [c], 6)[0] for c in caches]

@@ -21,7 +21,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration
 from kvbench.methods.core.resolve import chain_of
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import attention_modules, cache_shape
 from kvbench.models.lowrank import LowRank, lifts, projection
 from kvbench.storage import latent_rows
 
@@ -110,7 +110,7 @@ def test_declared_bytes_count_each_layers_own_ranks(ranks_by):
     shape = from_config(model.config)
     assert bytes_declared(calibrated, shape, 100, 4).payload == sum(per_layer) * 100 * 4
     (cache,) = kvbench.prefill(model, prompt(100, 4), [calibrated])
-    assert audit(cache, 2, 16, model.dtype).payload == sum(per_layer) * 100 * 4
+    assert audit(cache, cache_shape(model)).payload == sum(per_layer) * 100 * 4
 
 
 def test_a_cache_with_latents_of_another_width_is_refused():
@@ -118,7 +118,7 @@ def test_a_cache_with_latents_of_another_width_is_refused():
     cache = kvbench.prefill(model, prompt(N, 4), [chain(model, ratio=0.5)])[0]
     other = replace(cache, chain=chain(model, ratio=0.25))
     with pytest.raises(Refused, match="payload bytes"):
-        audit(other, 2, 16, model.dtype)
+        audit(other, cache_shape(model))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -255,7 +255,7 @@ def test_every_selector_that_evicts_after_the_prompt_stands_beside_it(method, kn
     own_knobs = {k: v for k, v in sizes.items() if k in registry.knob_names(method)}
     calibrated = chain(model, f"{method}+palu", ratio=0.4, **own_knobs, **knobs)
     (cache,) = kvbench.prefill(model, prompt(N, 4), [calibrated])
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     assert 0 < measured.kept < N and all(len(ref.kept(layer)) == 1 for layer in cache.layers)
     assert len(kvbench.generate(model, [cache], 2)[0]) == 2
 

@@ -71,7 +71,7 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
     model = build(family)
     for p in prompts_of(family):
         built, _ = together(family, per)[chain, p]
-        measured = audit(built, *cache_shape(model))
+        measured = audit(built, cache_shape(model))
         heads = built.chain.heads(heads_of(model)[0], model.config.num_attention_heads)
         for i, layer in enumerate(built.layers):
             declared = built.chain.expected(p[0], i, len(built.layers), heads)
@@ -137,7 +137,7 @@ def test_frozen_layers_keep_every_token(chain, per):
     model, (n, seed) = build("llama"), PROMPTS[0]
     entry = configured(chain, {**SMALL, "frozen_layers": [0, 2]})
     (cache,) = prefill(model, prompt(n, seed), [entry], per=per)
-    audit(cache, *cache_shape(model))
+    audit(cache, cache_shape(model))
     for i, layer in enumerate(cache.layers):
         for positions in ref.kept(layer):
             assert (positions == list(range(n))) == (i in (0, 2))

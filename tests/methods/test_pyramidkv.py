@@ -11,6 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.pyramidkv import PyramidKV
 from kvbench.methods.snapkv import SnapKV
+from kvbench.models.interface import cache_shape
 
 
 def budgets(n, layers, **knobs):
@@ -88,7 +89,7 @@ def test_every_layer_holds_snapkvs_choice_at_its_own_budget(layer, per, exact_to
 def test_the_audit_finds_the_mean_that_was_asked_for():
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(90), ["pyramidkv"], kv_size=20, window=6)
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     assert measured.kept == measured.nominal == 20
     counts = [layer.tokens for layer in cache.layers]
     assert counts == [34, 20, 6]

@@ -20,7 +20,7 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.qhitter import QHitter
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 
 RATIOS = {"heavy_ratio": 0.15, "recent_ratio": 0.05}
 
@@ -242,7 +242,7 @@ def held_after(model, caches, steps):
 def test_flexgen_behind_h2o_packs_a_token_after_its_own_step(seed):
     model, ids = build("llama"), prompt(26, seed)
     (cache,) = kvbench.prefill(model, ids, [{"method": "h2o+flexgen", "variant": "orig", "kv_size": 12, "bits": 2}])
-    audit(cache, 2, 16, model.dtype)
+    audit(cache, cache_shape(model))
     answer, kept_tokens = slow.decoding(model, ids, 10, lambda x: slow.min_max(x, 2), slow.h2o(26, 6, 6), late=True)
     assert kvbench.generate(model, [cache], 10) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
@@ -274,7 +274,7 @@ def test_bytes_held_are_those_of_the_formula_before_and_after_decoding(bits):
     assert storage_bytes(s.state.values()) == 8 * 2 * 20
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(50, 3), [{"method": "qhitter", "kv_size": 20, "bits": bits}])
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     assert measured.payload == 3 * 2 * 2 * 20 * (16 * bits // 8 + 4)
     assert measured.overhead == 3 * 2 * 20 * (4 + 8)
     assert kvbench.extend(model, cache, prompt(9, 4)).nbytes() == cache.nbytes()

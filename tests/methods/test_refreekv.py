@@ -19,6 +19,7 @@ from kvbench.methods.core.contract import Capacity
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.core.statistics import window_rows, window_sums
 from kvbench.methods.refreekv import ReFreeKV
+from kvbench.models.interface import cache_shape
 
 DEFAULTS = {"T": 0.01, "m": 4, "k": 1, "mode": "code", "reduce": "mean_heads", "order": "sinks_first"}
 DEFAULTS["ranking"] = "position"
@@ -162,7 +163,7 @@ def test_it_decodes_in_a_batch_as_alone_and_passes_the_audit(mode, per):
     chains = [{"method": "refreekv", "T": 0.2, **mode}, {"method": "refreekv+think", "T": 0.2, "recent": 4, **mode}]
     caches = [c for n in (60, 33) for c in kvbench.prefill(model, prompt(n, n), [*chains, "full"], per=per)]
     for cache in caches:
-        measured = audit(cache, 2, 16, model.dtype)
+        measured = audit(cache, cache_shape(model))
         if cache.chain.name != "full":
             n = cache.prompt_tokens
             assert [min(map(len, ref.kept(layer))) for layer in cache.layers[:2]] == [n, n]
@@ -180,7 +181,7 @@ def test_a_cache_that_does_not_hold_what_was_decided_is_refused(decided, reason)
     (cache,) = kvbench.prefill(model, prompt(60, 1), [{"method": "refreekv", "T": 0.2}])
     false = replace(cache, layers=(*cache.layers[:2], replace(cache.layers[2], decided=decided)))
     with pytest.raises(Refused, match=reason):
-        audit(false, 2, 16, model.dtype)
+        audit(false, cache_shape(model))
 
 
 def test_a_cache_with_fewer_tokens_than_decided_is_refused():

@@ -13,6 +13,7 @@ from kvbench.kv.observation import Needs
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.h2o import H2O
 from kvbench.methods.scissorhands import Scissorhands
+from kvbench.models.interface import cache_shape
 from kvbench.storage.roles import Slots
 
 VARIANTS = ("code", "paper")
@@ -133,7 +134,7 @@ def test_the_state_is_declared_and_counted(variant, state, per):
     entry = {"method": "scissorhands", "window": 9, "variant": variant, "kv_size": 15}
     (cache,) = kvbench.prefill(model, prompt(40, 3), [entry], per=per)
     heads = 4 if per == "query_head" else 2
-    assert audit(cache, 2, 16, model.dtype).overhead == 3 * heads * 15 * (4 + state)
+    assert audit(cache, cache_shape(model)).overhead == 3 * heads * 15 * (4 + state)
 
 
 @pytest.mark.parametrize("n", [3, 12, 40])
@@ -144,7 +145,7 @@ def test_the_newest_tokens_stay_for_the_whole_answer_whatever_the_prompts_length
     stage = Scissorhands(variant=variant, **knobs)
     entry = {"method": "scissorhands", "variant": variant, "kv_size": None, "kv_ratio": None, **knobs}
     (cache,) = kvbench.prefill(model, prompt(n, 3), [entry])
-    audit(cache, 2, 16, model.dtype)
+    audit(cache, cache_shape(model))
     longer = kvbench.extend(model, cache, prompt(16, 4))
     recent = stage.token_counts(n)["recent"]
     for layer in longer.layers:

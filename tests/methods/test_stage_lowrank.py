@@ -6,10 +6,11 @@ from support import lowrank_reference
 from support import method_reference as ref
 from support import prefill_reference as stage_reference
 from support.calibrations import ready
-from support.families import LINEAR, build, heads_of, prompt
+from support.families import LINEAR, build, prompt
 
 import kvbench
 from kvbench.audit.prompt_audit import audit
+from kvbench.models.interface import cache_shape
 
 
 @pytest.mark.parametrize("family", LINEAR)
@@ -26,7 +27,7 @@ def test_the_stage_is_that_of_a_model_with_the_products_as_its_weights(family, m
     attend, alive = stage_reference.staged(n, chain.hidden.sizes(n, 3), chain.hidden.window, chain.hidden.last)
     wanted = stage_reference.logits(dense, torch.cat([prompt(n, 4), new]), attend)
     (cache,) = kvbench.prefill(model, prompt(n, 4), [chain])
-    audit(cache, *heads_of(model), model.dtype)
+    audit(cache, cache_shape(model))
     for layer, stored in zip(cache.layers, alive, strict=True):
         assert ref.kept(layer) == [stored]
     torch.testing.assert_close(cache.logits, wanted[n - 1], atol=2e-4, rtol=2e-4)

@@ -11,6 +11,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.tova import TOVA
+from kvbench.models.interface import cache_shape
 from kvbench.storage.roles import Slots
 
 N = 30
@@ -85,7 +86,7 @@ def test_decoding_equals_a_slow_simulation_with_masks(per_head, seed):
 def test_heads_of_a_layer_hold_the_same_tokens_while_decoding():
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(40, 3), ["tova"], kv_size=10, per="query_head")
-    audit(cache, 2, 16, model.dtype)
+    audit(cache, cache_shape(model))
     longer = kvbench.extend(model, cache, prompt(15, 4))
     for layer in longer.layers:
         kept_positions = ref.kept(layer)
@@ -97,7 +98,7 @@ def test_heads_of_a_layer_hold_the_same_tokens_while_decoding():
 def test_the_state_is_declared_and_counted():
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(40, 3), ["tova"], kv_size=10)
-    measured = audit(cache, 2, 16, model.dtype)
+    measured = audit(cache, cache_shape(model))
     assert measured.overhead == 3 * 2 * 10 * (4 + 4)
 
 

@@ -15,6 +15,7 @@ from kvbench.engine.decode import Ending, generate_rows
 from kvbench.kv.segment import Segment
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.twilight import Twilight
+from kvbench.models.interface import cache_shape
 from kvbench.storage.attend import attend
 from kvbench.storage.row_segments import stack
 
@@ -116,7 +117,7 @@ def test_it_saves_no_bytes_and_reports_what_it_attends():
     full, caches, loose = kvbench.prefill(
         model, prompt(60), ["full", {"method": "twilight", "p": 0.5}, {"method": "twilight", "p": 1}]
     )
-    assert audit(caches, 2, 16, model.dtype).payload == audit(full, 2, 16, model.dtype).payload
+    assert audit(caches, cache_shape(model)).payload == audit(full, cache_shape(model)).payload
     attended = [a.attended for a in generate_rows(model, [full, caches, loose], [Ending(8)] * 3)]
     assert attended[0] is None
     assert 1 <= attended[1] < 20 and attended[2] == pytest.approx(sum(range(61, 68)) / 7)

@@ -19,6 +19,7 @@ from kvbench.base.errors import Refused, UsageError
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup, interpolate_sizes
+from kvbench.models.interface import cache_shape
 
 LAYERS = 2
 
@@ -150,7 +151,7 @@ def test_decoding_equals_a_slow_simulation_with_masks(kernel, thin):
     chain = ready(model, {"method": "uncomp-group+thinkv" if thin else "uncomp-group", **knobs, **pruned})
     stores = decoding.Thin("thinkv", 12, 8, 3) if thin else None
     (cache,) = kvbench.prefill(model, ids, [chain])
-    audit(cache, 2, 16, model.dtype)
+    audit(cache, cache_shape(model))
     content = calibrations.uncomp(3, 4)
 
     def sizes(attn):

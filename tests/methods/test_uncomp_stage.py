@@ -7,7 +7,7 @@ import torch
 from support import method_reference as ref
 from support import prefill_reference as slow
 from support.calibrations import ready
-from support.families import WHOLE, build, heads_of, hooks, prompt
+from support.families import WHOLE, build, hooks, prompt
 from support.grids import grid
 
 import kvbench
@@ -20,7 +20,7 @@ from kvbench.methods.core.recipe import Calibration, digest
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup
 from kvbench.methods.uncomp_stage import UncompStage
-from kvbench.models.interface import decoder_layers
+from kvbench.models.interface import cache_shape, decoder_layers
 
 SMALL = {"kv_size": 20, "snapkv.window": 4, "window": 4, "recent": 4, "T": 0.6, "sinks": 2}
 SELECTORS = [
@@ -209,7 +209,7 @@ def test_every_selector_chooses_among_the_tokens_that_its_layer_read(selector, f
         pytest.skip("family not supported")
     entries = [ready(model, e, per) for e in ("uncomp-stage", behind(selector))]
     staged, both = kvbench.prefill(model, prompt(n, 3), entries)
-    audit(both, *heads_of(model), model.dtype)
+    audit(both, cache_shape(model))
     assert torch.equal(staged.logits, both.logits)
     chain = both.chain
     for i, (read, kept_tokens) in enumerate(zip(staged.layers, both.layers, strict=True)):
@@ -311,7 +311,7 @@ def test_the_stage_reads_the_calibration_of_uncomp_group():
     assert UncompStage(epsilon=1.0, **knobs).recipe() == UNCompGroup(**knobs).recipe()
     model, n = build("llama"), 40
     (cache,) = kvbench.prefill(model, prompt(n), [ready(model, {"method": "uncomp-stage", "epsilon": 0.0})])
-    audit(cache, *heads_of(model), model.dtype)
+    audit(cache, cache_shape(model))
     assert cache.chain.stages[0].calibration.sha256 in cache.chain.prefill_key
 
 

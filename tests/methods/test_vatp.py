@@ -16,7 +16,7 @@ from kvbench.engine.step import step
 from kvbench.methods.core.contract import Capacity, protect
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.vatp import Vatp
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 from kvbench.storage.roles import Slots
 
 N, SIZE, D = 26, 13, 8
@@ -172,7 +172,7 @@ def test_while_decoding_the_mass_is_weighed_by_the_norms_of_the_values_held(entr
     model = build(family)
     caches = [kvbench.prefill(model, prompt(n, n), [entry], per=per)[0] for n in (40, 7, 25)]
     for cache in caches:
-        audit(cache, model.config.num_attention_heads // (2 if family == "llama" else 1), 16, model.dtype)
+        audit(cache, cache_shape(model))
     batch = build_batch(model, caches, 30)
     tokens, seen = torch.tensor([[5]] * 3), torch.tensor([c.seen for c in caches])
     evicted = 0
@@ -216,7 +216,7 @@ def test_norms_cost_one_element_in_twice_the_head_dimension():
     model = build("llama", torch.bfloat16)
     plain = {"method": "h2o", "variant": "orig", "kv_size": 12}
     base, caches = kvbench.prefill(model, prompt(60), [plain, ORIG])
-    a, b = (audit(c, 2, 16, model.dtype) for c in (base, caches))
+    a, b = (audit(c, cache_shape(model)) for c in (base, caches))
     assert a.payload == b.payload and b.overhead - a.overhead == a.payload / (2 * 16)
 
 

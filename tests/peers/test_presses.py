@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import build, heads_of
+from support.families import build
 from support.kvpress_reference import N, prompt, theirs
 
 import kvbench
@@ -17,6 +17,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.methods.core.kvpress_package import presses, refusal, wraps_another
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 from kvbench.store.store import ResultStore
 
@@ -72,7 +73,7 @@ def model(request):
 
 def ours(model, entry):
     (cache,) = kvbench.prefill(model, prompt(N), [entry])
-    audit(cache, *heads_of(model), torch.float32)
+    audit(cache, cache_shape(model))
     return [[p.tolist() for p in layer.kept_positions()] for layer in cache.layers]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.families import FAMILIES, LOCALS, WHOLE, build, heads_of, prompt, rounds_alike
+from support.families import FAMILIES, LOCALS, WHOLE, build, prompt, rounds_alike
 from support.law_matrix import CHAINS, SMALL, configured, prefill, supported
 
 from kvbench.audit.accounting import bytes_after_decoding
@@ -38,7 +38,7 @@ def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head"):
             i = len(rows)
             stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
             ending = Ending(1 + 5 * i % 9, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
-            measured = audit(cache, *cache_shape(model))
+            measured = audit(cache, cache_shape(model))
             rows.append(QueuedRow(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
     return model, rows
 
@@ -113,8 +113,7 @@ def test_a_caches_shapes_pass_the_checks_of_its_answer(chain):
     for new in (0, 1, 30):
         for i, (whole, left) in enumerate(zip(row.cache.layers, shapes.layers, strict=True)):
             limits = [
-                bytes_after_decoding(row.cache.chain, layer, i, new, *heads_of(model), model.dtype.itemsize)
-                for layer in (whole, left)
+                bytes_after_decoding(row.cache.chain, layer, i, new, cache_shape(model)) for layer in (whole, left)
             ]
             assert limits[0] == limits[1]
         held = [0] * len(shapes.layers)

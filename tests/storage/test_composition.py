@@ -15,6 +15,7 @@ from kvbench.cli.main import main
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core import registry
 from kvbench.methods.core.resolve import chain_of
+from kvbench.models.interface import cache_shape
 
 SMALL = {"recent": 5, "observed": 8, "group": 4, "residual": 8}
 PER = ("kv_head", "query_head")
@@ -126,5 +127,5 @@ def test_a_model_answers_after_a_prompt_shorter_than_what_stays_exact(method, n,
     model, ids = build("llama"), prompt(n, n)
     exact = {"kv_size": 100, "recent": 64, "residual": 64, "group": 32}
     cache, full = kvbench.prefill(model, ids, [entry(method, exact), "full"], per=per)
-    audit(cache, 2, 16, torch.float32)
+    audit(cache, cache_shape(model))
     assert kvbench.generate(model, [cache], 20) == kvbench.generate(model, [full], 20)

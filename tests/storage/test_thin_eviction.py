@@ -13,7 +13,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.decode import Ending, generate_rows, step
 from kvbench.engine.step import build as build_batch
 from kvbench.methods.core.resolve import chain_of
-from kvbench.models.interface import attached
+from kvbench.models.interface import attached, cache_shape
 
 pytestmark = pytest.mark.e2e("whole models decode beside a slow reference")
 
@@ -40,7 +40,7 @@ def thin(pruner, recent=5):
 def check(model, ids, made, per, answer, held):
     """The answer, and what is held at its end, are those of the reference; what is held is what is declared."""
     (cache,) = kvbench.prefill(model, ids, [made], per=per)
-    audit(cache, 2, 16, torch.float32)
+    audit(cache, cache_shape(model))
     assert cache.layers[0].segments[0].key_channels is not None
     (actual,) = generate_rows(model, [cache], [Ending(len(answer))])
     assert actual.tokens == answer

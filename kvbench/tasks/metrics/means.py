@@ -1,0 +1,30 @@
+"""The mean of a metric's scores and its interval, in printed units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from kvbench.tasks.metrics import metric, stats
+
+
+def shown_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the mean of a metric's scores and its 95 % interval, both as printed.
+
+    Without a score both are None. Below ``stats.FEWEST`` scores the interval is None.
+    """
+    chosen = metric(name)
+    if not scores:
+        return None, None
+    mean = chosen.show(fmean(scores))
+    if len(scores) < stats.FEWEST:
+        return mean, None
+    bounds: stats.Bounds | None = (0.0, 1.0)
+    if chosen.shown is not None:
+        # a likelihood is shown by a formula of its own, and its log losses have no bounds
+        bounds = None
+    interval = stats.mean_interval(scores, bounds=bounds)
+    if interval is None:
+        return mean, None
+    low, high = interval
+    return mean, (chosen.show(low), chosen.show(high))
