@@ -209,6 +209,11 @@ def compare_at_most(name: str, above: Sequence[float], below: Sequence[float], l
     return verdict(name, ratio, ratio <= limit, f"{_medians(above, below)}; at most {limit:g}x")
 
 
+def describe_ratio(above: Sequence[float], below: Sequence[float]) -> str:
+    """Return the median over repeats of ``above`` / ``below`` in words, for a ratio that no aim is set for."""
+    return f"{median_ratio(above, below):.2f}x ({_medians(above, below)})"
+
+
 def _medians(above: Sequence[float], below: Sequence[float]) -> str:
     return f"{statistics.median(above):.2f} s / {statistics.median(below):.2f} s"
 

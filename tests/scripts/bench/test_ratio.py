@@ -77,13 +77,14 @@ def test_a_point_of_growth_measures_a_run_of_so_many_rows(tmp_path):
     assert measured["seconds"] > 0 and measured["memory"] > 0
 
 
-def test_rows_of_the_real_table_are_24_on_whole_essays(tmp_path):
+@pytest.mark.parametrize(("rows", "ours", "theirs"), [(real_table.PLAIN, 18, 18), (real_table.ALL, 24, 22)])
+def test_a_real_table_has_these_rows_on_whole_essays(tmp_path, rows, ours, theirs):
     (tmp_path / "state_union").mkdir()
     (tmp_path / "state_union" / "a.txt").write_text("The state of the union is strong. " * 400)
-    host, run = real_table.table("tiny", str(tmp_path), tmp_path, 256, 1)
+    host, run = real_table.prepare(rows, "tiny", str(tmp_path), tmp_path, length=256, new=4)
     (group,) = run.groups
-    assert len({c.id for c in group.cells}) == len(group.cells) == 24 and not host.stop
+    assert len({c.id for c in group.cells}) == len(group.cells) == ours and not host.stop
     assert group.cells[0].label == "full" and {len(host.encode(e, group.task).ids) for e in group.examples} == {256}
     # every row of kvpress's is one of ours
-    assert len(real_table.PEERS) == 22 and real_table.peer_rows(host.model.config, 256) == [*real_table.PEERS]
-    assert real_table.bound(host, run) > 0
+    assert len(real_table.possible_peer_rows(rows, host.model.config, 256)) == theirs
+    assert real_table.bound(host, run, 4) > 0
