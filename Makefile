@@ -174,7 +174,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt kernels/setup.py kernels/kvbench_
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@if command -v $${CC:-cc} > /dev/null; then $(PY) -m pip install --quiet --disable-pip-version-check ./kernels; \
-	  else echo 'no C compiler: kvbench-kernels, which speeds up packed caches on a CPU, is left out'; fi
+	  else echo 'no C compiler: kvbench-kernels, which speeds up decoding on a CPU, is left out'; fi
 	@touch $@
 
 clean:  ## remove the environment and caches; results stay

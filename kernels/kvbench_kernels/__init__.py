@@ -1,4 +1,4 @@
-"""Decode attention over packed tokens on a CPU, in plain C. kvbench calls it where it is installed."""
+"""Decode attention on a CPU, in plain C. kvbench calls it where it is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-/* Decode attention over packed tokens on a CPU: logits and weighted sums, dequantised a block at a time.
+/* Decode attention on a CPU, over exact tokens, and over packed ones that are dequantised a block at a time.
  *
  * Plain C without threads. Each function has a version for the machine's own vector instructions; the loader picks it.
  * kvbench passes pointers to contiguous fp32 and uint8 memory (storage/kernels/on_cpu.py). Its own PyTorch code computes
@@ -26,7 +26,7 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-#define INTERFACE 3      /* the layout of `struct packed` and of the arguments */
+#define INTERFACE 4      /* the layout of `struct packed` and of the arguments */
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
 
@@ -243,19 +243,19 @@ INLINE floats sums_of(const floats v[WIDTH])
 INLINE void multiply(const float *query, int64_t queries, const float *values, int64_t width, int64_t tokens, float *out,
                      int64_t length)
 {
-    for (int64_t r = 0; r < queries; r++) {
-        const float *q = query + r * width;
-        float *logit = out + r * length;
-        int64_t t = 0;
-        for (; t + WIDTH <= tokens; t += WIDTH) {
+    int64_t t = 0;
+    /* all queries meet the same sixteen tokens, which stay in the first-level cache */
+    for (; t + WIDTH <= tokens; t += WIDTH) {
+        for (int64_t r = 0; r < queries; r++) {
             floats sums[WIDTH];
             for (int i = 0; i < WIDTH; i++)
-                sums[i] = products(q, values + (t + i) * width, width);
-            *(floats *)(logit + t) = sums_of(sums);
+                sums[i] = products(query + r * width, values + (t + i) * width, width);
+            *(floats *)(out + r * length + t) = sums_of(sums);
         }
-        for (; t < tokens; t++)
-            logit[t] = dot(q, values + t * width, width);
     }
+    for (; t < tokens; t++)
+        for (int64_t r = 0; r < queries; r++)
+            out[r * length + t] = dot(query + r * width, values + t * width, width);
 }
 
 /* Add the weighted sum of `tokens` rows of values to `count` times WIDTH numbers. */
@@ -275,15 +275,20 @@ INLINE void add_weighted(const float *w, const float *values, int64_t width, int
 INLINE void add_all(const float *weight, int64_t length, int64_t queries, const float *values, int64_t width,
                     int64_t tokens, float *out)
 {
-    for (int64_t r = 0; r < queries; r++) {
-        const float *w = weight + r * length;
-        float *sum = out + r * width;
-        int64_t c = 0;
-        /* four sums at once, since one alone would wait for its last product */
-        for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
-            add_weighted(w, values + c, width, tokens, sum + c, 4);
-        for (; c < width; c += WIDTH)
-            add_weighted(w, values + c, width, tokens, sum + c, 1);
+    /* all queries meet the same block of tokens */
+    for (int64_t first = 0; first < tokens; first += TOKENS) {
+        const int64_t count = least(tokens - first, TOKENS);
+        const float *block = values + first * width;
+        for (int64_t r = 0; r < queries; r++) {
+            const float *w = weight + r * length + first;
+            float *sum = out + r * width;
+            int64_t c = 0;
+            /* four sums at once, since one alone would wait for its last product */
+            for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
+                add_weighted(w, block + c, width, count, sum + c, 4);
+            for (; c < width; c += WIDTH)
+                add_weighted(w, block + c, width, count, sum + c, 1);
+        }
     }
 }
 
@@ -435,5 +440,72 @@ FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct
         packed_query += queries * key_width;
         out += queries * channels;
         packed_out += queries * value_width;
+    }
+}
+
+#define MOST_CHANNELS 512 /* of a thin key */
+
+/* Exact tokens of one head that lie one after the other: keys [tokens, key_width] and values [tokens, channels]. */
+struct run {
+    const float *keys, *values;
+    int64_t tokens, key_width;
+    const int64_t *key_channels; /* the channels that thin keys kept; null: all */
+};
+
+/* A stored head of a row: the queries that read it, and the runs that are its tokens. */
+struct head {
+    int64_t first_query, queries, first_run, runs;
+};
+
+/* Write the logits of a run whose keys have some of the channels. thin_query: room for queries of padded(C) numbers. */
+INLINE void multiply_thin(const float *query, int64_t queries, int64_t channels, const struct run *run, float *thin_query,
+                          float *out, int64_t length)
+{
+    const int64_t kept = run->key_width, width = padded(kept);
+    clear(thin_query, queries * width);
+    for (int64_t r = 0; r < queries; r++)
+        for (int64_t c = 0; c < kept; c++)
+            thin_query[r * width + c] = query[r * channels + run->key_channels[c]];
+    /* sixteen keys at a time in rows that zeros fill up, so that the products need no loop for the last channels */
+    float rows[WIDTH * MOST_CHANNELS];
+    clear(rows, WIDTH * width);
+    for (int64_t first = 0; first < run->tokens; first += WIDTH) {
+        const int64_t count = least(run->tokens - first, WIDTH);
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t c = 0; c < kept; c++)
+                rows[t * width + c] = run->keys[(first + t) * kept + c];
+        multiply(thin_query, queries, rows, width, count, out + first, length);
+    }
+}
+
+/* Attention of one new token over exact tokens: out[q, c] for query[q, c] of all heads. channels: a multiple of WIDTH.
+ * scratch: room for the logits of all queries of a head. thin_query: room for its queries of MOST_CHANNELS numbers. */
+FOR_EACH_CPU void kvbench_kernels_exact(const struct head *heads, int64_t count, const struct run *runs,
+                                        const float *query, int64_t channels, float *scratch, float *thin_query,
+                                        float *out)
+{
+    for (const struct head *head = heads; head < heads + count; head++) {
+        const float *head_query = query + head->first_query * channels;
+        float *head_out = out + head->first_query * channels;
+        const struct run *first = runs + head->first_run, *end = first + head->runs;
+        int64_t length = 0;
+        for (const struct run *run = first; run < end; run++)
+            length += run->tokens;
+        int64_t t = 0;
+        for (const struct run *run = first; run < end; run++) {
+            if (run->key_channels)
+                multiply_thin(head_query, head->queries, channels, run, thin_query, scratch + t, length);
+            else
+                multiply(head_query, head->queries, run->keys, channels, run->tokens, scratch + t, length);
+            t += run->tokens;
+        }
+        for (int64_t r = 0; r < head->queries; r++)
+            softmax(scratch + r * length, length);
+        clear(head_out, head->queries * channels);
+        t = 0;
+        for (const struct run *run = first; run < end; run++) {
+            add_all(scratch + t, length, head->queries, run->values, channels, run->tokens, head_out);
+            t += run->tokens;
+        }
     }
 }

@@ -19,6 +19,7 @@ from kvbench.storage import kernels, split
 from kvbench.storage.attend import attend
 from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
 from kvbench.storage.format import Format, Room, StoredRow
+from kvbench.storage.kernels import exact_heads, on_cpu
 from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_place, roomy, stack, take
 
 
@@ -47,6 +48,8 @@ class ExactRows(Format):
     starts: [B], the position of the tail's first token.
     most: [B], the number of tokens with which each row was loaded.
     longest: the largest of ``most``.
+    located: the groups whose tokens kvbench-kernels reads, as a table of addresses, and the other groups; None before
+        the first step.
     splits: True if attention over parts of the tokens may be merged: no mask, and no heads that share logits.
     """
 
@@ -66,6 +69,7 @@ class ExactRows(Format):
                 entries.extend(entry.by_head())
             else:
                 entries.append(entry)
+        self.located: tuple[exact_heads.HeadTable | None, list[ExactGroup]] | None = None
         self.groups = []
         # ``key`` of this class makes a batch; the key of ``Format`` groups the batch's entries by segment format
         for members in grouped(entries, super().key):
@@ -166,10 +170,12 @@ class ExactRows(Format):
         return out
 
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
-        """Return attention as ``attend`` does, in two parts that are merged.
+        """Return attention as ``attend`` does, by kvbench-kernels where it serves, else in two parts that are merged.
 
         The tail is attended for all rows at once, the stored segments group by group.
         """
+        if on_cpu.reads_exact(query):
+            return self._attend_by_kernels(query, scale)
         tail = split.causal(query, *self.tail(), scale)
         # a group has some rows, or single heads of some rows, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
@@ -178,6 +184,34 @@ class ExactRows(Format):
             group.entries.put(out, part.out)
             group.entries.put(lse, part.lse)
         return split.merged(split.Part(out, lse), tail)
+
+    def _attend_by_kernels(self, query: Tensor, scale: float) -> Tensor:
+        """Return attention as ``attend`` does. One call of C reads all groups that it can read."""
+        assert self.keys is not None and self.values is not None
+        if self.located is None:
+            readable, others = [], []
+            for group in self.groups:
+                if all(exact_heads.can_read(s, query.shape[3]) for s in group.segments):
+                    readable.append((group.entries, group.segments))
+                else:
+                    others.append(group)
+            table = None
+            if readable:
+                _, query_heads, _, channels = query.shape
+                table = exact_heads.locate(readable, query_heads, self.keys.shape[1], channels)
+            self.located = table, others
+        table, others = self.located
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        if table is not None:
+            table.point_to_tail(self.keys, self.values, self.used)
+            on_cpu.attend_exact(query, scale, table, out)
+        for group in others:
+            own_query = group.entries.query(query)
+            stored = split.over(own_query, group.segments, scale)
+            new_keys, new_values = self.tail()
+            tail = split.causal(own_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale)
+            group.entries.put(out, split.merged(stored, tail))
+        return out
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
         """Return the outputs [B, Hq, T, D] of all groups.
@@ -194,7 +228,7 @@ class ExactRows(Format):
             staying, entries = group.entries.keep(new_row_of)
             if len(staying):
                 groups.append(ExactGroup(entries, [s.rows(staying) for s in group.segments]))
-        self.groups = groups
+        self.groups, self.located = groups, None
         self.starts, self.most = self.starts[at], self.most[at]
         self.keys, self.values = take(self.keys, at), take(self.values, at)
 

@@ -52,7 +52,7 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(200), [method])
     shape = from_config(model.config)
-    measured = audit(cache, shape.kv_heads, shape.head_dim, torch.float32)
+    measured = audit(cache, shape.cache_shape(itemsize=4))
     held_bytes = sum((accounting.bytes_held(layer) for layer in cache.layers), accounting.HeldBytes())
     assert (held_bytes.payload, held_bytes.overhead, held_bytes.total) == (
         measured.payload,

@@ -149,7 +149,7 @@ def test_an_audit_refuses_a_local_layer_that_does_not_hold_its_window():
         (replace(layer, seen=71), "has read 71 tokens"),
     ):
         with pytest.raises(Refused, match=reason):
-            audit(replace(cache, local=(wrong,)), 2, 16, model.dtype)
+            audit(replace(cache, local=(wrong,)), cache_shape(model))
 
 
 def test_a_copy_of_a_cache_shares_no_local_layer_with_it():

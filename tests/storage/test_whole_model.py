@@ -16,6 +16,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.engine.decode import Ending, generate_rows
 from kvbench.engine.likelihood import teacher_force
 from kvbench.kv.segment import storage_bytes
+from kvbench.models.interface import cache_shape
 
 pytestmark = pytest.mark.e2e("whole models decode, every chain")
 
@@ -112,7 +113,7 @@ def test_answers_and_logits_are_those_of_the_reference(per):
     answers = generate_rows(model, caches, [Ending(NEW)] * len(caches))
     for name, cache, answer in zip(CHAINS, caches, answers, strict=True):
         check_peak(cache, answer.held, NEW - 1)
-        audit(cache, 2, D, torch.float32)
+        audit(cache, cache_shape(model))
         slow = Dense(model, name, ids, per)
         close(cache.logits, slow.logits, name)
         for layer, head in zip(cache.layers, slow.layers.values(), strict=True):

@@ -1,5 +1,6 @@
-"""Products with packed tokens on a CPU by the C functions of kvbench-kernels, where that package is installed.
+"""Decode attention on a CPU by the C functions of kvbench-kernels, where that package is installed.
 
+``attend_exact`` reads exact tokens; ``reads_exact`` says whether it serves. All else reads packed tokens.
 ``attend``, ``logits`` and ``weigh`` return None where no function serves, and plain PyTorch then computes the same
 (kvbench.storage.attend, packed_rows). Sums are in another order, so that results differ in the last bits of fp32.
 
@@ -24,16 +25,20 @@ from torch import Tensor
 from kvbench.kv.packed import Levels, Packed
 from kvbench.storage import kernels
 from kvbench.storage.channels import pick_channels, spread
+from kvbench.storage.kernels import exact_heads
 
 if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
-INTERFACE = 3
+INTERFACE = 4
 """The version of the C functions' arguments that this module passes."""
 WIDTH, TOKENS = 16, 32
 """The C functions pad channels to a multiple of WIDTH, and read up to TOKENS tokens at a time."""
 BYTES_A_THREAD = 2**18
 """A thread of its own reads at least so many bytes of codes: to start it costs as much as reading some ten thousand."""
+
+EXACT_BYTES_A_THREAD = 2**20
+"""The same for exact keys and values, which are read without being unpacked."""
 
 
 class _PackedArgument(ctypes.Structure):
@@ -176,6 +181,45 @@ def _attend_heads(
         calls.append(call)
     _call(function, calls)
     del keys_alive, values_alive
+
+
+def reads_exact(query: Tensor) -> bool:
+    """Return True if ``attend_exact`` serves query [B, Hq, T, D]: one new token each, in fp32."""
+    if query.device.type != "cpu" or query.dtype != torch.float32 or query.shape[2] > 1 or query.shape[3] % WIDTH:
+        return False
+    return kernels.enabled() and installed()
+
+
+def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out: Tensor) -> None:
+    """Write the attention of query [B, Hq, 1, D] over the tokens of a table's heads to their places in ``out``.
+
+    ``out`` is contiguous and has the shape of ``query``. ``reads_exact`` is True for the query.
+    """
+    library = _library()
+    assert library is not None
+    flat_query = (query * scale).contiguous()
+    channels = query.shape[3]
+    count = len(table.heads)
+    threads = max(1, min(torch.get_num_threads(), count, table.stored_bytes // EXACT_BYTES_A_THREAD))
+    each = -(-count // threads)
+    longest = table.longest + int(table.runs[table.tail_runs[0], 2])
+    queries = int(table.heads[:, 1].max())
+    scratch = query.new_empty(threads, queries, longest)
+    thin_query = query.new_empty(threads, queries, exact_heads.MOST_CHANNELS)
+    calls = []
+    for thread, first in enumerate(range(0, count, each)):
+        call = (
+            table.heads[first].data_ptr(),
+            min(each, count - first),
+            table.runs.data_ptr(),
+            flat_query.data_ptr(),
+            channels,
+            scratch[thread].data_ptr(),
+            thin_query[thread].data_ptr(),
+            out.data_ptr(),
+        )
+        calls.append(call)
+    _call(library.kvbench_kernels_exact, calls)
 
 
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
@@ -346,6 +390,12 @@ def _library() -> ctypes.CDLL | None:
     library.kvbench_kernels_logits.argtypes = [pointer, pointer, number, pointer]
     library.kvbench_kernels_weigh.argtypes = [pointer, pointer, number, pointer]
     library.kvbench_kernels_attend.argtypes = [*[pointer] * 5, number, number, pointer, pointer, pointer]
-    for function in (library.kvbench_kernels_logits, library.kvbench_kernels_weigh, library.kvbench_kernels_attend):
+    library.kvbench_kernels_exact.argtypes = [pointer, number, pointer, pointer, number, *[pointer] * 3]
+    for function in (
+        library.kvbench_kernels_logits,
+        library.kvbench_kernels_weigh,
+        library.kvbench_kernels_attend,
+        library.kvbench_kernels_exact,
+    ):
         function.restype = None
     return library
