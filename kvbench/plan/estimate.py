@@ -183,3 +183,31 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
         prefills += len({cell.chain.prefill_key for cell in cells})
         answers_s += sum(answer_s.get(cell.id, typical_s) for cell in cells)
     return prefills * fmean(prefill_times) + answers_s
+
+
+def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
+    """Return True if a method only chooses tokens and its budget is never reached.
+
+    ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
+    """
+    # all other stages, such as quantisers, save bytes even if every token stays
+    if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
+        return False
+    capacity = chain.capacity(n)
+    # without a user's budget the data decide, and a capacity is only an upper limit
+    if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
+        return False
+    evictor = chain.evictor
+    # while decoding, such a method never comes to choose
+    if evictor is None or (evictor.every and answer <= evictor.every):
+        return True
+    ratio = getattr(chain.selector, "decode_ratio", None)
+    if ratio is not None:
+        return bool(ratio == 1)
+    # a capacity is cut to the prompt; the budget while decoding is not
+    budget = capacity.tokens
+    for name in ("kv_size", "decode_budget"):
+        size = getattr(chain.selector, name, None)
+        if size is not None:
+            budget = size
+    return bool(budget >= n + answer)

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.errors import KvbenchError, Refused
+from kvbench.base.errors import KvbenchError
 from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import default_rows
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
 from kvbench.engine.processors import allowed
 from kvbench.engine.shared_prefix import check_pieces
-from kvbench.kv.model_shape import Shape, local_layers
+from kvbench.kv.model_shape import local_layers
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.loading import located
 from kvbench.methods.core.recipe import Request
-from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.core.shared_functions import Functions
 from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
-from kvbench.plan import equal_memory
+from kvbench.plan import equal_memory, foreign
 from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
-from kvbench.plan.estimate import Estimate, cache_bytes, estimate
+from kvbench.plan.estimate import Estimate, estimate, keeps_everything
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellRecord, Sample
 from kvbench.store.store import ResultStore
@@ -297,34 +293,6 @@ def labels(group: Group) -> list[str]:
     return [cell.label for cell in group.cells]
 
 
-def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
-    """Return True if a method only chooses tokens and its budget is never reached.
-
-    ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
-    """
-    # all other stages, such as quantisers, save bytes even if every token stays
-    if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
-        return False
-    capacity = chain.capacity(n)
-    # without a user's budget the data decide, and a capacity is only an upper limit
-    if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
-        return False
-    evictor = chain.evictor
-    # while decoding, such a method never comes to choose
-    if evictor is None or (evictor.every and answer <= evictor.every):
-        return True
-    ratio = getattr(chain.selector, "decode_ratio", None)
-    if ratio is not None:
-        return bool(ratio == 1)
-    # a capacity is cut to the prompt; the budget while decoding is not
-    budget = capacity.tokens
-    for name in ("kv_size", "decode_budget"):
-        size = getattr(chain.selector, name, None)
-        if size is not None:
-            budget = size
-    return bool(budget >= n + answer)
-
-
 def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     """Return the plan of a run, after all checks that need no weights. Raises UsageError naming key and value.
 
@@ -335,7 +303,8 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
         store.check()
     load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    plan = plan_run(cfg, source, lambda: cast(Tokenizer, load.load_tokenizer(cfg.model, source)), store)
+    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
+    plan = plan_run(cfg, source, tokenizer, store)
     if not reading:
         for cell in plan._cells():
             damage = store.damage(cell.id)
@@ -347,38 +316,30 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
 def plan_run(
     cfg: RunConfig,
     source: load.ModelSource,
-    tokenizer: Callable[[], Tokenizer],
+    tokenizer: Tokenizer,
     store: ResultStore,
     model: PreTrainedModel | None = None,
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
     if cfg.data_root:
         data_root(cfg.data_root)  # refuse a missing folder even if no dataset reads it
-    loaded_tokenizer = tokenizer()
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = context_of(cfg, source)
-    session = open_session(cfg, identity, loaded_tokenizer, context)
-    # find a foreign method's failure here, so that it costs its own row and not the run
-    unplanned = _failures(cfg.chains, _plain_questions)
-    cfg = _without(cfg, unplanned)
-    foreign = [e.chain.name for e in cfg.chains if e.chain.foreign]
+    shape = traits.shape_of(source.config)
+    session = open_session(cfg, identity, tokenizer, context)
+    failed = foreign.fail_before_prompts(cfg.chains)
+    cfg = _without(cfg, failed)
+    foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
     # methods are asked for needs and budgets in here, so code of foreign methods runs
-    with contained(", ".join(foreign), bool(foreign), seed=0, watched=False):
-        cfg, matched = equal_memory.settle(cfg, traits.shape_of(source.config))
+    with contained(", ".join(foreign_names), bool(foreign_names), seed=0, watched=False):
+        cfg, matched = equal_memory.settle(cfg, shape)
         check_model(cfg, source)
-        groups = tuple(build_groups(cfg, identity, loaded_tokenizer, context, session.chain_identity))
-    if foreign:
-        # only now the prompts are known on whose lengths budgets depend
-        lengths = _lengths(groups, cfg, loaded_tokenizer, context)
-        ask = partial(_budget_questions, shape=traits.shape_of(source.config), lengths=lengths)
-        unplanned |= _failures(cfg.chains, ask)
-    cfg = _without(cfg, unplanned)
-    # methods that failed when they were asked for budgets still have cells
-    planned_groups = []
-    for group in groups:
-        planned_groups.append(group.only([cell.id for cell in group.cells if cell.label not in unplanned]))
-    groups = tuple(planned_groups)
-    for label, why in unplanned.items():
+        groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
+    failed |= foreign.fail_on_prompts(cfg, groups, shape, tokenizer, context)
+    cfg = _without(cfg, failed)
+    # methods that failed on prompts still have cells
+    groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
+    for label, why in failed.items():
         # a run without any method left is an error, not a note
         if not any(group.cells for group in groups):
             raise KvbenchError(f"{label}: {why}")
@@ -386,9 +347,9 @@ def plan_run(
     return RunPlan(
         cfg=cfg,
         source=source,
-        tokenizer=loaded_tokenizer,
-        groups=groups,
-        unplanned=unplanned,
+        tokenizer=tokenizer,
+        groups=tuple(groups),
+        unplanned=failed,
         context=context,
         dtype=str(identity["dtype"]),
         store=store,
@@ -398,51 +359,9 @@ def plan_run(
     )
 
 
-def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], object]) -> dict[str, str]:
-    """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
-    reasons = {}
-    for entry in chains:
-        # a failure of kvbench's own methods is a bug and must be seen
-        if not entry.chain.foreign:
-            continue
-        try:
-            with contained(entry.chain.name, seed=0):
-                ask(entry.chain)
-        except Refused:
-            continue  # the runner meets this on a prompt, and refuses the cell
-        except Exception as error:
-            reasons[entry.label] = located(error, entry.chain.name)
-    return reasons
-
-
 def _without(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
     """Return the run without the methods that have these labels."""
     return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
-
-
-def _plain_questions(chain: Chain) -> object:
-    """Ask a method the questions that come before its prompts are known."""
-    return chain.identity(), chain.prefill_key, chain.evictor, chain.rolled, hash(chain)
-
-
-def _budget_questions(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
-    """Ask a method for its budgets and bytes on prompts of these lengths in tokens."""
-    for n in lengths:
-        chain.needs(n)
-        cache_bytes(chain, shape, n, itemsize=2)
-        keeps_everything(chain, n, answer=1)
-
-
-def _lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
-    """Return the lengths in tokens of the first and of the longest prompt of each group."""
-    lengths = set()
-    for group in groups:
-        by_length = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))
-        for example in group.examples[:1] + tuple(by_length[-1:]):
-            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
-                tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
-                lengths.add(len(tokens))
-    return lengths
 
 
 def check_model(cfg: RunConfig, source: load.ModelSource) -> None:

@@ -187,7 +187,7 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
     source = ModelSource(name, None, model.config, weights_of(model)[:16])
-    return plan_run(cfg, source, lambda: tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
+    return plan_run(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
 
 
 @contextmanager

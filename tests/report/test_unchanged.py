@@ -8,7 +8,7 @@ from support.runs import prepare, run_json
 
 from kvbench.cli.main import main
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.plan.run_plan import keeps_everything
+from kvbench.plan.estimate import keeps_everything
 from kvbench.report import open_results
 from kvbench.report.summary import is_unchanged
 from kvbench.run import experiment

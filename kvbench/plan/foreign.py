@@ -1,0 +1,79 @@
+"""Ask foreign methods, before a run starts, what a run asks: one that fails costs its own row and not the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
+
+from kvbench.base.errors import Refused
+from kvbench.kv.model_shape import Shape
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.loading import located
+from kvbench.methods.core.resolve import ChainConfig
+from kvbench.methods.core.walls import contained
+from kvbench.plan.cells import Group
+from kvbench.plan.config import RunConfig
+from kvbench.plan.estimate import cache_bytes, keeps_everything
+from kvbench.tasks.base import Tokenizer
+from kvbench.tasks.encoding import encode_prompt
+
+
+def fail_before_prompts(chains: Sequence[ChainConfig]) -> dict[str, str]:
+    """Return, by label, why foreign methods cannot answer the questions that come before prompts are known."""
+    return _failures(chains, _ask_for_identity)
+
+
+def fail_on_prompts(
+    cfg: RunConfig, groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer, context: int | None
+) -> dict[str, str]:
+    """Return, by label, why foreign methods cannot say their budgets and bytes on prompts of a run's groups."""
+    if not any(entry.chain.foreign for entry in cfg.chains):
+        return {}
+    lengths = _prompt_lengths(groups, cfg, tokenizer, context)
+    return _failures(cfg.chains, partial(_ask_for_budgets, shape=shape, lengths=lengths))
+
+
+def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) -> dict[str, str]:
+    """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
+    reasons = {}
+    for entry in chains:
+        # a failure of kvbench's own methods is a bug and must be seen
+        if not entry.chain.foreign:
+            continue
+        try:
+            with contained(entry.chain.name, seed=0):
+                ask(entry.chain)
+        except Refused:
+            continue  # the runner meets this on a prompt, and refuses the cell
+        except Exception as error:
+            reasons[entry.label] = located(error, entry.chain.name)
+    return reasons
+
+
+def _ask_for_identity(chain: Chain) -> None:
+    """Ask a method what it is and when it runs. Attributes may be code of others."""
+    chain.identity()
+    hash(chain)
+    for name in ("prefill_key", "evictor", "rolled"):
+        getattr(chain, name)
+
+
+def _ask_for_budgets(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
+    """Ask a method for its budgets and bytes on prompts of these lengths in tokens."""
+    for n in lengths:
+        chain.needs(n)
+        cache_bytes(chain, shape, n, itemsize=2)
+        keeps_everything(chain, n, answer=1)
+
+
+def _prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
+    """Return the lengths in tokens of the first and of the longest prompt of each group."""
+    lengths = set()
+    for group in groups:
+        by_length = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))
+        for example in group.examples[:1] + tuple(by_length[-1:]):
+            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
+                tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
+                lengths.add(len(tokens))
+    return lengths
