@@ -20,7 +20,7 @@ REAL ?= smollm2-135m-q4_1
 SUITES = $(patsubst %/results.jsonl,%,$(shell find results/suite -name results.jsonl 2>/dev/null))
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-speed bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -160,6 +160,9 @@ bench-tables: $(VENV)/.ready .venv-peers/.ready  ## a whole table at once, over 
 
 bench-reading: $(VENV)/.ready  ## what statistics, bfloat16 and several prompts at once add to the pass over a prompt
 	$(PY) scripts/bench/reading.py
+
+bench-speed: $(VENV)/.ready .venv-peers/.ready  ## curves over rows, tokens and new tokens beside kvpress: results/figures/speed.png (DATA=folder)
+	KVBENCH_DATA=$(DATA) $(PY) scripts/bench/speed_curves.py --peers .venv-peers/bin/python
 
 bench-growth: $(VENV)/.ready  ## how time and memory of a run grow with methods, prompts, their length and new tokens
 	$(PY) scripts/bench/growth.py
