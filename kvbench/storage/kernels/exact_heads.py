@@ -21,7 +21,7 @@ MOST_CHANNELS = 512
 """The most channels of a key that the C functions read."""
 
 
-class Run(NamedTuple):
+class TokenRun(NamedTuple):
     """Tokens of one head that lie one after the other: the fields of the C functions' ``struct run``.
 
     keys, values, key_channels: addresses. key_channels is 0 where keys have all channels.
@@ -39,7 +39,7 @@ class HeadTable:
     """The heads of a batch's entries and the runs that are their tokens.
 
     heads: int64 [N, 4], the C functions' ``struct head``: first query head (of all B Hq), query heads, first run, runs.
-    runs: int64 [R, 5], ``struct run``; see ``Run``.
+    runs: int64 [R, 5], ``struct run``; see ``TokenRun``.
     tail_runs: [N], the index in ``runs`` of each head's new tokens.
     tail_heads: [N], the kv head (of all B Hk) in the tail that each head reads.
     longest: the most stored tokens of a head.
@@ -90,7 +90,7 @@ def locate(
     query_heads, kv_heads, channels: those of a row, also for entries that are single heads.
     """
     heads: list[tuple[int, int, int, int]] = []
-    runs: list[Run] = []
+    runs: list[TokenRun] = []
     tail_runs: list[int] = []
     tail_heads: list[int] = []
     longest = 0
@@ -123,7 +123,7 @@ def locate(
                         runs.append(run)
                         tokens += run.tokens
                 tail_runs.append(len(runs))
-                runs.append(Run(keys=0, values=0, tokens=0, key_width=channels, key_channels=0))
+                runs.append(TokenRun(keys=0, values=0, tokens=0, key_width=channels, key_channels=0))
                 tail_heads.append(row * kv_heads + number // (of_row // kv_heads))
                 heads.append((row * query_heads + number * group, group, first_run, len(runs) - first_run))
                 longest = max(longest, tokens)
@@ -137,7 +137,7 @@ def locate(
     )
 
 
-def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[Run]], list[Tensor]]:
+def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[TokenRun]], list[Tensor]]:
     """Return the run of each entry and stored head, and the tensors whose memory the runs name."""
     k, v = segment.k, segment.v
     tensors = [k, v]
@@ -161,7 +161,7 @@ def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[Run]], list[Tensor
     for entry, entry_counts in enumerate(counts):
         of_entry = []
         for head, tokens in enumerate(entry_counts):
-            run = Run(
+            run = TokenRun(
                 keys=k.data_ptr() + key_offsets[entry][head] * k.element_size(),
                 values=v.data_ptr() + value_offsets[entry][head] * v.element_size(),
                 tokens=tokens,
