@@ -40,7 +40,7 @@ ROUND_KILLS = 12
 KINDS = {
     "plain": ["dataset=tiny/needle,tiny/listing", "length=256", "method=snapkv,snapkv+think"],
     "turns": ["dataset=file", "metric=f1", "turns=isolated,gold", "method=snapkv", "window=4", "kv_size=16"],
-    "fidelity": ["dataset=tiny/needle", "length=256", "fidelity=true", "method=snapkv,kivi"],
+    "fidelity": ["dataset=tiny/needle", "length=256", "kl=true", "method=snapkv,kivi"],
     "budget": [
         "dataset=tiny/listing",
         "length=256",

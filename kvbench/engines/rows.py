@@ -124,7 +124,7 @@ def check_tasks(run: RunPlan) -> None:
         if task.examples[0].tokens:
             raise UsageError(
                 f"dataset={task.id.partition('/')[0]} asks for no answers: it reads texts. engine=llamacpp "
-                "fidelity=true compares them, and a server gives no logits of them"
+                "kl=true compares them, and a server gives no logits of them"
             )
         if not task.query_aware:
             raise UsageError(

@@ -41,17 +41,16 @@ KEYS = (
     Key("cache_type_k"),
     Key("cache_type_v"),
     choice("rotation", llamacpp.ROTATIONS),
-    choice("fidelity", ("false", "true")),
+    choice("kl", ("false", "true")),
 )
 OF_SERVER = ("url", "served", "parallel", "timeout")
-OF_LLAMACPP = ("gguf", "cache_type", "cache_type_k", "cache_type_v", "rotation", "fidelity")
+OF_LLAMACPP = ("gguf", "cache_type", "cache_type_k", "cache_type_v", "rotation", "kl")
 REFUSED = {
     "method": "an engine compresses its own cache. Leave it out, and name the row with label=",
     "preset": "presets set options of kvbench's methods. prompt= and max_length= choose the prompts",
     "match": "an engine's bytes are its own word",
     "reference": "an engine's bytes are its own word. baseline= names the row to compare with",
-    "kl": "a server gives no distributions. engine=llamacpp fidelity=true compares them",
-    "kl_mode": "engine=llamacpp fidelity=true reads every token through the cache",
+    "kl_mode": "engine=llamacpp kl=true reads every token through the cache",
     "min_new_tokens": "OpenAI's interface has no such option: an answer ends where the model ends it",
     "temperature": "answers of engines are greedy",
     "samples_per_prompt": "answers of engines are greedy",
@@ -65,7 +64,7 @@ REFUSED = {
 def main(args: argparse.Namespace) -> int:
     """Measure the rows and print the table. Return exit status 1 if a task of a row failed, 130 after Ctrl-C."""
     options, cfg = read(args.overrides)
-    compares = options["fidelity"] == "true"
+    compares = options["kl"] == "true"
     plan = run_plan.prepare(cfg)
     if not compares:
         check_tasks(plan)
@@ -97,6 +96,9 @@ def main(args: argparse.Namespace) -> int:
 def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
     """Return the values of KEYS, and the run whose prompts are asked. Raises UsageError for a key without meaning."""
     texts = pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
+    if "fidelity" in texts:
+        # the name of kl= in earlier versions
+        texts["kl"] = texts.pop("fidelity")
     own = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
     for key, reason in REFUSED.items():
         if key in texts:
@@ -107,11 +109,12 @@ def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]
         of_others = OF_SERVER
     for key in of_others:
         if key in own:
-            raise UsageError(f"{key}= is not a key of engine={options['engine']}")
+            reason = ": a server gives no distributions. engine=llamacpp kl=true compares them" if key == "kl" else ""
+            raise UsageError(f"{key}= is not a key of engine={options['engine']}{reason}")
     if "model" not in texts:
         raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
     settings = texts | {"method": "full"}
-    if options["fidelity"] == "true":
+    if options["kl"] == "true":
         settings["kl_mode"] = "through_cache"
     elif "query_aware" not in settings:
         # some tasks withhold their question unless told otherwise, and no engine takes it apart
@@ -170,7 +173,7 @@ def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
 def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
     """Return the row of llama.cpp with one type of cache. Raises UsageError if there is no GGUF."""
     gguf = _gguf(plan, options)
-    every_logit = options["fidelity"] == "true"
+    every_logit = options["kl"] == "true"
     label = str(options["label"] or cache_type.label)
     if options["label"] and "," in str(options["cache_type"] or ""):
         raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")

@@ -217,6 +217,8 @@ def test_no_server_is_one_message(tmp_path, capsys, monkeypatch):
         ("method=snapkv", "method= is not possible with engine=openai: an engine compresses its own cache"),
         ("query_aware=false", "query_aware=false is not possible with an engine"),
         ("gguf=x.gguf", "gguf= is not a key of engine=openai"),
+        ("kl=true", "kl= is not a key of engine=openai: a server gives no distributions"),
+        ("fidelity=true", "kl= is not a key of engine=openai: a server gives no distributions"),
         ("engine=vllm", "engine"),
         ("url=127.0.0.1", "url=127.0.0.1 is no address"),
         ("url=http://127.0.0.1:abc/v1", "url=http://127.0.0.1:abc/v1 is no address"),
