@@ -132,9 +132,15 @@ def key_help(topic: str) -> str:
         raise unknown("help topic", topic, topics, listed_by="kvbench list methods datasets")
     blocks = []
     for name in names:
-        lines: list[str] = []
+        whole: list[str] = []
         for line in commented(name).strip().splitlines():
-            lines += _fit(line)
+            # a comment on a line of its own goes on from a comment above it
+            above = whole[-1] if whole else ""
+            if line.lstrip().startswith("# ") and "# " in above and line.startswith("#") == above.startswith("#"):
+                whole[-1] += line.lstrip()[1:]
+            else:
+                whole.append(line)
+        lines = [part for line in whole for part in _fit(line)]
         # conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")

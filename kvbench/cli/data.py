@@ -27,6 +27,7 @@ LEGEND = (
     "present: you put the files there. fetched: `kvbench data fetch` did. not verified: this download was never tried."
 )
 """The words of ``data status``."""
+REPLACED = " is read in their place"
 
 
 class TurnRecord(TypedDict):
@@ -258,7 +259,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         if file_source is not None:
             instead = file_source.instead
         if root and instead and (root / instead).is_file() and "missing" in states.values():
-            record["state"] += f"; {instead} is read in their place"
+            record["state"] += f"; {instead}{REPLACED}"
         report.append(record)
     if as_json:
         print(json.dumps({"root": folder, "datasets": report}, indent=1, ensure_ascii=False))
@@ -310,31 +311,52 @@ def _summarise_states(states: Mapping[str, str]) -> str:
 
 
 def _print_table(report: Sequence[DatasetRecord], root: Path | None, sources: Mapping[str, FileSource | None]) -> None:
-    """Print a line for each dataset, and below it where its files come from and which are missing."""
+    """Print the datasets, those whose files are there first."""
     print(f"data folder: {root or 'none (set data.root=FOLDER or the environment variable KVBENCH_DATA)'}")
     print(fill(LEGEND, WIDTH))
+    groups: dict[str, list[DatasetRecord]] = {"ready": [], "partly": [], "missing": []}
     for record in report:
-        file_source = sources[record["dataset"]]
-        state = record["state"]
-        if not record["files"]:
-            # kvbench generates some datasets, and others are a file of the user's
-            state = "nothing to download" if file_source is None else "no download listed, put the file there yourself"
-        print(f"  {record['dataset']:<17} {state}")
-        if file_source is None:
-            continue
-        origin = ", ".join(dict.fromkeys(_site(file.url) for file in file_source.files if file.url))
-        if record["repo"]:
-            origin = f"{record['repo']} at {record['revision']}"
-            # the first digits of a commit tell it from others, as git abbreviates it
-            commits = ", ".join(commit[:12] for commit in record["commits"])
-            if commits:
-                origin += f" (fetched: {commits})"
-        verified = "verified" if record["verified"] else "not verified"
-        _print_detail(f"from {origin}; {verified}; licence: {record['licence']}")
-        # where all files are missing, the state says it
-        missing = [place for place, state in record["files"].items() if state == "missing"]
-        if missing and len(missing) < len(record["files"]):
-            _print_detail(f"missing: {', '.join(missing)}")
+        groups[_group(record, sources[record["dataset"]])].append(record)
+    for heading, records in groups.items():
+        if records:
+            print(f"\n{heading}:")
+        for record in records:
+            _print_record(record, sources[record["dataset"]])
+
+
+def _group(record: DatasetRecord, file_source: FileSource | None) -> str:
+    """Return the heading below which a dataset stands: whether its files are there."""
+    absent = sum(state == "missing" for state in record["files"].values())
+    is_whole = bool(record["files"]) and not absent
+    if file_source is None or is_whole or record["state"].endswith(REPLACED):
+        return "ready"
+    if absent < len(record["files"]):
+        return "partly"
+    return "missing"
+
+
+def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None:
+    """Print a line for a dataset, and below it where its files come from and which are missing."""
+    state = record["state"]
+    if not record["files"]:
+        # kvbench generates some datasets, and others are a file of the user's
+        state = "nothing to download" if file_source is None else "no download listed, put the file there yourself"
+    print(f"  {record['dataset']:<17} {state}")
+    if file_source is None:
+        return
+    origin = ", ".join(dict.fromkeys(_site(file.url) for file in file_source.files if file.url))
+    if record["repo"]:
+        origin = f"{record['repo']} at {record['revision']}"
+        # the first digits of a commit tell it from others, as git abbreviates it
+        commits = ", ".join(commit[:12] for commit in record["commits"])
+        if commits:
+            origin += f" (fetched: {commits})"
+    verified = "verified" if record["verified"] else "not verified"
+    _print_detail(f"from {origin}; {verified}; licence: {record['licence']}")
+    # where all files are missing, the state says it
+    missing = [place for place, state in record["files"].items() if state == "missing"]
+    if missing and len(missing) < len(record["files"]):
+        _print_detail(f"missing: {', '.join(missing)}")
 
 
 def _site(url: str) -> str:

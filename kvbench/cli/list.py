@@ -186,12 +186,12 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
 
 
 def _line(start: str, text: str) -> str:
-    """Return one line of at most WIDTH characters. A long text ends with its last clause that fits."""
+    """Return one line of at most WIDTH characters: of a long text its first sentences, or else its first words."""
     room = WIDTH - len(start) - 1
     # a docstring's names of code
     text = text.replace("``", "").rstrip(".")
     if len(text) > room:
-        end = max(text.rfind(mark, 0, room) for mark in (". ", "; ", ", "))
+        end = max(text.rfind(mark, 0, room) for mark in (". ", "; "))
         # a name alone would say too little
         if end > room // 3:
             text = text[:end]
@@ -258,6 +258,9 @@ def _dataset_states() -> dict[str, str]:
         # without a list of files, a dataset comes with kvbench, or reads files of the user's
         if file_source is None:
             states[name] = READY
+            continue
+        if not file_source.files:
+            # there is no download, and whether the user's own file is there is not known here
             continue
         absent = [file for file in file_source.files if fetch.state(root, file, lock) == "missing"]
         if not absent or (root and file_source.instead and (root / file_source.instead).is_file()):

@@ -64,8 +64,9 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     else:
+        width = max(len(record["model"]) for record in records)
         for record in records:
-            line = f"  {record['model']:<26} {record['state']:<8} {record['from']}"
+            line = f"  {record['model']:<{width}} {record['state']:<8} {record['from']}"
             if record["licence"]:
                 line += f"; licence: {record['licence']}"
             print(line)

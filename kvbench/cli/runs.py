@@ -20,7 +20,7 @@ def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     from kvbench.report.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\nid")
-    sheet = Table(headers, tuple(_texts(cell) for cell in cells))
+    sheet = Table(headers, tuple(_texts(cell) for cell in cells), left=3)
     # one reason often holds for many cells: it is printed once, with their ids
     ids_by_reason: dict[tuple[str, str], list[str]] = {}
     for cell in cells:

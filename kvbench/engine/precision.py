@@ -72,7 +72,7 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
         return f"float32: as asked; {tried}"
     if bf16_speed() < FASTER:
         return f"float32: auto on a CPU; {tried}"
-    return f"float32: auto on a CPU; {tried}: dtype=bfloat16 reads prompts faster, and rounds"
+    return f"float32: auto on a CPU; {tried}. dtype=bfloat16 reads prompts faster and rounds more"
 
 
 def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:

@@ -51,7 +51,13 @@ def test_the_verb_from_nothing_to_a_changed_file(world, capsys):
 def test_a_file_that_is_read_in_the_place_of_missing_ones_is_named(world, capsys):
     (world / "ready.jsonl").touch()
     assert main(["data", "status", "demo", f"data.root={world}"]) == 0
-    assert "demo              missing; ready.jsonl is read in their place" in capsys.readouterr().out
+    assert "ready:\n  demo              missing; ready.jsonl is read in their place" in capsys.readouterr().out
+
+
+def test_datasets_whose_files_are_there_come_first(world, capsys):
+    assert main(["data", "status", f"data.root={world}"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("ready:\n") < out.index("own ") < out.index("missing:\n") < out.index("demo ")
 
 
 def test_show_prints_what_the_model_reads(tmp_path, capsys):

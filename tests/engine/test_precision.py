@@ -27,7 +27,7 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
             2.5,
             "auto",
             "float32",
-            "take 0.4 times as long as in float32 here: dtype=bfloat16 reads prompts faster",
+            "take 0.4 times as long as in float32 here. dtype=bfloat16 reads prompts faster",
             True,
         ),
         (2.5, "float32", "float32", "float32: as asked", False),
