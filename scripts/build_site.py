@@ -22,6 +22,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 # mkdocs loads this file by its path; the modules beside it are found by this
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,6 +51,9 @@ TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.pape
 TABLE_OF_TINY = re.compile(r"results/tiny/tiny-([\w-]+)\.md")
 """Pages of a measurement on the tiny model: what is varied."""
 NOT_FOUND = "404.html"
+PARAGRAPH = re.compile(r"<p>((?:(?!</?p>).)*)</p>", re.DOTALL)
+FIELD = re.compile(r"(?=^\w+(?:, \w+)*: )", re.MULTILINE)
+"""The beginning of a line of a docstring that is about a field: its name and a colon."""
 TABS = {"METHODS": method_pages.navigation, "PAPERS": paper_pages.navigation}
 """The names in the navigation of mkdocs.yml that stand for generated pages."""
 
@@ -180,6 +184,22 @@ def on_post_template(output_content: str, *, template_name: str, config: MkDocsC
         '<a href="index.html">home page</a>, the <a href="guide.html">guide</a>, the <a href="methods/index.html">'
         'methods</a> or the <a href="results/index.html">findings</a>.</p>',
     )
+
+
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page with the fields of docstrings as lists. Markdown joins their lines to one paragraph."""
+    if "doc-contents" not in html:
+        return html
+    return PARAGRAPH.sub(_fields, html)
+
+
+def _fields(match: re.Match[str]) -> str:
+    """Return a paragraph whose lines are about fields as a list, and any other as it is."""
+    fields = FIELD.split(match[1])
+    if fields[0] or len(fields) < 3:
+        return match[0]
+    items = (re.sub(r"^([^:]+): ", r"<strong>\1</strong>: ", field.strip()) for field in fields[1:])
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
 
 
 def _rebased(match: re.Match[str]) -> str:

@@ -119,8 +119,9 @@ def _prompts() -> Iterator[str]:
 def _presets() -> Iterator[str]:
     yield "## Presets (`preset=`)\n"
     yield (
-        "The values of a preset replace the plain defaults, and what you type wins. You choose budgets that a preset "
-        "does not name. [Papers](papers/index.md) and `kvbench reference` have every value with its source.\n"
+        "The values of a preset replace kvbench's defaults, and an option that you type overrides the preset. You "
+        "choose budgets that a preset does not name. [Papers](papers/index.md) and `kvbench reference` have every "
+        "value with its source.\n"
     )
     yield writers.table(("preset", "what it is"), [(name, presets.about(name)) for name in presets.available()])
 

@@ -56,9 +56,9 @@ def _index(papers: Sequence[Paper]) -> str:
     return "\n\n".join(
         [
             "# Papers",
-            "Each page says what a paper claims, what was found here, which of its tables and figures can be "
-            f"measured, and what its preset sets. The model here is {MODEL}, a substitute for the papers' models: "
-            "orders can be compared, values cannot.",
+            "Each page shows a paper's claims, the verdicts on them, the tables and figures that can be measured, and "
+            f"the values of the paper's preset. The model is {MODEL}, a substitute for the papers' models. You can "
+            "compare the order of methods with the paper's, but not the values.",
             writers.table(("paper", "source", "tables and figures", f"claims, tested on {MODEL}"), rows),
             f"[How claims are tested]({RESULTS}/papers.md) · [all claims with their evidence]({RESULTS}/claims.md) · "
             f"[where the printed numbers contradict themselves]({RESULTS}/audit.md) · [how to reproduce a "
@@ -76,17 +76,17 @@ def _page(paper: Paper) -> str:
         f"# {paper.name}",
         f"*{record['title']}*, {record['source']}.",
         "## What it claims, and what was found here",
-        f"Of its {len(claims)} claims, on {MODEL}: {_tally(claim['verdict'] for claim in claims)}. [The evidence for "
+        f"{len(claims)} claims, tested on {MODEL}: {_tally(claim['verdict'] for claim in claims)}. [The evidence for "
         f"each verdict]({RESULTS}/claims.md) has intervals, the number of prompts, and the verdicts on the tiny model.",
         writers.table(("", "the paper says", "tested here", "verdict"), list(map(_claim_row, claims))),
         "## Its own numbers",
-        "Its statements against the numbers that it prints itself, which needs no model "
+        "This table compares the paper's statements with the numbers that the paper prints. It needs no model "
         f"([the audit]({RESULTS}/audit.md)):",
         writers.table(("place", "statement, in our words", "by its own numbers"), _values(record["statements"])),
         "## Tables and figures",
         f"Links lead to our measurement. `kvbench table {paper.id}/1` prints a table beside the paper's, and `kvbench "
-        f"plot {paper.id}/fig1` draws a figure. With {MODEL} and other substitutes, both sides are in per cent of "
-        "their own full cache.",
+        f"plot {paper.id}/fig1` draws a figure. With {MODEL} and other substitutes, both sides are percentages "
+        "of their own full cache.",
         writers.table(
             ("", "shows", "ours", "printed values", "what can be reproduced"), list(_entry_rows(paper, record))
         ),
@@ -97,7 +97,7 @@ def _page(paper: Paper) -> str:
     if preset["name"]:
         parts += [
             f"## What `preset={preset['name']}` sets",
-            f"{preset['about']} These values replace the plain defaults, and what you type wins.",
+            f"{preset['about']} These values replace kvbench's defaults. An option that you type overrides the preset.",
             writers.table(("option", "value", "model", "where it comes from"), list(_setting_rows(record))),
         ]
     return "\n\n".join(parts) + "\n"

@@ -41,7 +41,8 @@ def page(folder: Path = FOLDER) -> str:
         parts.append(f"## {name}")
         suite = definition.load(name)
         parts.append(
-            f"{suite.about[0].upper()}{suite.about[1:]}. 100 is the full cache, 0 are random tokens at the same bytes."
+            f"{suite.about[0].upper()}{suite.about[1:]}. A score of 100 is as good as the full cache. A "
+            "score of 0 is as good as random tokens at the same bytes."
         )
         if not of_suite:
             parts.append("No row is committed yet.")
@@ -55,8 +56,9 @@ def page(folder: Path = FOLDER) -> str:
 
 def _introduction() -> Iterator[str]:
     yield (
-        "A row is a method at a share of the full cache's bytes. Click a head to sort, type into the field to filter. "
-        "Every number follows from committed samples: `kvbench verify` makes it again, and CI runs that on each folder."
+        "A row is a method at a share of the full cache's bytes. Click the head of a column to sort the table. Type "
+        "into the field to filter its rows. `kvbench verify` computes every number again from the committed samples, "
+        "and CI runs `kvbench verify` on each folder."
     )
 
 
@@ -98,15 +100,15 @@ def _number(value: float | None) -> str:
 def _submission() -> Iterator[str]:
     yield "## Put your method here"
     yield (
-        "1. Write your method in one file ([how](docs/own.md)), and try it: "
-        "`KVBENCH_METHODS=my_methods kvbench suite retain-v1-mini method=mymethod edition=quick`, a first look.\n"
-        "2. Measure it: the same command without `edition=quick`, with `contributor=NAME` and "
-        "`output=results/suite/retain-v1-mini/NAME`. `--plan` says how long it takes, and the command resumes.\n"
+        "1. Write your method in one file ([how](docs/own.md)), and take a first look: "
+        "`KVBENCH_METHODS=my_methods kvbench suite retain-v1-mini method=mymethod edition=quick`.\n"
+        "2. Measure it with the same command without `edition=quick`, and add `contributor=NAME` and "
+        "`output=results/suite/retain-v1-mini/NAME`. `--plan` says how long this takes. Repeat the command to resume.\n"
         "3. Check the folder: `kvbench verify results/suite/retain-v1-mini/NAME`.\n"
-        "4. Open a pull request that adds the folder and names where the method's code is. A workflow runs the same "
-        "check: it scores every answer again and makes every number again. What it cannot do is run your method."
+        "4. Open a pull request that adds the folder, and say where the method's code is. A workflow runs the same "
+        "check: it scores every answer again and computes every number again. It cannot run your method."
     )
     yield (
-        "The closed division has the suite's model, precision and prompts; `model=` makes a row of the open division, "
-        "which is listed with its model and compared with nothing else."
+        "Rows of the closed division have the suite's model, precision and prompts. A row with another `model=` is in "
+        "the open division. It is listed with its model, and it is not compared with other rows."
     )

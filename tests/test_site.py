@@ -127,3 +127,20 @@ def test_pages_that_a_command_wrote_say_what_they_are_for():
         "# Claims of the papers, tested\n"
     )
     assert build_site._introduced("# Other\n", "results/tables/ranking.md") == "# Other\n"
+
+
+@pytest.mark.e2e("imports what makes the site")
+def test_fields_of_a_docstring_are_a_list():
+    pytest.importorskip("mkdocs")
+    import build_site
+
+    def made(html):
+        return build_site.on_page_content(f'<div class="doc-contents">{html}</div>', page=None, config=None, files=None)
+
+    assert made("<p>a: one\nmore: two\nand more</p>") == (
+        '<div class="doc-contents"><ul><li><strong>a</strong>: one</li>'
+        "<li><strong>more</strong>: two\nand more</li></ul></div>"
+    )
+    plain = "<p>A cache: it holds\ntokens: many</p><p>a: one</p>"
+    assert made(plain) == f'<div class="doc-contents">{plain}</div>'
+    assert build_site.on_page_content("<p>a: one\nb: two</p>", page=None, config=None, files=None).startswith("<p>")

@@ -96,9 +96,11 @@ def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
 def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return the notes below the table: the meaning of its columns, parts without a score, and rows to distrust."""
     found = [
-        "100 is the full cache and 0 are random tokens at the same bytes, on the same prompts. In means each part "
-        "counts alike, and each task of a part. [95 % intervals over prompts.] Rows of one rank are not told apart.",
-        "bytes %: keys, values and all that is stored beside them after the prompt, of the full cache's at 16 bits.",
+        "A score of 100 is as good as the full cache, and 0 is as good as random tokens at the same bytes, on the same "
+        "prompts. In a mean, all parts have the same weight, and so have all tasks of a part. [95 % intervals over "
+        "prompts.] Rows of one rank cannot be told apart.",
+        "bytes %: keys, values and all else that is stored after the prompt, as a share of the full cache's bytes at "
+        "16 bits.",
         "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
         "back, as the kept tokens lie (in place), and if each head's kept tokens are moved together (compacted).",
     ]
@@ -121,7 +123,7 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         if part.measure == KL:
             unit = "nats, the floor"
         found.append(
-            f"{part.name}: {part.about}. n = {score.n} prompts; the full cache scores {score.full:.3g} {unit}."
+            f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
         )
     # random tokens are the zero of the score, and need no mark
     marked = [str(place) for place in below_negative(scored) if place.role in (METHOD, COMPARISON)]

@@ -30,9 +30,9 @@ HEAD = """# Reference of the papers
 `kvbench reference --format md` makes this page from the presets in `conf/preset`, the published values in
 `kvbench/papers/data`, and kvbench's methods, datasets and models. A test compares the page with them.
 
-The values of a preset replace the plain defaults, and what you type wins. A table that needs a model needs the
-checkpoint that it names. `model=tiny` is a substitute model and shows trends at best. The statements are checked
-against the paper's own numbers alone ([the audit](../results/audit.md)).
+The values of a preset replace kvbench's defaults, and an option that you type overrides the preset. A table that needs
+a model needs the checkpoint that it names. `model=tiny` is a substitute model and shows trends at best. The statements
+are checked only against the paper's own numbers ([the audit](../results/audit.md)).
 """
 QUANT = "quant"
 """A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
