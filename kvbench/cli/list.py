@@ -146,7 +146,7 @@ def _print_overview(results: Path) -> None:
     rows.append(("runs", len(ResultStore(results).folders()), f"results in {results}"))
     for kind, count, note in rows:
         print(f"  {kind:<9} {count:>4}  {note}")
-    print("\nOne of them: `kvbench list methods`, and so on. Presses of kvpress: `kvbench list kvpress`.")
+    print("\nThe items of a kind: `kvbench list methods`, and so on. Presses of kvpress: `kvbench list kvpress`.")
 
 
 def _print_methods(items: Sequence[ListItem]) -> None:

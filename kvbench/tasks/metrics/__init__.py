@@ -173,8 +173,8 @@ METRICS = _named(
         package="rouge_score",
     ),
     # metrics of equality and containment
-    Metric("accuracy", "first line equals the label but for case and punctuation", "kvbench", by_pair(choice.accuracy)),
-    Metric("exact_match", "equal but for whitespace", "kvbench", by_pair(text.exact_match)),
+    Metric("accuracy", "first line is the label, apart from case and punctuation", "kvbench", by_pair(choice.accuracy)),
+    Metric("exact_match", "equal apart from whitespace", "kvbench", by_pair(text.exact_match)),
     Metric("contains", "reference occurs literally in the answer", "kvbench", by_pair(text.contains)),
     Metric(
         "contains_any_case",
@@ -194,7 +194,7 @@ METRICS = _named(
     # final answers: numbers, or out of a closed set
     Metric(
         "classification",
-        "right label among the class names found in the answer, over their number",
+        "if the answer names the right class: 1 over the number of classes that it names, else 0",
         LONGBENCH,
         _classification,
         needs_classes=True,
@@ -228,7 +228,7 @@ METRICS = _named(
     Metric("squad_em", "equal after SQuAD normalisation", "SQuAD evaluate-v1.1.py", by_pair(squad.squad_em)),
     Metric(
         "coqa_f1",
-        "squad_f1, the best over all references but one, averaged over which one is left out",
+        "squad_f1 with the best of all references but one, averaged over the one that is left out",
         COQA,
         by_pair(squad.squad_f1),
         whole=_whole(squad.coqa_f1),
@@ -269,10 +269,10 @@ METRICS = _named(
     # LongBench's metrics of synthetic tasks and of Chinese
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, by_pair(choice.count)),
     Metric("retrieval", "share of the answer's numbers that name the paragraph", LONGBENCH, by_pair(choice.retrieval)),
-    Metric("qa_f1_zh", "token F1 of Chinese segmented by jieba", LONGBENCH, by_pair(chinese.qa_f1_zh), package="jieba"),
+    Metric("qa_f1_zh", "token F1 of Chinese, cut by jieba", LONGBENCH, by_pair(chinese.qa_f1_zh), package="jieba"),
     Metric(
         "rouge_zh",
-        "ROUGE-L F (package rouge) of Chinese segmented by jieba",
+        "ROUGE-L F (package rouge) of Chinese, cut by jieba",
         LONGBENCH,
         by_pair(chinese.rouge_zh),
         package="jieba",
