@@ -14,6 +14,7 @@ from itertools import pairwise
 
 from kvbench.report import listing, verdict
 from kvbench.report.data import CellResult, ReportColumn, ReportData, ReportRow
+from kvbench.report.looks import look_of
 from kvbench.report.summary import paired_delta, row_means, summarise
 from kvbench.report.table import range_text
 from kvbench.report.verdict import MethodVerdict
@@ -26,6 +27,8 @@ WIDTH, HEIGHT = 560, 300
 """The size of the picture in its own units: it scales with the page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
 """The space for the axes around the picture's plane."""
+PLACES = ((7, -5, "start"), (-7, -5, "end"), (7, 13, "start"), (-7, 13, "end"), (0, -10, "middle"), (0, 20, "middle"))
+"""Where a number may stand, as seen from its point, and the side at which it begins."""
 LEVELS = {"worse": "worse", "better": "better", "✗": "failed"}
 """The class of a card by the first word of its outcome."""
 
@@ -244,22 +247,32 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
         )
     parts.append(_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
     parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(base):.1f}" y2="{y(base):.1f}"/>')
-    parts.append(_text(LEFT + 4, y(base) - 4, f"full {base:.1f}", "start"))
+    # at the right end, where few methods have a point
+    parts.append(_text(WIDTH - RIGHT, y(base) - 4, f"full {base:.1f}", "end"))
     front = find_front(points)
     if front:
         path = " ".join(f"{x(point.size):.1f},{y(point.score):.1f}" for point in front)
         parts.append(f'<polyline class="front" points="{path}"/>')
-    for number, point in enumerate(points, start=1):
-        px, py = x(point.size), y(point.score)
+    places = [(x(point.size), y(point.score)) for point in points]
+    for (px, py), point in zip(places, points, strict=True):
+        look = look_of(" ".join(point.name.split()))
+        color = look.color
         if point.ci is not None:
             parts.append(
-                f'<line class="bar" x1="{px:.1f}" x2="{px:.1f}" y1="{y(point.ci[0]):.1f}" y2="{y(point.ci[1]):.1f}"/>'
+                f'<line class="bar" style="stroke:{color}" x1="{px:.1f}" x2="{px:.1f}" '
+                f'y1="{y(point.ci[0]):.1f}" y2="{y(point.ci[1]):.1f}"/>'
             )
-        parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4"><title>{html.escape(point.name)}</title></circle>')
-        # numbers of neighbours stand on either side of their points
-        side, anchor = (7, "start") if number % 2 else (-7, "end")
-        parts.append(_text(px + side, py - 5, str(number), anchor))
-    caption = "Mean score by size; bars are 95 % intervals, numbers are those of the cards."
+        # as in the figures, a combination has the colour of its first method and is hollow
+        filling = "var(--bg)" if look.hollow else color
+        parts.append(
+            f'<circle style="fill:{filling};stroke:{color}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
+            f"<title>{html.escape(point.name)}</title></circle>"
+        )
+    parts += _numbers(places)
+    caption = (
+        "Mean score by size. Bars are 95 % intervals, and numbers are those of the cards. A colour is a method, and a "
+        "hollow point is a combination."
+    )
     if front:
         caption += " The line joins methods that no smaller one beats."
     elif len(points) > 1:
@@ -267,6 +280,26 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
     label = html.escape(f"Scores against sizes of {len(points)} methods")
     drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f'<figure class="pareto">{drawing}<figcaption>{caption}</figcaption></figure>'
+
+
+def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
+    """Return the numbers of points, each at the first of PLACES where it covers nothing.
+
+    A number without such a place is left out. The title of its point has the method.
+    """
+    texts = []
+    # left, right, upper and lower end of what may not be covered
+    taken = [(px - 4, px + 4, py - 4, py + 4) for px, py in places]
+    for number, (px, py) in enumerate(places, start=1):
+        wide = 7.0 * len(str(number))
+        for across, down, anchor in PLACES:
+            left = px + across - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
+            box = (left, left + wide, py + down - 9, py + down)
+            if all(box[1] <= b[0] or b[1] <= box[0] or box[3] <= b[2] or b[3] <= box[2] for b in taken):
+                taken.append(box)
+                texts.append(_text(px + across, py + down, str(number), anchor))
+                break
+    return texts
 
 
 def find_front(points: Sequence[_Point]) -> list[_Point]:
