@@ -60,9 +60,12 @@ def drained(queue):
 
 @pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in WHOLE + LOCALS), ("qwen2", "query_head")])
 def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
-    chains = CHAINS if family == "llama" else CHAINS[FAMILIES.index(family) % 3 :: 3]
-    model, rows = rows_of(family, [c for c in chains if supported(c, family)], per=per)
-    queue, entries = DecodeQueue(model, 24, ROOMY), []
+    """All chains on Llama, of two prompts; every third of one prompt elsewhere."""
+    prompts, chains, most = ((70, 1), (47, 2)), CHAINS, 24
+    if family != "llama":
+        prompts, chains, most = prompts[FAMILIES.index(family) % 2 :][:1], CHAINS[FAMILIES.index(family) % 3 :: 3], 10
+    model, rows = rows_of(family, [c for c in chains if supported(c, family)], prompts, per)
+    queue, entries = DecodeQueue(model, most, ROOMY), []
     original = batch.DecodeBatch._step
     monkeypatch.setattr(
         batch.DecodeBatch, "_step", lambda b: entries.append(len({r.entry for r in b.rows})) or original(b)
@@ -71,11 +74,11 @@ def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
         queue.add(row)
     answers, sizes = drained(queue)
     assert set(answers) == set(rows)
-    assert max(sizes) <= 24 and min(entries) == 1 < max(entries), "no rows entered beside others"
+    assert max(sizes) <= most and min(entries) == 1 < max(entries), "no rows entered beside others"
     flipped = []
     for row, answer in answers.items():
         (apart,) = generate_rows(model, [row.cache], [row.ending])
-        assert apart.held == answer.held and answer.rows <= 24, row.cell.id
+        assert apart.held == answer.held and answer.rows <= most, row.cell.id
         if apart.tokens != answer.tokens:
             flipped.append(row)
     # where products of one row and of many round differently, a code that is near a border may flip

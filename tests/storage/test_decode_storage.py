@@ -14,7 +14,7 @@ from kvbench.storage.format import Room, StoredRow
 
 pytestmark = pytest.mark.e2e("every chain in every storage, step by step")
 
-D, STEPS, SCALE = 10, 45, 1 / math.sqrt(10)
+D, STEPS, SCALE = 10, 34, 1 / math.sqrt(10)
 SHAPES = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 PER = ("kv_head", "query_head")
 LENGTHS = (3, 24, 61)
