@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from support import processes
 from support.families import LOCALS, PLAIN, build, prompt
 
 import kvbench
@@ -232,9 +233,6 @@ def test_frozen_layers_show_the_budget_asked_for_beside_what_is_kept():
 @pytest.mark.e2e("starts a process")
 def test_resident_memory_of_the_process_shrinks_with_the_cache():
     """Real resident memory: eight caches at an eighth of the tokens take about an eighth of eight full ones."""
-    import subprocess
-    import sys
-
     code = """
 import ctypes, gc, torch, kvbench
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -258,9 +256,11 @@ for chain in chains:
     held.append([kvbench.prefill(model, ids, chain)[0] for _ in range(8)])
     print(resident() - before, sum(c.nbytes() for c in held[-1]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    process = processes.start_code(code)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
     grown = []
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         growth, nbytes = map(int, line.split())
         grown.append(growth)
         assert 0.95 * nbytes < growth < 1.15 * nbytes

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from support import processes
 from support.runs import metrics_of, prepare
 
 from kvbench.base import extras
@@ -36,7 +37,11 @@ def command(launcher, folder, *more):
 
 @pytest.mark.parametrize("launcher", [n for n in OPTIONS if INSTALLED[n]])
 def test_two_shards_give_the_metrics_of_one_process(launcher, tmp_path):
-    done = subprocess.run(command(launcher, tmp_path / "two"), capture_output=True, text=True)
+    line = command(launcher, tmp_path / "two")
+    if launcher == "basic":
+        done = processes.run(*line[3:])
+    else:
+        done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}

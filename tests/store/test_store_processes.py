@@ -79,13 +79,13 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
         ["dataset=tiny/code", "method=h2o,streamingllm"],
         ["dataset=tiny/needle", "method=think"],
     ]
-    arguments = ["length=256", "limit=6", "--json"]
+    arguments = ["length=256", "limit=3", "--json"]
     lines = [[*c, *arguments, f"results={tmp_path / 'one'}"] for c in commands]
     first = start_until(4, *lines[0])
     try:
         second = start(*lines[1])
         # it leaves to the first what that measures, and measures all the rest
-        while [*map(len, answers(tmp_path / "one").get("tiny/code", {}).values())] != [6] * 3:
+        while [*map(len, answers(tmp_path / "one").get("tiny/code", {}).values())] != [3] * 3:
             assert second.poll() is None, second.communicate()
             time.sleep(0.02)
         assert sum(map(len, answers(tmp_path / "one")["tiny/needle"].values())) == 4
@@ -102,12 +102,12 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
         assert main(["run", *command, *arguments, f"results={tmp_path / 'alone'}"]) == 0
         assert numbers(json.loads(out)) == numbers(json.loads(capsys.readouterr().out))
     cells = [lines for task in stored.values() for lines in task.values()]
-    assert [len({json.loads(line)["id"] for line in lines}) for lines in cells] == [6] * 8
-    assert [len(lines) for lines in cells] == [6] * 8  # nothing is measured twice
+    assert [len({json.loads(line)["id"] for line in lines}) for lines in cells] == [3] * 8
+    assert [len(lines) for lines in cells] == [3] * 8  # nothing is measured twice
 
 
 def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
-    arguments = [*RUN, "examples=60", "limit=60", "batch_rows=2", f"results={tmp_path}"]
+    arguments = [*RUN, "examples=12", "limit=12", "batch_rows=2", f"results={tmp_path}"]
     first, store = start_until(1, *arguments), ResultStore(tmp_path)
     try:
         second = start(*arguments)
@@ -126,7 +126,7 @@ def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
         first.communicate()
     _, error = second.communicate(timeout=240)
     assert second.returncode == 0, error
-    assert [store.status(c).n for c in store.cells()] == [60, 60]
+    assert [store.status(c).n for c in store.cells()] == [12, 12]
     assert all(lines.items() <= store.lines(c).items() for c, lines in left.items())
 
 
