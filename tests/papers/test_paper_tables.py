@@ -4,6 +4,7 @@ import gzip
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -25,15 +26,33 @@ TABLE = table_spec.load("vatp", "2")
 TASKS = sorted(c.dataset for c in TABLE.scores)
 
 
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory):
+    """A folder model's table of which one example a task is measured and packed: its folder, and a copy of that."""
+    folder = tmp_path_factory.mktemp("tables") / "folder"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVBENCH_DATA", str(papers_data.data(folder / "data")))
+        model = papers_data.model(folder / "model")
+        of, results = paper_tables.target(str(model), folder / "committed"), str(folder / "results")
+        experiment.measure(paper_tables.prepare(TABLE, of, results, "limit=1").run, quiet=True)
+        assert script(of, "vatp", "--pack", "--results", results) == 0
+    return folder, shutil.copytree(folder, folder.parent / "copy")
+
+
 @pytest.fixture
-def packed(tmp_path, monkeypatch):
-    """A folder model's table of which one example a task is measured and packed: its target, and the results."""
-    monkeypatch.setenv("KVBENCH_DATA", str(papers_data.data(tmp_path / "data")))
-    model = papers_data.model(tmp_path / "model")
-    of, results = paper_tables.target(str(model), tmp_path / "committed"), str(tmp_path / "results")
-    experiment.measure(paper_tables.prepare(TABLE, of, results, "limit=1").run, quiet=True)
-    assert script(of, "vatp", "--pack", "--results", results) == 0
-    return of, results
+def folder(pristine, monkeypatch):
+    """The folder with the table as it was packed: paths in it are part of what is packed."""
+    folder, copied = pristine
+    shutil.rmtree(folder)
+    shutil.copytree(copied, folder)
+    monkeypatch.setenv("KVBENCH_DATA", str(folder / "data"))
+    return folder
+
+
+@pytest.fixture
+def packed(folder):
+    """The target of the table, and the results."""
+    return paper_tables.target(str(folder / "model"), folder / "committed"), str(folder / "results")
 
 
 def script(of, *words):
@@ -41,7 +60,7 @@ def script(of, *words):
     return paper_tables.main([*words, "--model", of.model, "--committed", str(of.root)])
 
 
-def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
+def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, folder):
     of, _ = packed
     assert sorted(p.name for p in of.folder.iterdir()) == [
         "counts.csv",
@@ -53,17 +72,17 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, tmp_path):
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
     assert "min to read 4 prompts, once for all rows" in of.page(TABLE).read_text()
-    fresh = str(tmp_path / "fresh")
+    fresh = str(folder / "fresh")
     paper_tables.restore([TABLE], of, fresh)
     run = paper_tables.prepare(TABLE, of, fresh).run
     assert [t.answers_done for t in run.todo()] == [4] * 4
     for path in packs(of):
-        assert not any(archive.unpack(path, ResultStore(tmp_path / "fresh")).values())  # nothing twice
+        assert not any(archive.unpack(path, ResultStore(folder / "fresh")).values())  # nothing twice
 
 
-def test_restoring_leaves_what_is_there(packed, tmp_path):
+def test_restoring_leaves_what_is_there(packed, folder):
     of, _ = packed
-    store = ResultStore(tmp_path / "results")
+    store = ResultStore(folder / "results")
     cell = store.cells()[0]
     before = (store.folder(cell) / "samples-0.jsonl").read_bytes()
     assert not any(archive.unpack(path, store)[name] for path in packs(of) for name in archive.unpack(path, store))
@@ -137,7 +156,7 @@ def verify(capsys, of, *more):
 
 
 @pytest.mark.parametrize("absent", ["data", "model"])
-def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, tmp_path, capsys, absent):
+def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, folder, capsys, absent):
     """A missing data folder or model is named in one line with the tables; only ``--without`` makes it status 0."""
     of, _ = packed
     assert verify(capsys, of) == (
@@ -145,9 +164,9 @@ def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, tmp_
         "verified: 2 as their samples give them: tables/vatp-1.md, tables/vatp-2.md\n",
         "",
     )
-    (tmp_path / absent).rename(tmp_path / "away")
+    (folder / absent).rename(folder / "away")
     reason = {
-        "data": f"data folder missing: KVBENCH_DATA={tmp_path / 'data'} is no folder, set it to one",
+        "data": f"data folder missing: KVBENCH_DATA={folder / 'data'} is no folder, set it to one",
         "model": f"model {of.model} missing: fetch it with kvbench model fetch {of.model}",
     }[absent]
     line = f"{reason}: tables/vatp-1.md, tables/vatp-2.md\n"
@@ -158,17 +177,17 @@ def test_what_cannot_be_verified_is_neither_different_nor_a_success(packed, tmp_
     assert verify(capsys, of, "--without", absent) == (0, "", allowed)
 
 
-def test_texts_that_are_missing_below_the_data_folder_are_named(packed, tmp_path, monkeypatch, capsys):
+def test_texts_that_are_missing_below_the_data_folder_are_named(packed, folder, monkeypatch, capsys):
     of, _ = packed
-    triviaqa = tmp_path / "data" / "longbench" / "triviaqa.jsonl"
+    triviaqa = folder / "data" / "longbench" / "triviaqa.jsonl"
     content = triviaqa.read_text()
     triviaqa.unlink()
     status, out, err = verify(capsys, of)
-    where = f"longbench/triviaqa.jsonl missing below KVBENCH_DATA={tmp_path / 'data'}"
+    where = f"longbench/triviaqa.jsonl missing below KVBENCH_DATA={folder / 'data'}"
     assert status == 1 and err == f"kvbench: not verified: {where}: tables/vatp-1.md\n"
     assert out == "verified: 1 as their samples give them: tables/vatp-2.md\n"  # which reads other texts
     triviaqa.write_text(content)
-    for path in (tmp_path / "data").rglob("*.json*"):  # other texts under these names are no reason to skip a table
+    for path in (folder / "data").rglob("*.json*"):  # other texts under these names are no reason to skip a table
         path.write_text(path.read_text().replace("river", "bridge"))
     status, _, err = verify(capsys, of)
     assert status == 1 and "tables/vatp-1.md, tables/vatp-2.md differ from their samples" in err
@@ -183,9 +202,9 @@ def test_only_data_and_models_may_be_missing(capsys):
     assert ended.value.code == 2 and "'time' is not one of data, model" in capsys.readouterr().err
 
 
-def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
+def test_tables_of_other_methods_are_measured_as_one(packed, folder):
     of, _ = packed
-    results = str(tmp_path / "joint")
+    results = str(folder / "joint")
     names = ("vatp/1", "vatp/2")
     shards.measure_shard((names, of.model, results, of.arguments), 0, 1, 1)
     for name in names:
@@ -193,11 +212,11 @@ def test_tables_of_other_methods_are_measured_as_one(packed, tmp_path):
         assert sum(t.answers_to_do for t in run.todo()) == 0
 
 
-def test_processes_share_the_calibrations(packed, tmp_path, monkeypatch):
+def test_processes_share_the_calibrations(packed, folder, monkeypatch):
     of, _ = packed
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     monkeypatch.setattr(stand_ins, "depths", lambda size: few)
-    names, results = ("think/12",), str(tmp_path / "shared")
+    names, results = ("think/12",), str(folder / "shared")
     for shard in (0, 1):
         assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard
         shards.calibrate_shard((names, of.model, results, ()), shard, 2)
