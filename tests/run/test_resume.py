@@ -1,11 +1,13 @@
 """Runs that end early or meet damage, end to end: a kill, a full disk, torn lines, shards, refusals that end."""
 
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import time
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -254,10 +256,28 @@ def no_pipe_is_waited_for():
     signal.signal(signal.SIGALRM, before)
 
 
+TWO = ["dataset=tiny/needle", "length=256", "examples=2"]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """The folder of full and snapkv on two prompts, and what the run printed."""
+    folder = tmp_path_factory.mktemp("measured")
+    with redirect_stdout(io.StringIO()) as out:
+        assert main(["run", *TWO, "method=snapkv", f"results={folder}", "--json"]) == 0
+    return folder, json.loads(out.getvalue())
+
+
+@pytest.fixture
+def before(measured, tmp_path):
+    """What was printed of the results, of which there is a copy in tmp_path."""
+    shutil.copytree(measured[0], tmp_path, dirs_exist_ok=True)
+    return measured[1]
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
-    _, before = run_json(capsys, *arguments, "method=snapkv")
+def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_path, capsys, before):
+    arguments = [*TWO, f"results={tmp_path}"]
     name, act = DAMAGES[damage]
     damaged = before["rows"][1]["cells"][0]["cell"]
     act(tmp_path / "cells" / damaged / name)
@@ -288,9 +308,8 @@ def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_pat
 
 
 @pytest.mark.parametrize("damage", [a_folder, a_pipe, a_link_to_itself])
-def test_what_is_no_file_in_the_place_of_metrics_costs_no_result(damage, tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
-    _, before = run_json(capsys, *arguments)
+def test_what_is_no_file_in_the_place_of_metrics_costs_no_result(damage, tmp_path, capsys, before):
+    arguments = [*TWO, "method=snapkv", f"results={tmp_path}"]
     path = next(tmp_path.glob("cells/*/metrics.json"))
     metrics = path.read_bytes()
     damage(path)
@@ -336,9 +355,8 @@ def test_a_file_in_the_place_of_all_cells_is_one_message(verb, tmp_path, capsys,
         kvbench.results(tmp_path)
 
 
-def test_a_link_to_another_folder_costs_its_own_cell(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}"]
-    _, before = run_json(capsys, *arguments, "method=snapkv")
+def test_a_link_to_another_folder_costs_its_own_cell(tmp_path, capsys, before):
+    arguments = [*TWO, f"results={tmp_path}"]
     path = tmp_path / "cells" / before["rows"][1]["cells"][0]["cell"]
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
