@@ -46,8 +46,8 @@ def test_no_other_size_comes_nearer(kind, other, shape):
     count = equal_memory.payload_counter(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = count(settled.chains[-1].chain)
-    near = range(matched.kv_size - 40, matched.kv_size + 41)
-    sizes = sorted({*range(140, 2400, 20), *near})
+    near = range(matched.kv_size - 20, matched.kv_size + 21)
+    sizes = sorted({*range(140, 2400, 60), *near})
     off = {size: abs(count(equal_memory.with_size(template, size).chain) - target) for size in sizes}
     if template.chain.coder is None:
         assert matched.kv_size == min(off, key=lambda size: (off[size], size))

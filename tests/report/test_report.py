@@ -36,7 +36,7 @@ def test_run_measures_what_it_says(tmp_path, capsys):
     assert small["kept_percent"] == 25.0
     for cell in small["cells"]:
         assert cell["status"] == "measured"
-        assert (cell["n"], cell["of"]) == (6, 6)
+        assert (cell["n"], cell["of"]) == (4, 4)
         assert "delta" in cell
     assert all("delta" not in c for c in full["cells"])
     line = next(tmp_path.glob("cells/*/samples-0.jsonl")).read_bytes().splitlines()[0]
@@ -121,7 +121,7 @@ def test_bytes_of_batches_are_a_range_only_where_they_differ(factors, words):
 def test_table_shows_scores_bytes_n_and_where_results_lie(tmp_path, capsys):
     assert main(["run", *SMALL, "method=snapkv", "limit=3", f"results={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    assert "n = 3 of 6 examples a task." in " ".join(out.split())
+    assert "n = 3 of 4 examples a task." in " ".join(out.split())
     assert str(tmp_path) in out
     assert out.startswith("! n = 3 a task: a smoke test")
     assert "Δ" in out

@@ -32,7 +32,7 @@ def test_second_run_measures_nothing_and_a_new_method_reads_only_for_itself(tmp_
     assert calls == []
     assert again == first
     run_json(capsys, *arguments, "method=snapkv,think")
-    assert calls == [["think"]] * 12
+    assert calls == [["think"]] * 8
 
 
 def test_beginnings_that_prompts_share_are_read_once_and_change_no_score(tmp_path, capsys, monkeypatch):
@@ -63,12 +63,12 @@ def test_plan_and_config_and_lists(tmp_path, capsys):
     arguments = [*SMALL, "method=snapkv,think", f"results={tmp_path}"]
     assert main(["run", *arguments, "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
-    assert [g["prefills"] for g in plan["groups"]] == [6, 6]
-    assert [g["prefills_saved"] for g in plan["groups"]] == [12, 12]
+    assert [g["prefills"] for g in plan["groups"]] == [4, 4]
+    assert [g["prefills_saved"] for g in plan["groups"]] == [8, 8]
     assert main(["run", *arguments, "--plan", "calibration_text=absent"]) == 0
     plan_text = capsys.readouterr().out
     assert "calibration_text= is not read" in plan_text
-    assert "12 saved by sharing" in " ".join(plan_text.split())
+    assert "8 saved by sharing" in " ".join(plan_text.split())
     assert max(map(len, plan_text.splitlines())) <= 100
     assert main(["run", *arguments, "--config"]) == 0
     assert "window: 32" in capsys.readouterr().out

@@ -62,7 +62,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again_and_stops_nothing(tmp_p
     known = store.status(cell["cell"])
     assert (known.status, known.n, known.reason) == ("failed", 2, cell["reason"])
     assert 'raise ZeroDivisionError("division' in (store.folder(cell["cell"]) / "traceback-0.txt").read_text()
-    assert all(c["n"] == 6 for key, c in cells.items() if key not in failed)
+    assert all(c["n"] == 4 for key, c in cells.items() if key not in failed)
     assert main(["run", *arguments]) == 1
     out, err = capsys.readouterr()
     assert "✗ failed" in out and "ZeroDivisionError" in out and "1 of the results failed" in err
@@ -117,13 +117,19 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
     assert metrics_of(tmp_path / "b") == want
     for path in (tmp_path / "b").glob("cells/*/samples-0.jsonl"):
         ids = [json.loads(line)["id"] for line in path.read_text().splitlines()]
-        assert len(ids) == len(set(ids)) == 6
+        assert len(ids) == len(set(ids)) == 4
 
 
 @pytest.mark.parametrize("failing", [3, 9])
 def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, steps):
     """Columns share the ids of examples: two datasets, and one whose question is in view or withheld."""
-    arguments = ["dataset=tiny/needle,tiny/multikey", "examples=3", "method=snapkv", "query_aware=true,false"]
+    arguments = [
+        "dataset=tiny/needle,tiny/multikey",
+        "length=256",
+        "examples=3",
+        "method=snapkv",
+        "query_aware=true,false",
+    ]
     want = undisturbed(*arguments)
     steps.rows.clear()
 
@@ -137,7 +143,13 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
 
 
 def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues, steps):
-    arguments = ["dataset=tiny/listing,tiny/code", "examples=3", "method=snapkv,h2o,streamingllm", "max_new_tokens=40"]
+    arguments = [
+        "dataset=tiny/listing,tiny/code",
+        "length=256",
+        "examples=3",
+        "method=snapkv,h2o,streamingllm",
+        "max_new_tokens=40",
+    ]
     want, remade, short = undisturbed(*arguments), runner.remade, []
     steps.rows.clear()
 
@@ -288,7 +300,7 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
     for group in plan["groups"]:
         named = [label.split()[0] for part in group["parts"] for label in part]
         assert named == ["full", "snapkv", "h2o", "think"] and len(group["parts"]) > 1
-        assert group["prefills"] == 6 * len(group["parts"])
+        assert group["prefills"] == 4 * len(group["parts"])
         assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
     text = capsys.readouterr().out
