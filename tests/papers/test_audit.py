@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -318,18 +319,28 @@ NOTED = {
 """Each known accounting note: where this audit has it."""
 
 
+@cache
+def recomputed():
+    return recomputed_cells(published())
+
+
+@cache
+def judgements():
+    return judged(published())
+
+
 def verdict_of(paper, what, findings):
     kind, _, rest = what.partition(":")
     if kind == "exact":
         table, _, column = rest.partition(":")
-        cells = [e for e in recomputed_cells(published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+        cells = [e for e in recomputed() if (e.cell.paper, e.cell.table) == (paper, table)]
         chosen = [e.ok for e in cells if e.column.startswith(column)]
         return {True: "holds", False: "does not hold"}[all(chosen)] if chosen else None
     if kind in ("repeat", "break"):
         return (
             "does not hold" if any(f.check == kind and f.paper == paper and f.cell == rest for f in findings) else None
         )
-    chosen = [j.verdict for j in judged(published()) if j.statement.paper == paper and what in j.statement.text]
+    chosen = [j.verdict for j in judgements() if j.statement.paper == paper and what in j.statement.text]
     return chosen[0] if len(chosen) == 1 else None
 
 
