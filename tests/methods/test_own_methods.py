@@ -211,42 +211,62 @@ class Early(Selector):
 """
 
 
-@pytest.mark.parametrize(
-    ("act", "replaced"),
-    [
-        (
-            "from transformers.models.llama import modeling_llama\n"
-            "modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)",
-            "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
-        ),
-        (
-            "import transformers\ntransformers.LlamaForCausalLM.forward = torch.nn.Module.forward",
-            "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
-        ),
-        (
-            "from kvbench.methods.core import contract\ndef first(scores, k): return torch.arange(k)\n"
-            "contract.top_indices.__code__ = first.__code__",
-            "the code of kvbench.methods.core.contract.top_indices",
-        ),
-    ],
-    ids=["a function of a model", "a class that is imported late", "code"],
-)
-def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(act, replaced, tmp_path):
-    """The model's code is imported by the file itself, so that it cannot be looked at before."""
-    (tmp_path / "early.py").write_text(AT_IMPORT.format(act=act))
-    check = (
-        "import sys; from kvbench.base.errors import UsageError; from kvbench.methods.core import registry\n"
-        "try: registry.defaults('early')\n"
-        "except UsageError as error: print(error)\n"
-        "from transformers.models.llama import modeling_llama as m; from kvbench.methods.core import contract\n"
-        "print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)\n"
-        "print(contract.top_indices.__code__.co_name)"
-    )
+REPLACING = [
+    (
+        "from transformers.models.llama import modeling_llama\n"
+        "modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q, k)",
+        "transformers.models.llama.modeling_llama.apply_rotary_pos_emb",
+    ),
+    (  # a class that is imported late
+        "import transformers\ntransformers.LlamaForCausalLM.forward = torch.nn.Module.forward",
+        "transformers.models.llama.modeling_llama.LlamaForCausalLM.forward",
+    ),
+    (
+        "from kvbench.methods.core import contract\ndef first(scores, k): return torch.arange(k)\n"
+        "contract.top_indices.__code__ = first.__code__",
+        "the code of kvbench.methods.core.contract.top_indices",
+    ),
+]
+"""What a file does when it is imported, and the name that it replaces."""
+CHECK = """
+import os, sys
+from kvbench.base.errors import UsageError
+from kvbench.methods.core import contract, registry
+
+assert "transformers.models.llama.modeling_llama" not in sys.modules
+for name in sys.argv[1:]:
+    child = os.fork()
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+        continue
+    try:
+        registry.defaults(name)
+    except UsageError as error:
+        print(error)
+    from transformers.models.llama import modeling_llama as m
+    print(m.apply_rotary_pos_emb.__module__, m.LlamaForCausalLM.forward.__module__)
+    print(contract.top_indices.__code__.co_name, flush=True)
+    os._exit(0)
+"""
+
+
+def test_what_a_file_replaces_when_it_is_imported_is_put_back_and_it_is_refused(tmp_path):
+    """The model's code is imported by the file itself, so that it cannot be looked at before.
+
+    Each file is imported by a process of its own, forked from one that has imported no model's code.
+    """
+    names = [f"early{i}" for i in range(len(REPLACING))]
+    for name, (act, _) in zip(names, REPLACING, strict=True):
+        text = AT_IMPORT.format(act=act).replace("early", name).replace("Early", name.title())
+        (tmp_path / f"{name}.py").write_text(text)
     environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", check], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    said, left, code = done.stdout.splitlines()
-    assert f"replaces {replaced}, with which other methods compute" in said
-    family, generic = left.split()
-    assert family.endswith("modeling_llama") and generic.startswith("transformers.") and code == "top_indices"
+    command = [sys.executable, "-c", CHECK, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 * len(REPLACING)
+    for i, (_, replaced) in enumerate(REPLACING):
+        said, left, code = lines[3 * i : 3 * i + 3]
+        assert f"replaces {replaced}, with which other methods compute" in said
+        family, generic = left.split()
+        assert family.endswith("modeling_llama") and generic.startswith("transformers.") and code == "top_indices"
