@@ -82,7 +82,7 @@ def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family)
     model, ids = build(family), prompt(40, 3)
     built = entry(name, positions="rolled", kv_size=2000)
     full, rolled = prefill(model, ids, ["full", built], per=per)
-    answers = kvbench.generate(model, [full, rolled], 12)
+    answers = kvbench.generate(model, [full, rolled], 8)
     assert answers[0] == answers[1]
     longer = [kvbench.extend(model, c, prompt(5, 4)).logits for c in (full, rolled)]
     torch.testing.assert_close(longer[0], longer[1], atol=1e-4, rtol=1e-4)
@@ -206,8 +206,8 @@ def test_budget_holds_and_a_batch_answers_as_each_row_alone(name, per):
     sizes = (length(name), 9, length(name) - 13)
     pairs = itertools.product(sizes, ("true",) if name in PACKED else ("true", "rolled"))
     caches = [prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
-    together = kvbench.generate(model, caches, 12)
-    assert together == [kvbench.generate(model, [c], 12)[0] for c in caches]
+    together = kvbench.generate(model, caches, 8)
+    assert together == [kvbench.generate(model, [c], 8)[0] for c in caches]
 
 
 def test_a_fraction_stays_that_of_the_prompt_when_text_is_read_after_it():
