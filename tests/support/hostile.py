@@ -117,7 +117,7 @@ def sets_what_is_global(stage, cache, obs):
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision("medium")
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed, without what it does for GPUs
 
 
 def replacing(owner, name):
