@@ -238,12 +238,20 @@ def _join_prompt(sentences: Sequence[str], question: str) -> str:
 
 
 def load(context: LoadContext, length: int, examples: int, max_new_tokens: int | None = None) -> list[Task]:
-    """Return the six tasks with ``examples`` generated prompts of ``length`` tokens each. No file is read."""
+    """Return the wanted tasks of the six with ``examples`` generated prompts of ``length`` tokens each.
+
+    No file is read. All six are returned where one is wanted that does not exist, so that it is told beside them.
+    """
     dataset = context.dataset
     whole(dataset, "length", length, 64, 4000)
     whole(dataset, "examples", examples, 1, 100_000)
+    wanted = set(context.selection)
+    if not wanted or not wanted <= TASKS.keys():
+        wanted = set(TASKS)
     tasks = []
     for name, spec in TASKS.items():
+        if name not in wanted:
+            continue
         task = Task(
             id=f"{dataset}/{name}",
             examples=_examples(name, length, examples),

@@ -23,6 +23,7 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
+from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.spec import catalogue, table_spec
@@ -197,7 +198,7 @@ def load(paper: str) -> tuple[Claim, ...]:
     (path,) = files(f"{paper}/claims.yaml")
     claims = []
     try:
-        for entry in yaml.safe_load(path.read_text(encoding="utf-8")):
+        for entry in yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER):
             claim = Claim(paper, **entry)
             # YAML has lists, but a claim must be hashable
             pairs = tuple((first, second) for first, second in claim.pairs)

@@ -9,7 +9,7 @@ from typing import cast
 
 import yaml
 
-from kvbench.base.conf import entries
+from kvbench.base.conf import YAML_LOADER, entries
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
@@ -460,7 +460,7 @@ def _build_line(
             texts = knobs | row_knobs.knobs(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}
             for key, text in texts.items():
-                entry[key] = yaml.safe_load(text)
+                entry[key] = yaml.load(text, Loader=YAML_LOADER)
             return chain_of(entry, preset=values)
 
         chain = build_chain()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.spec.published import Published, load_table
@@ -132,7 +133,7 @@ def paper(name: str) -> Paper:
         raise unknown("paper", name, (*papers(), "all"))
     # a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
     (path,) = files(f"{name}/paper.yaml")
-    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
     # missing keys have the defaults of Paper
     fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
     return Paper(name, entries=tuple(_read_entries(path, name, content)), **fields)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import files
 from kvbench.papers.spec import catalogue, published
@@ -251,7 +252,7 @@ def load(paper: str, table: str) -> TableSpec:
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
     for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):
         try:
-            raw |= yaml.safe_load(path.read_text(encoding="utf-8"))
+            raw |= yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         except (TypeError, ValueError, yaml.YAMLError) as error:
             raise KvbenchError(f"{path}: {error}") from None
     for key in ("blocks", "full", "sources"):

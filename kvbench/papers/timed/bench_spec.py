@@ -15,6 +15,7 @@ from functools import cache
 
 import yaml
 
+from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.bench import workload
 from kvbench.papers import files as papers_files
@@ -201,7 +202,7 @@ def load(paper: str, table: str) -> BenchSpec:
     if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in tables()])
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         stand_in = Scale(**raw.get("stand_in", {}))
         return BenchSpec(**raw | {"stand_in": stand_in})
     except (TypeError, AttributeError, yaml.YAMLError) as error:
