@@ -435,10 +435,13 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     keyless = set(listed).difference(key_layers(model.config))
     modules = []
     for module in model.modules():
+        # the name first: to ask a module for what it does not have takes long
+        if not type(module).__name__.endswith(("Attention", "MLA")):
+            continue
         # the layer number identifies an attention module; its parts may have similar class names
         number = getattr(module, "layer_idx", None)
         # linear attention has a similar name as well, and its layer holds no keys
-        if type(module).__name__.endswith(("Attention", "MLA")) and isinstance(number, int) and number not in keyless:
+        if isinstance(number, int) and number not in keyless:
             modules.append(module)
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
