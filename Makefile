@@ -14,6 +14,9 @@ RELEASES_5.23 = 'transformers==5.23.*'
 # threads that spin long while they wait slow a shared machine down (make bench-shared)
 export GOMP_SPINCOUNT ?= 2000
 
+# without compiled files each of the many processes that tests start would compile kvbench anew
+unexport PYTHONDONTWRITEBYTECODE
+
 DATA ?= $(or $(KVBENCH_DATA),data)
 REAL ?= smollm2-135m-q4_1
 # the folders of measured suites: those with rows
