@@ -179,7 +179,7 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
     for table in (*tables, *claims.sides(claims.load(paper))):
         datasets = {c.dataset for c in table.scores}
         more = [x for name in short.keys() & datasets for x in short[name]]
-        answers = [] if "wikitext103" in datasets else ["max_new_tokens=4"]
+        answers = [] if "wikitext103" in datasets else ["max_new_tokens=2"]
         all_ours.append(prepared(table, folder, data, tmp_path, "limit=1", *more, *answers))
     for run in joint(ours.run for ours in all_ours):
         experiment.fill(run, quiet=True)

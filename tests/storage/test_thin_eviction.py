@@ -1,6 +1,6 @@
 """Thin tokens behind selectors that evict while decoding: against whole passes with explicit masks and zeros."""
 
-from functools import cache
+import functools
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def check(model, ids, made, per, answer, held):
     return cache, longer
 
 
-@cache
+@functools.cache
 def without_pruner(bits, mask, heads):
     """What H2O answers where every token holds all channels."""
     return decoding.h2o_decoding(build("llama"), prompt(N, 8), NEW, 8, 8, bits, mask, None, heads)[0]

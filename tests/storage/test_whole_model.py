@@ -20,7 +20,7 @@ from kvbench.models.interface import cache_shape
 
 pytestmark = pytest.mark.e2e("whole models decode, every chain")
 
-N, NEW, D, SIZE = 45, 40, 16, 24
+N, NEW, D, SIZE = 45, 24, 16, 24
 SMALL = {"recent": 5, "observed": 8, "ratio": 0.4, "group": 4, "residual": 8}
 THIN = {"prune": "think", "keys": 10, "recent": 5}
 THIN_BOTH = {"prune": "thinkv", "keys": 10, "values": 8, "recent": 5}
@@ -126,10 +126,10 @@ def test_answers_and_logits_are_those_of_the_reference(per):
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("name", CHAINS)
 def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name, per):
-    model, ids, more = build("llama"), prompt(N, 6), prompt(33, 7)
+    model, ids, more = build("llama"), prompt(N, 6), prompt(20, 7)
     (cache,) = kvbench.prefill(model, ids, [entry(name)], per=per)
     slow, at_once, pieces = Dense(model, name, ids, per), kvbench.extend(model, cache, more), cache
-    for piece in more.split([1, 9, 8, 15]):
+    for piece in more.split([1, 9, 3, 7]):
         pieces = kvbench.extend(model, pieces, piece)
         for token in piece.split(1):
             wanted = slow.feed(token)
@@ -146,7 +146,7 @@ def test_text_appended_in_pieces_is_stored_as_if_it_were_generated(name, per):
 
 
 def test_a_text_that_is_scored_token_by_token_is_stored_likewise():
-    model, ids, text = build("llama"), prompt(N, 8), prompt(30, 9)
+    model, ids, text = build("llama"), prompt(N, 8), prompt(20, 9)
     caches = kvbench.prefill(model, ids, [entry(name) for name in CHAINS])
     for name, forced in zip(CHAINS, teacher_force(model, caches, text, 1), strict=True):
         slow = Dense(model, name, ids, "kv_head")
@@ -172,7 +172,7 @@ def test_a_chunk_of_scored_text_is_read_as_if_its_tokens_were_exact(chunk):
 )
 def test_another_rule_of_storage_would_be_seen(other):
     """Otherwise the tolerance above would hide what it is to find."""
-    model, ids, more = build("llama"), prompt(N, 6), prompt(33, 7)
+    model, ids, more = build("llama"), prompt(N, 6), prompt(20, 7)
     name = "thinkv+kivi"
     right = Dense(model, name, ids, "kv_head")
     wrong = Dense(model, name, ids, "kv_head", replace(CHAINS[name], **other))

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e("measures processes")
 
 @pytest.fixture(autouse=True)
 def no_growth(monkeypatch):
-    """Only a process of its own is asked by how much it grew: to find that out, all that Python holds is gone through."""
+    """By how much this process grows is not looked at: to find that out, all that Python holds is gone through."""
     monkeypatch.setattr(resident, "in_use", lambda: 0)
 
 
