@@ -62,10 +62,10 @@ CHAINS = [*ASKED, "snapkv+think", "keynorm+thinkv", "snapkv+fp8", "h2o+vatp", "c
 
 
 def of(family, chains):
-    """All chains on Llama, every third that a family runs elsewhere, and in the families next to each other others."""
+    """All chains on Llama, every seventh that a family runs elsewhere, and others in the family next to it."""
     if family == "llama":
         return chains
-    return [c for c in chains if supported(c, family)][FAMILIES.index(family) % 3 :: 3]
+    return [c for c in chains if supported(c, family)][FAMILIES.index(family) % 7 :: 7]
 
 
 def share_of(seen, ratio=33):
