@@ -91,7 +91,7 @@ def prompts_of(family):
     return PROMPTS if family == "llama" else PROMPTS[FAMILIES.index(family) % 2 :][:1]
 
 
-NEW = 6
+NEW = 4
 
 
 def configured(chain, values, **more):
