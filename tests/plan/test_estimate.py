@@ -21,10 +21,10 @@ def cell(method, name):
     return Cell({"name": name}, chain, name, SimpleNamespace(examples=()), "task")
 
 
-def made(*methods, rows=48, samples=None):
+def made(*methods, rows=48, samples=None, turns="", drawn=1):
     cells = tuple(cell(m, str(i)) for i, m in enumerate(methods))
     examples = tuple(Example(str(i), "x" * i, ("a",), NEW) for i in range(4))
-    group = Group(SimpleNamespace(examples=examples, turns="", samples=1), "task", cells, examples)
+    group = Group(SimpleNamespace(examples=examples, turns=turns, samples=drawn), "task", cells, examples)
     todo = {e.id: list(cells) for e in examples}
     inputs = {c.id: (samples or {}).get(c.label, {}) for c in cells}
     # the longest prompt has 100 tokens, each shorter one 1 fewer
@@ -44,6 +44,13 @@ def test_bytes_of_a_cell_are_cache_and_copy_and_tail():
     assert actual.bytes(group.cells, 2**40) == actual.layer + 4 * each
     assert actual.bytes(group.cells, 2 * each) == actual.layer + 2 * each
     assert actual.bytes(group.cells, 1) == actual.layer + each
+
+
+def test_a_cache_from_which_questions_or_drawn_answers_branch_stays_beside_its_copy():
+    tail = DENSE * NEW // N
+    for options in ({"turns": "isolated"}, {"drawn": 4}):
+        group, actual = made("full", **options)
+        assert actual.cells[group.cells[0].id] == 2 * (DENSE + 2 * 4 * N) + tail
 
 
 def test_what_is_not_calibrated_yet_counts_as_the_full_cache():
