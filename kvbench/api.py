@@ -25,8 +25,9 @@ from kvbench.engine.calibration.session import Session
 from kvbench.engine.hf_cache import TransformersCache
 from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.engine.prefill import as_prompt, prefill_chains
-from kvbench.engine.weights_digest import check_calibrated, weights_of
+from kvbench.engine.prefill import prefill_chains, prepare_ids
+from kvbench.engine.stopping import Ending
+from kvbench.engine.weights_digest import check_calibrated, digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.resolve import chains_of
@@ -86,7 +87,7 @@ def prefill(
     if tokenizer is not None:
         traits.check_tokenizer(tokenizer)
     chains = _chains(model, methods, preset, knobs)
-    ids = as_prompt(model, input_ids)
+    ids = prepare_ids(model, input_ids)
     warn_beyond_context(model, len(ids), stacklevel=3)
     return prefill_chains(model, ids, chains, tokenizer=tokenizer)
 
@@ -149,7 +150,7 @@ def generate(
             # a rolled chain gives new tokens the positions of slots: any text stays within the model's context
             if not caches[i].chain.rolled:
                 warn_beyond_context(model, caches[i].seen + new, stacklevel=3)
-        endings = [decode.Ending(new, stop)] * len(rows)
+        endings = [Ending(new, stop)] * len(rows)
         answers = decode.generate_rows(model, [caches[i] for i in rows], endings)
         for i, answer in zip(rows, answers, strict=True):
             outputs[i] = answer.tokens
@@ -201,7 +202,7 @@ def calibrate(
     session = Session(
         folder=Path(folder).expanduser(),
         # a calibration of other weights, or of other positions, is another one
-        identity={"weights": weights_of(model), "rope": getattr(model.config, "rope_parameters", None)},
+        identity={"weights": digest_weights(model), "rope": getattr(model.config, "rope_parameters", None)},
         tokenizer=tokenizer,
         context=traits.context_length(model.config),
         own_corpus=path == EMBEDDED / "tiny",

@@ -33,7 +33,7 @@ from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.core.chain import Chain
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
-from kvbench.report.summary import UNCHANGED, only_compresses
+from kvbench.report.unchanged import UNCHANGED, only_compresses
 
 try:
     from lm_eval.__main__ import cli_evaluate

@@ -50,7 +50,7 @@ def prepare(table: str, results: str) -> list[RunPlan]:
 def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
-    reports = [of_run.report(run) for run in runs]
+    reports = [of_run.report_run(run) for run in runs]
     own = own_tables.read(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"kvbench table {name}{model} {TABLES[table]}".strip()

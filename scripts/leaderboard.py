@@ -37,7 +37,7 @@ COMMITTED = {"limit": "8"}
 
 def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     """Return the text of each file by name."""
-    reports = [of_run.report(run) for run in runs]
+    reports = [of_run.report_run(run) for run in runs]
     standings = leaderboard.standings(runs, reports)
     cells = [c for run in runs for g in run.groups for c in g.cells]
     records = [record for c in cells if (record := runs[0].store.cell(c.id)) is not None]
@@ -50,7 +50,7 @@ def rendered(runs: list[RunPlan], length: str) -> dict[str, str]:
     below += reports[0].notes
     table = heading + writers.compose(leaderboard.sheets(standings), below, "md")
     lines = leaderboard.records(standings, MODEL, ", ".join(commits))
-    return {"leaderboard.md": table, open_results.NAME: open_results.text(lines)}
+    return {"leaderboard.md": table, open_results.NAME: open_results.format_lines(lines)}
 
 
 def write(runs: list[RunPlan], length: str) -> None:

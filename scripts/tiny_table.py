@@ -114,11 +114,11 @@ def prepare(table: str, results: str) -> RunPlan:
 
 def rendered(prepared: RunPlan, table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
-    content = replace(of_run.report(prepared), results="results")
+    content = replace(of_run.report_run(prepared), results="results")
     # advice on the dtype is about the machine that prints it, and the page is made again on others
     about_runs = tuple(remark for remark in content.remarks if not remark.startswith("Dtype "))
     content = replace(content, remarks=about_runs)
-    tables = render.render(content, "md", render.EVERYTHING)
+    tables = render.render_report(content, "md", render.EVERYTHING)
     return f"# {table}\n\n`kvbench run {' '.join(TABLES[table])}`\n\n{tables}"
 
 

@@ -13,7 +13,7 @@ import torch
 
 from kvbench.base.version import version
 from kvbench.storage import kernels
-from kvbench.store.provenance import git_commit
+from kvbench.store.provenance import read_commit
 
 # the names that nvidia-smi --query-gpu uses
 GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "driver_version")
@@ -34,7 +34,7 @@ def facts(device: torch.device) -> dict[str, object]:
         "load": load,
         "paths": paths(device),
         "kvbench": version(),
-        "commit": git_commit(),
+        "commit": read_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "versions": _installed_versions(),

@@ -22,7 +22,7 @@ from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.step import BatchLayers, build, given_up, step
+from kvbench.engine.step import BatchLayers, build, give_up_caches, step
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -100,7 +100,7 @@ def run(
         with adapted(model, chain), attached(model):
             build_start = time.perf_counter()
             seen = caches[0].seen
-            batch = build(model, given_up(caches), new - 1)
+            batch = build(model, give_up_caches(caches), new - 1)
             next_logits = Graph(model, batch).step if graph else partial(step, model, batch)
             clock.wait()
             build_end = time.perf_counter()

@@ -134,14 +134,14 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
     layers = CompressedLayers(chain)
     for i in range(shape.layers):
         observation, dense = random_layer(chain, shape, n, dtype=dtype, index=i)
-        layers.add(dense, observation)
+        layers.add_layer(dense, observation)
     if chain.replayer is not None:
         # a replayer chooses by the attention of a second pass over the prompt: [query heads, n] for each layer
         attention_sums = None
         if chain.replayer.replay(n):
             generator = torch.Generator().manual_seed(1)
             attention_sums = [torch.rand(shape.query_heads, n, generator=generator) for _ in range(shape.layers)]
-        layers.replayed(attention_sums)
+        layers.finish_replay(attention_sums)
     return layers.caches
 
 

@@ -218,7 +218,7 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     sheets = [Table(tuple(heads), tuple(body))]
     freed = _pages_freed(rows)
     if freed:
-        sheets.append(pages.table(freed))
+        sheets.append(pages.build_table(freed))
     title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
     all_notes = list(_notes(rows))
     if freed:

@@ -31,7 +31,7 @@ from kvbench.bench.workload import Workload, parse, prompts
 from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.step import build, given_up, step
+from kvbench.engine.step import build, give_up_caches, step
 from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import attached
 from kvbench.plan import config
@@ -101,7 +101,7 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     with adapted(model, chain), attached(model):
         can_skip = moves(caches)
         seen = caches[0].seen
-        batch = build(model, given_up(caches), workload.new - 1)
+        batch = build(model, give_up_caches(caches), workload.new - 1)
         if can_skip:
             # the last of new - 1 steps runs over the longest cache
             skip(model, batch, workload.new - 2)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
-from kvbench.report.render import size
-from kvbench.report.table import Table
+from kvbench.report.table import Table, format_size
 from kvbench.report.writers import compose
 
 # the quantities of each table, in the order of its columns
@@ -62,7 +61,7 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
         cells = [_label(row)]
         cells += [_bytes(row, quantity, base_row) for quantity in BYTES]
         roof = row["roofline"]
-        cells += [size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
+        cells += [format_size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
         body.append(tuple(cells))
     yield Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
 
@@ -160,7 +159,7 @@ def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
     median = value(row, quantity)
     if median is None:
         return "—"
-    return size(median) + _ratio_line(row, quantity, base_row)
+    return format_size(median) + _ratio_line(row, quantity, base_row)
 
 
 def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:

@@ -38,17 +38,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the files that can be removed. With --yes, remove them."""
-    from kvbench.report.listing import given, rows
+    from kvbench.report.listing import list_cells, read_filters
     from kvbench.store.store import LINK, ResultStore
-    from kvbench.store.store_clean import carry_out, leftovers, list_removals
+    from kvbench.store.store_clean import carry_out, list_leftovers, list_removals
 
-    filters = given(args.overrides, KEYS)
+    filters = read_filters(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
     # cells that the user names by id or status go as a whole; other cells lose only lines that do not count
     all_samples = "cells" in filters or "status" in filters
-    cells = [cell.id for cell in rows(store, filters)]
+    cells = [cell.id for cell in list_cells(store, filters)]
     busy: dict[str, tuple[int, ...]] = {}
     for cell in cells:
         shards = store.measuring(cell)
@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> int:
     removals = list_removals(store, cells, whole=all_samples)
     # half-removed folders belong to no cell, so that no filter chooses them
     if not filters:
-        removals += leftovers(store)
+        removals += list_leftovers(store)
     for warning in store.warnings:
         if LINK in warning:
             say(warning)

@@ -25,7 +25,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the chosen cells and print the names of the files."""
-    from kvbench.report.listing import FILTERS, given
+    from kvbench.report.listing import FILTERS, read_filters
     from kvbench.store.store import ResultStore
 
     one_of("format of export", FORMATS, args.form)
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     if args.form == "kvpress":
         keys.append("name")
     keys += FILTERS
-    options = given(args.overrides, keys)
+    options = read_filters(args.overrides, keys)
     # the default folder may be missing, one that is named may not
     is_named = "results" in options
     store = ResultStore(Path(options.pop("results", "results")).expanduser())
@@ -52,13 +52,13 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
     if path.is_dir():
         raise UsageError(f"output={path} is a folder: name a file in it, as in output={path / open_results.NAME}")
     # the remaining options are filters
-    lines = [line for line in open_results.records(store, options) if line["score"] is not None]
+    lines = [line for line in open_results.list_lines(store, options) if line["score"] is not None]
     if not lines:
         message = _nothing_chosen(store)
         if path.exists():
             message += f"; {path} is left as it is"
         raise UsageError(message)
-    count = open_results.write(lines, path)
+    count = open_results.write_lines(lines, path)
     if as_json:
         print(json.dumps({"file": str(path), "results": count}))
     else:
@@ -73,7 +73,7 @@ def _nothing_chosen(store: ResultStore) -> str:
 def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
     """Write a folder for each model, method and length; print their names."""
     from kvbench.report import export_kvpress
-    from kvbench.report.listing import rows
+    from kvbench.report.listing import list_cells
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():
@@ -82,12 +82,12 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
     name = options.pop("name", None)
     if name is not None and (name != Path(name).name or name == ".."):
         raise UsageError(f"name={name} is not possible: what the data set is called in the folders' names, without /")
-    runs, notes = export_kvpress.runs(store, rows(store, options), name)
+    runs, notes = export_kvpress.find_runs(store, list_cells(store, options), name)
     if not runs:
         raise UsageError("; ".join(notes) or _nothing_chosen(store))
     # all names are checked before the first folder is written
     export_kvpress.check_names(runs, root)
-    folders = [export_kvpress.write(run, root) for run in runs]
+    folders = [export_kvpress.write_run(run, root) for run in runs]
     for note in notes:
         say(note)
     if as_json:

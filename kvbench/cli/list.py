@@ -68,13 +68,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for, or an overview of all."""
     from kvbench.cli.runs import table
-    from kvbench.report.listing import FILTERS, given, rows
+    from kvbench.report.listing import FILTERS, list_cells, read_filters
     from kvbench.store.store import ResultStore
 
     # kinds and filters may stand in any order
     keys = list(FILTERS)
     keys.append("results")
-    filters = given([word for word in args.kind if "=" in word], keys)
+    filters = read_filters([word for word in args.kind if "=" in word], keys)
     # results= and --results are the same, and a folder that is named must be there
     named_folder = filters.pop("results", args.results)
     named_kinds = [word for word in args.kind if "=" not in word]
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
     if "runs" in kinds:
         if named_folder is not None:
             store.check_there()
-        cells = rows(store, filters)
+        cells = list_cells(store, filters)
     if not named_kinds and not args.json:
         _print_overview(folder)
         return 0

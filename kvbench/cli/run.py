@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli import launchers
 from kvbench.methods.core import registry
 from kvbench.plan import words
-from kvbench.run.console import print_plans, print_reports, report_arguments, stopping
+from kvbench.run.console import add_report_options, print_plans, print_reports, stopping
 
 
 class Help(argparse.Action):
@@ -42,7 +42,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--multirun", action="store_true", help="run the shards (shard=0,1,... or shards=N) with a Hydra launcher"
     )
-    report_arguments(parser)
+    add_report_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import one_line
 from kvbench.plan import keys, words
-from kvbench.run.console import print_reports, report_arguments
+from kvbench.run.console import add_report_options, print_reports
 
 if TYPE_CHECKING:
     from kvbench.report.report import Report
@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or keys of run")
     parser.add_argument("--samples", type=int, help="number of a result's answers to print (default 3)")
     parser.add_argument("--results", help="folder of results, the same as results= (default results)")
-    report_arguments(parser)
+    add_report_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
     # all models of a command share one folder of results
     if "results" in options:
         plans[0].store.check_there()
-    reports = [of_run.report(plan) for plan in plans]
+    reports = [of_run.report_run(plan) for plan in plans]
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
         words_typed = " ".join(f"{key}={text}" for key, text in options.items())
@@ -71,7 +71,7 @@ def _is_unmeasured(report: Report) -> bool:
 
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     """Print one stored cell with its first answers. Return exit status 0."""
-    from kvbench.store.labels import explain_budgets, fields, label
+    from kvbench.store.labels import explain_budgets, label_cell, list_settings
     from kvbench.store.store import ResultStore
 
     store = ResultStore(results.expanduser())
@@ -83,9 +83,9 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         raise UsageError(f"result {cell_id} was never started; it lies in {store.root}/cells")
     samples = list(store.lines(cell_id).values())
     identity = record.identity
-    cell_label = label(identity, record.label)
+    cell_label = label_cell(identity, record.label)
     settings: dict[str, object] = {"model": record.model}
-    settings |= fields(identity)
+    settings |= list_settings(identity)
     refusal = store.refusal(cell_id)
     metrics = store.metrics(cell_id)
     count = args.samples
@@ -122,12 +122,12 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
 
 def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
     """Print an example's score, the size of its cache, and its answer above the references."""
-    from kvbench.report.render import size
+    from kvbench.report.table import format_size
 
     line = f"{one_line(sample['id'])}: score {sample['score']}"
     # nothing is known of the caches behind answers of other programs and of engines
     if not is_foreign:
-        line += f", {sample['kept']:g} of {sample['n']} tokens, {size(sample['payload'])} payload"
+        line += f", {sample['kept']:g} of {sample['n']} tokens, {format_size(sample['payload'])} payload"
     print(f"\n{line}")
     if sample.get("answers") is None:  # a text that was read, not answered
         return

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode_layer import allocated, compressed
+from kvbench.engine.decode_layer import count_allocated, select_compressed
 from kvbench.engine.patches import adapted
-from kvbench.engine.step import BatchLayers, build, given_up, step
-from kvbench.engine.stopping import Ending, sample, without
+from kvbench.engine.step import BatchLayers, build, give_up_caches, step
+from kvbench.engine.stopping import Ending, draw_token, forbid_tokens
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
@@ -41,9 +41,9 @@ def default_rows(device: torch.device) -> int:
     return 128 if device.type == "cuda" else 96
 
 
-@dataclass(frozen=True)
+@dataclass
 class Answer:
-    """One row's tokens with the measurements of their decoding.
+    """One row's tokens with the measurements of their decoding. A batch fills it while the row is answered.
 
     held: for each layer, the most tokens that a head held before the row ended.
     attended: the tokens attended, as the mean over steps, heads and masked layers; None if the method masks nothing.
@@ -54,21 +54,23 @@ class Answer:
     factor: all storage of its batch divided by the payload of the rows in it, when the row ended.
     """
 
-    tokens: list[int]
-    held: list[int]
-    attended: float | None
-    seconds: float
-    rows: int
-    stored: Stored | None
+    tokens: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    attended: float | None = None
+    seconds: float = 0.0
+    rows: int = 0
+    stored: Stored | None = None
     finite: bool = True
     factor: float | None = None
 
 
 @dataclass
 class AnsweringRow(Generic[Key]):
-    """A row that is being answered. ``Answer`` describes the fields that both have.
+    """A row that is being answered.
 
     cache: the cache to start from, until the batch holds it.
+    answer: the row's tokens so far, and their measurements. It is whole once the row has ended.
+    settled: whether the row has ended and the storage that it took is in ``answer``.
     draw: the generator of the row's random draws; None if the likeliest token is taken.
     tally: the mean number of tokens attended, one tensor [] for each step under a method that masks.
     entry: the number of the group of rows with which this row entered the batch.
@@ -79,47 +81,26 @@ class AnsweringRow(Generic[Key]):
     chain: Chain
     ending: Ending
     cache: PromptCache | None = None
-    tokens: list[int] = field(default_factory=list)
+    answer: Answer = field(default_factory=Answer)
+    settled: bool = False
     draw: torch.Generator | None = None
     tally: list[Tensor] = field(default_factory=list)
-    held: list[int] | None = None
-    stored: Stored | None = None
-    factor: float | None = None
-    seconds: float = 0.0
-    rows: int = 0
-    finite: bool = True
     entry: int = 0
     fed: int = 0
 
     @property
     def over(self) -> bool:
-        return not self.finite or self.ending.over(self.tokens)
+        """True if the answer has ended."""
+        return not self.answer.finite or self.ending.over(self.answer.tokens)
 
-    def give_up(self) -> PromptCache:
+    def give_up_cache(self) -> PromptCache:
         """Return the cache and drop it here, so that the batch can free it layer by layer."""
         cache, self.cache = self.cache, None
         assert cache is not None
         return cache
 
-    def answer(self) -> Answer:
-        """Return the answer of a row that has ended."""
-        assert self.held is not None
-        attended = None
-        if self.tally:
-            attended = float(torch.stack(self.tally).mean())
-        return Answer(
-            tokens=self.tokens,
-            held=self.held,
-            attended=attended,
-            seconds=self.seconds,
-            rows=self.rows,
-            stored=self.stored,
-            finite=self.finite,
-            factor=self.factor,
-        )
 
-
-def by_layer(values: Sequence[Tensor], device: torch.device) -> Tensor:
+def stack_layers(values: Sequence[Tensor], device: torch.device) -> Tensor:
     """Stack one tensor [B] per layer, each on its layer's device, into [layers, B] on ``device``."""
     return torch.stack([v.to(device) for v in values])
 
@@ -192,26 +173,27 @@ class DecodeBatch(Generic[Key]):
                 # ended rows are fed on, but time is divided among the running rows only
                 running_rows = self._select_unfinished_rows() + entering_rows
                 if entering_rows:
-                    ended += self._begin(entering_rows)
+                    ended += self._begin_rows(entering_rows)
                 # entering rows may end with their first token, and then there is nothing to step
                 if any(not row.over for row in running_rows):
-                    ended += self._step()
+                    ended += self._step_rows()
                 # the step's tokens were copied to the CPU, so that the step is over on a GPU as well
                 seconds = (time.perf_counter() - start) / len(running_rows)
                 for row in running_rows:
-                    row.seconds += seconds
-                    row.rows = max(row.rows, len(running_rows))
-        return [(row.key, row.answer()) for row in ended]
+                    row.answer.seconds += seconds
+                    row.answer.rows = max(row.answer.rows, len(running_rows))
+        return [(row.key, row.answer) for row in ended]
 
-    def _begin(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
+    def _begin_rows(self, rows: list[AnsweringRow[Key]]) -> list[AnsweringRow[Key]]:
         """Choose the first token of each entering row. Return the rows that end with it and never decode."""
-        caches = [row.give_up() for row in rows]
+        caches = [row.give_up_cache() for row in rows]
         tokens = _choose_tokens(torch.stack([cache.logits for cache in caches]), rows)
-        # caches are indexed, because a name for one would keep it alive while the batch copies it (see ``given_up``)
+        # caches are indexed: a name for one would keep it alive while the batch copies it (see ``give_up_caches``)
         for i, row in enumerate(rows):
             row.entry = self.entries
             if row.over:
-                row.held = [layer.tokens for layer in caches[i].layers]
+                row.answer.held = [layer.tokens for layer in caches[i].layers]
+                row.settled = True
         self.entries += 1
         decoding = [i for i, row in enumerate(rows) if not row.over]
         caches = [caches[i] for i in decoding]
@@ -219,7 +201,7 @@ class DecodeBatch(Generic[Key]):
             decoding_rows = [rows[i] for i in decoding]
             seen = [cache.seen for cache in caches]
             most_new_tokens = max(row.ending.limit for row in decoding_rows) - 1
-            layers = build(self.model, given_up(caches), most_new_tokens)
+            layers = build(self.model, give_up_caches(caches), most_new_tokens)
             if self.rows:
                 self.layers.join(layers)
             else:
@@ -232,7 +214,7 @@ class DecodeBatch(Generic[Key]):
             self.rows = self.rows + decoding_rows
         return [row for row in rows if row.over]
 
-    def _step(self) -> list[AnsweringRow[Key]]:
+    def _step_rows(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next one. Return the rows that end with that token."""
         tokens, positions, ends = self.next
         logits = step(self.model, self.layers, tokens[:, None], positions[:, None])[:, -1]
@@ -240,31 +222,34 @@ class DecodeBatch(Generic[Key]):
         mean_attended = None
         if attended:
             # a layer is nan for rows whose method does not mask it, and nanmean leaves it out
-            mean_attended = by_layer(attended, logits.device).nanmean(dim=0)
+            mean_attended = stack_layers(attended, logits.device).nanmean(dim=0)
         for i, row in enumerate(self.rows):
             row.fed += 1
             if mean_attended is not None and row.chain.masks and not row.over:
                 row.tally.append(mean_attended[i])
         # an ended row never goes past its own last position
         self.next = torch.stack([_choose_tokens(logits, self.rows), torch.minimum(positions + 1, ends), ends])
-        return self._settle()
+        return self._settle_ended_rows()
 
-    def _settle(self) -> list[AnsweringRow[Key]]:
+    def _settle_ended_rows(self) -> list[AnsweringRow[Key]]:
         """Record the storage of rows that have just ended, and return them. Drop ended rows once they are many."""
-        newly_ended = [(i, row) for i, row in enumerate(self.rows) if row.over and row.held is None]
+        newly_ended = [(i, row) for i, row in enumerate(self.rows) if row.over and not row.settled]
         if not newly_ended:
             return []
-        compressed_layers = compressed(self.layers.with_keys)
+        compressed_layers = select_compressed(self.layers.with_keys)
         # transpose [layers, B]: peaks lists each row's most tokens of a head by layer
-        peaks = by_layer([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
+        peaks = stack_layers([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
         # payload lists each row's payload bytes by layer
         payload = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
         all_payload = sum(sum(layer.payload()) for layer in self.layers.with_keys)
-        factor = allocated(self.layers.with_keys) / max(1, all_payload)
+        factor = count_allocated(self.layers.with_keys) / max(1, all_payload)
         for i, row in newly_ended:
-            row.held = peaks[i]
-            row.stored = Stored(row.fed, payload[i])
-            row.factor = factor
+            row.answer.held = peaks[i]
+            row.answer.stored = Stored(row.fed, payload[i])
+            row.answer.factor = factor
+            if row.tally:
+                row.answer.attended = float(torch.stack(row.tally).mean())
+            row.settled = True
         self._drop_ended_rows()
         return [row for _, row in newly_ended]
 
@@ -292,20 +277,20 @@ def _choose_tokens(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
 
     A row whose logits hold NaN or +inf ends here. NaN or +inf is always the largest logit, so only that one is checked.
     """
-    masked = without(logits, [row.ending.forbidden(len(row.tokens)) for row in rows])
+    masked = forbid_tokens(logits, [row.ending.forbidden(len(row.answer.tokens)) for row in rows])
     # argmax takes NaN and +inf as the largest, so that the chosen logit shows whether there are any
     chosen = masked.argmax(dim=-1)
     finite = masked.gather(1, chosen[:, None])[:, 0].isfinite()
     for i, row in enumerate(rows):
         if row.draw is not None and not row.over:
-            chosen[i] = sample(masked[i], row.ending.temperature, row.ending.top_p, row.draw)
+            chosen[i] = draw_token(masked[i], row.ending.temperature, row.ending.top_p, row.draw)
     # copy tokens and faults to the CPU together: -1 stands for a row whose logits were not finite
     tokens_or_fault = torch.where(finite, chosen, -1).tolist()
     for row, token in zip(rows, tokens_or_fault, strict=True):
         if row.over:
             continue
         if token < 0:
-            row.finite = False
+            row.answer.finite = False
         else:
-            row.tokens.append(token)
+            row.answer.tokens.append(token)
     return chosen

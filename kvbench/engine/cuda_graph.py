@@ -8,6 +8,7 @@ GPU the graph is CUDA's, and nobody has run it yet. On a CPU the graph is the li
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import KvbenchError, headline
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.memory import is_out_of_memory
-from kvbench.engine.step import BatchLayers, feed
+from kvbench.engine.step import BatchLayers, step
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import kernels
 from kvbench.storage.attend import attend
@@ -90,7 +91,7 @@ class Graph:
 
     def __init__(self, model: PreTrainedModel, batch: BatchLayers) -> None:
         self.place = torch.zeros(1, dtype=torch.int64, device=batch.with_keys[0].next.device)
-        self.layers = []
+        self.layers: list[StillLayer] = []
         if batch.with_states:
             raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
         if getattr(model.config, "attn_temperature_tuning", False):
@@ -114,15 +115,19 @@ class Graph:
         self.place.fill_(batch.used)
 
         def run_step() -> Tensor:
-            return feed(self.model, self.layers, self.tokens, self.positions)
+            return step(self.model, self, self.tokens, self.positions)
 
         try:
-            self.replay = recorded(run_step, device)
+            self.replay = record_operations(run_step, device)
         except RuntimeError as error:  # PyTorch raises this error while recording
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own code cannot be recorded ({headline(error)})"
             raise KvbenchError(f"no graph of a decode step: {reason}; step=plain runs it") from error
+
+    def in_order(self, config: Any) -> list[StillLayer]:
+        """Return all layers in the model's order. None of them holds a state."""
+        return self.layers
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed ``tokens`` [B, 1] at ``positions`` [B, 1]. Return logits [B, 1, V], valid until the next step."""
@@ -135,7 +140,7 @@ class Graph:
         return logits
 
 
-def recorded(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def record_operations(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
     """Record the operations of ``run``; return a function that replays them on the same memory.
 
     ``run`` may run several times before it is recorded.

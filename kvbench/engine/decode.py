@@ -11,13 +11,12 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.batch import Answer, DecodeBatch
-from kvbench.engine.finite import no_answer
+from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_capacity, check_turn, check_window
-from kvbench.engine.patches import adapted, by_batch
-from kvbench.engine.prefill import as_prompt
+from kvbench.engine.patches import adapted, group_by_batch
+from kvbench.engine.prefill import prepare_ids
 from kvbench.engine.step import BatchLayers, build, step
-from kvbench.engine.stopping import Ending as Ending
-from kvbench.engine.stopping import sample as sample
+from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
@@ -36,14 +35,14 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings
     Caches whose chains change the model alike are rows of one batch. Raises Refused if logits are not finite.
     """
     answers: dict[int, Answer] = {}
-    for rows in by_batch(caches):
+    for rows in group_by_batch(caches):
         batch: DecodeBatch[int] = DecodeBatch(model)
         batch.enter([(r, caches[r], endings[r]) for r in rows])
         while len(batch):
             answers.update(batch.advance())
     for r, answer in answers.items():
         if not answer.finite:
-            raise no_answer(caches[r].chain, model.dtype)
+            raise build_answer_refusal(caches[r].chain, model.dtype)
     return [answers[r] for r in range(len(caches))]
 
 
@@ -61,11 +60,11 @@ def extend_caches(
     came alone, like the tokens of an answer. Caches whose chains change the model alike are rows of one batch, as many
     as EXTENDED_BYTES allow.
     """
-    ids = as_prompt(model, input_ids)
+    ids = prepare_ids(model, input_ids)
     for cache in caches:
         check_continuation(model, cache, len(ids))
     extended: dict[int, PromptCache] = {}
-    for rows in by_batch(caches):
+    for rows in group_by_batch(caches):
         # what is evicted after a token decides what the next token reads; other methods read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts]
         at_once = [r for r in rows if r not in one_by_one]

@@ -148,12 +148,12 @@ class RowLayer(KvbenchLayer):
         return replace(cache, segments=(joined(old, head_segments),), seen=seen)
 
 
-def compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
+def select_compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
     """Return the layers of a decode batch that methods compress, in the order of ``Cache.layers``."""
     return [layer for layer in layers if not layer.local]
 
 
-def allocated(layers: Sequence[RowLayer]) -> int:
+def count_allocated(layers: Sequence[RowLayer]) -> int:
     """Return the bytes of all storage of a decode batch: tokens, padding, free slots, positions, and reserved room."""
     tensors: list[Tensor] = []
     for layer in layers:

@@ -64,7 +64,7 @@ class Divergence:
         )
 
 
-def compare(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
+def compare_logits(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
     """Return the divergence of each row's logits [B, T, V] from the full cache's [T, V]. ``targets`` [T] are true.
 
     With ``x = z_q - z_p`` and ``m = sum_v p(v) x(v)``, ``KL = ln sum_v p(v) exp(x(v) - m)``. In this form the
@@ -108,7 +108,7 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
     return compared
 
 
-def nudged(cache: PromptCache) -> PromptCache:
+def nudge_cache(cache: PromptCache) -> PromptCache:
     """Return a full cache in which one element of each of the first layer's keys is moved by one rounding unit.
 
     Its divergence is the effect of rounding alone on this model. Smaller divergences mean nothing: it is the floor.

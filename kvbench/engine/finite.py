@@ -17,15 +17,15 @@ def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
     """Raise Refused unless all ``tensors`` of a prompt are finite. ``chain`` is the chain that computed them."""
     # a chain that changes the prompt's computation may itself be at fault
     if not all(bool(t.isfinite().all()) for t in tensors):
-        raise _refusal(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
+        raise _build_refusal(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
 
 
-def no_answer(chain: Chain, dtype: torch.dtype) -> Refused:
+def build_answer_refusal(chain: Chain, dtype: torch.dtype) -> Refused:
     """Return the error for an answer, or for a scored text, whose logits were not finite."""
-    return _refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
+    return _build_refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
 
 
-def _refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
+def _build_refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:
     """Return the error for numbers that are not finite, with the likely cause.
 
     name: the numbers in words.

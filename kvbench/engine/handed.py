@@ -15,7 +15,7 @@ from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
 
 
-class Handed:
+class HandedLayer:
     """The ``cache`` and ``obs`` passed to one chain: shared by kvbench's own chains, copied for foreign code.
 
     Foreign code is code that is not kvbench's own. It may write into copies at any time and in any way without reaching
@@ -33,7 +33,7 @@ class Handed:
             self._copies = [t for _, t in _name_tensors(self.cache, self.obs)]
             return
         self._tensors += [("a result of Observation.once", t) for t in _find_tensors(obs.scratch)]
-        self._versions = [_version(t) for _, t in self._tensors]
+        self._versions = [_count_writes(t) for _, t in self._tensors]
 
     def check(self) -> None:
         """Raise Refused with the name of the first changed tensor, unless all tensors are unchanged."""
@@ -45,7 +45,7 @@ class Handed:
                     changed_names.append(name)
         else:
             for (name, t), version in zip(self._tensors, self._versions, strict=True):
-                if _version(t) != version:
+                if _count_writes(t) != version:
                     changed_names.append(name)
         if changed_names:
             raise Refused(
@@ -81,7 +81,7 @@ def _find_tensors(value: object) -> Iterator[Tensor]:
             yield from _find_tensors(part)
 
 
-def _version(t: Tensor) -> int:
+def _count_writes(t: Tensor) -> int:
     """Return how often a tensor was written in place, or 0 for inference tensors: PyTorch counts no writes there."""
     if t.is_inference():
         return 0

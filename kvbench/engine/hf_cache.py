@@ -25,11 +25,11 @@ from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.audit.prompt_audit import MeasuredBytes, audit
 from kvbench.base.errors import UsageError
 from kvbench.engine.decode import check_continuation, continue_cache, extend_cache
-from kvbench.engine.decode_layer import compressed
-from kvbench.engine.finite import no_answer
+from kvbench.engine.decode_layer import select_compressed
+from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
 from kvbench.engine.patches import adapted
-from kvbench.engine.prefill import as_prompt, prefill_chains
+from kvbench.engine.prefill import prefill_chains, prepare_ids
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.step import BatchLayers, build, step
 from kvbench.methods.core.chain import Chain
@@ -247,7 +247,7 @@ class GeneratedTurn:
             self.logits = step(model, self.batch, ids, position)[0, -1]
         self.fed.append(input_ids[0].cpu())
         if not bool(self.logits.max().isfinite()):  # NaN or +inf is always the largest logit
-            raise no_answer(chain, model.dtype)
+            raise build_answer_refusal(chain, model.dtype)
 
     def settle(self) -> None:
         """End the decode batch: audit its storage, and write its tokens back into the cache."""
@@ -256,7 +256,7 @@ class GeneratedTurn:
             assert cache.state is not None
             peaks: list[int] = []
             payload: list[int] = []
-            for layer in compressed(self.batch.with_keys):
+            for layer in select_compressed(self.batch.with_keys):
                 peaks.append(int(layer.held()))
                 payload.extend(layer.payload())  # one number per layer, because the batch has one row
             check_peak(cache.state, peaks, len(self.fed))
@@ -338,7 +338,7 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
     check_precision()
     if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
-    ids = as_prompt(model, input_ids)
+    ids = prepare_ids(model, input_ids)
     ids_read = cache.ids.to(ids.device)
     shared = min(len(ids), len(ids_read))
     differing = (ids[:shared] != ids_read[:shared]).nonzero().flatten().tolist()

@@ -33,7 +33,7 @@ class CompressedLayers:
         self._later_stages = chain.stages[first_later_stage:]
         self._observations: list[Observation] = []  # one for each layer so far; later stages read them
 
-    def add(self, dense: LayerCache, obs: Observation) -> None:
+    def add_layer(self, dense: LayerCache, obs: Observation) -> None:
         """Compress the next finished layer. Stages after one that rebalances wait for the last layer."""
         balancer = self.chain.rebalancer
         if balancer is None:
@@ -65,7 +65,7 @@ class CompressedLayers:
                 self.caches[i] = self.chain.run(stage, self.caches[i], obs)
             self.caches[i] = ops.expand(self.caches[i])
 
-    def replayed(self, received: Sequence[Tensor] | None) -> None:
+    def finish_replay(self, received: Sequence[Tensor] | None) -> None:
         """Compress the layers, which hold all tokens until now, after the model has read the prompt again.
 
         ``received`` has for each layer the attention [Hq, n] that its tokens received in the further passes. It is None
@@ -86,7 +86,7 @@ class CompressedLayers:
             source = _select_source(self.caches[i], dense.segments[0], obs)
             self._compare(i, self.caches[i], source, all_read=True)
 
-    def compare(self, dense: Segment, obs: Observation) -> None:
+    def compare_newest(self, dense: Segment, obs: Observation) -> None:
         """Compare the layer added last with the prompt's own keys and values, or with its latents."""
         source = _select_source(self.caches[-1], dense, obs)
         self._compare(obs.layer, self.caches[-1], source, all_read=obs.positions is None)

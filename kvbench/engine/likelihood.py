@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.decode_audit import Stored
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode_layer import compressed
-from kvbench.engine.divergence import Divergence, compare, exact_head, nudged
+from kvbench.engine.decode_layer import select_compressed
+from kvbench.engine.divergence import Divergence, compare_logits, exact_head, nudge_cache
 from kvbench.engine.limits import check_capacity, check_turn, check_window
-from kvbench.engine.patches import adapted, by_batch
-from kvbench.engine.prefill import as_prompt
+from kvbench.engine.patches import adapted, group_by_batch
+from kvbench.engine.prefill import prepare_ids
 from kvbench.engine.step import build, step
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
@@ -51,7 +51,7 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens:
     """
     ids = _check_continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
-    for rows in by_batch(caches):
+    for rows in group_by_batch(caches):
         results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
     return [results[i] for i in range(len(caches))]
 
@@ -65,9 +65,10 @@ def diverge(
 ) -> tuple[list[Forced], Divergence]:
     """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
 
-    ``full`` and its ``nudged`` copy are rows of each batch in which no chain changes the model, so that both sides
-    round alike. If ``full`` is among the caches, its result is taken from its own row. Rows that evict are fed token by
-    token, like answers. All others are fed in chunks, with the same result. The output head is computed in fp32.
+    ``full`` and its copy by ``nudge_cache`` are rows of each batch in which no chain changes the model, so that both
+    sides round alike. If ``full`` is among the caches, its result is taken from its own row. Rows that evict are fed
+    token by token, like answers. All others are fed in chunks, with the same result. The output head is computed in
+    fp32.
 
     Logits exist for one chunk at a time and take at most ``chunk_bytes``. If chains change the model, the [T, V] logits
     of ``full`` are kept for comparison.
@@ -81,7 +82,7 @@ def diverge(
             limit = chunk_bytes
             if one_by_one:
                 limit = 0
-            exact, forced, floor = _diverge(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
+            exact, forced, floor = _diverge_together(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
             results.update(zip(rows, forced, strict=True))
     for i, cache in enumerate(caches):
         if cache is full:
@@ -90,15 +91,15 @@ def diverge(
     return [results[i] for i in range(len(caches))], floor.divergence
 
 
-def _diverge(
+def _diverge_together(
     model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, chunk_bytes: int
 ) -> tuple[Forced, list[Forced], Forced]:
     """Return the results of the full cache, of each cache, and of the nudged full cache.
 
     The logits of a chunk take at most ``chunk_bytes``. A chunk has at least one token, even if its logits take more.
     """
-    rows = [full, *caches, nudged(full)]
-    groups = by_batch(rows)  # the full cache is in the first group
+    rows = [full, *caches, nudge_cache(full)]
+    groups = group_by_batch(rows)  # the full cache is in the first group
     chunk = max(1, chunk_bytes // (len(rows) * model.config.vocab_size * 4))
     references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
     results: dict[int, Forced] = {}
@@ -111,7 +112,7 @@ def _diverge(
             if len(groups) > 1:
                 references[start] = reference
             targets = ids[start + 1 : start + 1 + len(reference)]
-            for divergence, part in zip(divergences, compare(reference, logits, targets), strict=True):
+            for divergence, part in zip(divergences, compare_logits(reference, logits, targets), strict=True):
                 divergence.put(start, part)
 
         with exact_head(model):
@@ -124,7 +125,7 @@ def _diverge(
 
 def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
     """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it."""
-    ids = _check_continuation(model, [cache], as_prompt(model, tokens))
+    ids = _check_continuation(model, [cache], prepare_ids(model, tokens))
     # the prompt's own logits predict the first token
     logits = [cache.logits[None]]
 
@@ -146,7 +147,7 @@ def _check_continuation(model: PreTrainedModel, caches: Sequence[PromptCache], t
     check_capacity(model, read + len(tokens))
     check_window(model, read + len(tokens), [cache.chain for cache in caches])
     check_turn(model, read, read + len(tokens))
-    return as_prompt(model, tokens)
+    return prepare_ids(model, tokens)
 
 
 def _force(
@@ -185,8 +186,8 @@ def _force(
             losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
     # each row gets the most tokens of a head, and the payload bytes, by layer
-    most_tokens = torch.stack([layer.held() for layer in compressed(batch.with_keys)]).T.tolist()
-    payload = zip(*(layer.payload() for layer in compressed(batch.with_keys)), strict=True)
+    most_tokens = torch.stack([layer.held() for layer in select_compressed(batch.with_keys)]).T.tolist()
+    payload = zip(*(layer.payload() for layer in select_compressed(batch.with_keys)), strict=True)
     results = []
     for row_losses, row_tokens, row_payload in zip(losses.cpu(), most_tokens, payload, strict=True):
         stored = Stored(fed=batch.used, payload=row_payload)

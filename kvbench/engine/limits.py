@@ -44,7 +44,7 @@ def check_precision() -> None:
         )
 
 
-def longest_text(model: PreTrainedModel) -> int | None:
+def find_longest_text(model: PreTrainedModel) -> int | None:
     """Return the most tokens of a text that the model can read here; None for models without such an end.
 
     It is the end of a table of learned positions (OPT), or the number of tokens that an indexer chooses.
@@ -59,8 +59,8 @@ def longest_text(model: PreTrainedModel) -> int | None:
 
 
 def check_capacity(model: PreTrainedModel, tokens: int) -> None:
-    """Raise UsageError if a text of ``tokens`` tokens is longer than ``longest_text``."""
-    limit = longest_text(model)
+    """Raise UsageError if a text of ``tokens`` tokens is longer than ``find_longest_text``."""
+    limit = find_longest_text(model)
     if limit is None or tokens <= limit:
         return
     if indexer_reach(model.config) is not None:

@@ -118,7 +118,7 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def in_parts(
+def run_in_parts(
     items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[Result]]
 ) -> list[tuple[Item, Result | Exception]]:
     """Call ``work`` on all items at once. Return (item, result or exception) of each item.
@@ -138,5 +138,5 @@ def in_parts(
     release()
     outcomes: list[tuple[Item, Result | Exception]] = []
     for start in range(0, len(items), size):
-        outcomes += in_parts(items[start : start + size], work)
+        outcomes += run_in_parts(items[start : start + size], work)
     return outcomes

@@ -20,7 +20,7 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
         yield
 
 
-def by_batch(caches: Sequence[PromptCache]) -> list[list[int]]:
+def group_by_batch(caches: Sequence[PromptCache]) -> list[list[int]]:
     """Group the indices of caches by equal ``batch_key``. The caches of a group can be rows of one batch."""
     # groups come in the order of their first caches
     groups: dict[object, list[int]] = {}

@@ -36,7 +36,7 @@ class Rounding(TypedDict):
 
 
 @cache
-def bf16_speed() -> float:
+def measure_bf16_speed() -> float:
     """Return the time of products in fp32 on this CPU over that in bf16, tried once in a process.
 
     Units such as AMX make bf16 faster on many CPUs, but not on all that have one.
@@ -56,7 +56,7 @@ def bf16_speed() -> float:
     return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
 
 
-def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
+def explain_dtype(setting: str, dtype: str, device: torch.device) -> str:
     """Return a run's dtype with its reason, in one line. ``setting`` is the user's dtype=."""
     is_auto = setting == "auto"
     if device.type != "cpu":
@@ -65,12 +65,12 @@ def dtype_reason(setting: str, dtype: str, device: torch.device) -> str:
         return f"{dtype}: as asked"
     if dtype == "float16":
         return "float16: as asked; slow on a CPU"
-    tried = f"products in bfloat16 take {1 / bf16_speed():.2g} times as long as in float32 here"
+    tried = f"products in bfloat16 take {1 / measure_bf16_speed():.2g} times as long as in float32 here"
     if dtype == "bfloat16":
         return f"bfloat16: as asked; {tried}"
     if not is_auto:
         return f"float32: as asked; {tried}"
-    if bf16_speed() < FASTER:
+    if measure_bf16_speed() < FASTER:
         return f"float32: auto on a CPU; {tried}"
     return f"float32: auto on a CPU; {tried}. dtype=bfloat16 reads prompts faster and rounds more"
 
@@ -81,8 +81,8 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
         return False
     if dtype == "float32":
         # a user who asked for fp32 gets no advice
-        return setting == "auto" and bf16_speed() >= FASTER
-    return dtype == "float16" or bf16_speed() <= 1 / FASTER
+        return setting == "auto" and measure_bf16_speed() >= FASTER
+    return dtype == "float16" or measure_bf16_speed() <= 1 / FASTER
 
 
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:
@@ -107,7 +107,7 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
     return {"prompts": len(differences), "same": same, "largest": max(differences)}
 
 
-def rounding_note(comparison: Rounding, dtype: str) -> str:
+def describe_rounding(comparison: Rounding, dtype: str) -> str:
     """Describe the result of ``compare_rounding`` in a few sentences."""
     n = comparison["prompts"]
     tasks = "task"

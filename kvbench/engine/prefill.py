@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError, headline
 from kvbench.engine.finite import check_finite
-from kvbench.engine.handed import Handed
+from kvbench.engine.handed import HandedLayer
 from kvbench.engine.layer_by_layer import CompressedLayers
 from kvbench.engine.limits import beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
 from kvbench.engine.prompt_layer import EXACT, LayerStart
-from kvbench.engine.prompt_pass import OnLayer, observe
-from kvbench.engine.replay import longest_pass, replay
+from kvbench.engine.prompt_pass import OnLayer, observe_prompt
+from kvbench.engine.replay import count_longest_pass, replay_prompt
 from kvbench.engine.shared_prefix import PieceEnd, SharedPrefix
 from kvbench.engine.weights_digest import check_calibrated
 from kvbench.kv import ops
@@ -59,7 +59,7 @@ def prefill_chains(
     the same pass, unless the chain changes the prompt's computation.
     prefix: the first tokens of the last prompt, which are not read again.
     """
-    ids = as_prompt(model, input_ids)
+    ids = prepare_ids(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
     # refuse before anything is read: first prompts that are too long, then chains that the model cannot run
@@ -69,7 +69,7 @@ def prefill_chains(
         if chain.replayer:
             later_passes = chain.replayer.replay(n)
         if later_passes is not None:
-            tokens_read = n + longest_pass(later_passes, n, tokenizer)
+            tokens_read = n + count_longest_pass(later_passes, n, tokenizer)
             check_window(model, tokens_read, [chain])
             check_capacity(model, tokens_read)
     model_traits = traits.of_model(model)
@@ -96,7 +96,7 @@ def prefill_chains(
         # the model itself takes most of this time, so a long wait is not blamed on a method
         walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
         with walls, adapted(model, pass_chains[0]):
-            pass_caches = _shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
+            pass_caches = _run_shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
         caches.update(zip(members, pass_caches, strict=True))
     return [caches[i] for i in range(len(chains))]
 
@@ -146,14 +146,14 @@ class _PassReceiver:
             # the time of the shared dense cache is counted for no chain
             with _clock(k.device, self.spent, -1):
                 shared_cache = obs.once((ops.dense, heads), dense)
-                handed = Handed(chain, shared_cache, obs)
+                handed = HandedLayer(chain, shared_cache, obs)
             walls = contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer))
             with walls, _clock(k.device, self.spent, i):
-                self.layers[i].add(handed.cache, handed.obs)
+                self.layers[i].add_layer(handed.cache, handed.obs)
             # the check must come while the prompt's own keys and values still exist
             with _clock(k.device, self.spent, -1):
                 handed.check()
-                self.layers[i].compare(shared_cache.segments[0], obs)
+                self.layers[i].compare_newest(shared_cache.segments[0], obs)
 
     def on_local(self, layer: LayerCache, n: int) -> None:
         """Take the next local layer of the first n tokens."""
@@ -200,7 +200,7 @@ class _PassReceiver:
         return caches
 
 
-def _shared_pass(
+def _run_shared_pass(
     model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], reading: _Reading
 ) -> list[PromptCache]:
     """Return one cache per chain from one prefill. All chains must compute the prompt alike."""
@@ -225,7 +225,7 @@ def _shared_pass(
     receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
     total = [0.0]
     with _clock(ids.device, total, 0):
-        logits, colsums_s = observe(
+        logits, colsums_s = observe_prompt(
             model,
             ids,
             needs_of_all_tokens,
@@ -247,11 +247,11 @@ def _shared_pass(
         forward += prefix_end.forward_s
         for n, bits in colsums_s:
             colsums_s[n, bits] += prefix_end.colsums_s[bits]
-    _replay(model, ids, receiver, reading.tokenizer)
+    _replay_prompt(model, ids, receiver, reading.tokenizer)
     return receiver.build_caches(model, logits, forward, colsums_s)
 
 
-def _replay(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokenizer: Any) -> None:
+def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokenizer: Any) -> None:
     """Read the prompt again for chains that score tokens by it.
 
     Equal passes are made once. Their seconds count for the first chain that needs them.
@@ -264,11 +264,13 @@ def _replay(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokeni
         with _clock(ids.device, receiver.spent, i):
             passes = selector.replay(len(ids))
             if passes is None:
-                compressed.replayed(None)
+                compressed.finish_replay(None)
                 continue
             if passes not in received:
-                received[passes] = replay(model, ids, compressed.caches, passes, tokenizer, states=receiver.states)
-            compressed.replayed(received[passes])
+                received[passes] = replay_prompt(
+                    model, ids, compressed.caches, passes, tokenizer, states=receiver.states
+                )
+            compressed.finish_replay(received[passes])
 
 
 @contextmanager
@@ -281,16 +283,16 @@ def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
     spent[i] += time.perf_counter() - start
 
 
-def observer(model: PreTrainedModel) -> Observe:
+def make_observer(model: PreTrainedModel) -> Observe:
     """Return a function that reads windows of ids, for stages that are calibrated on ``model``."""
 
     def observe_window(window: Tensor, needs: Needs, on_layer: OnLayer) -> object:
-        return observe(model, as_prompt(model, window), needs, on_layer)
+        return observe_prompt(model, prepare_ids(model, window), needs, on_layer)
 
     return observe_window
 
 
-def as_prompt(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
+def prepare_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
     """Return one unpadded prompt [n] or [1, n] as int64 [n] on the model's device. Several prompts are refused."""
     traits.check_is_model(model)
     kind = type(input_ids).__name__

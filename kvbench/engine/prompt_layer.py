@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from kvbench.kv.exact_attention import attend_in_blocks, attend_rows, attend_with_lse, column_sums
-from kvbench.kv.observation import Needs
+from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.scale import is_plain
@@ -45,21 +45,23 @@ class LayerStart:
 
 
 @dataclass(frozen=True)
-class LayerStatistics:
-    """The statistics that stages need of a layer's first n tokens. ``Observation`` describes the fields."""
+class LayerPlace:
+    """The place of a layer in a pass over a prompt, as observations name it.
 
-    scale: float
-    last_q: Tensor | None
-    first_q: Tensor | None
-    colsums: Tensor | None
-    colsums_q: Mapping[int, Tensor]
-    read_k: Tensor | None
+    number, layers: the layer's number among those that methods compress, and how many there are.
+    prompts: the CRC-32 of the prompt's first tokens, by their number.
+    """
+
+    number: int
+    layers: int
+    prompts: Mapping[int, int]
 
 
 class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
-    needs: for each number of first tokens, the statistics that stages need of them.
+    needs: for each number of first tokens, the statistics that stages need of them. Local layers have none.
+    place: where the layer stands; None for a local layer.
     plain: True if attention is computed by fp32 softmax rows instead of PyTorch's fused attention.
     read: a function that returns the keys and values to attend; None: the layer's own.
     share: ``HeadSharer.leads`` of this layer. It returns the query head whose logits each head takes.
@@ -73,6 +75,7 @@ class PromptLayer(KvbenchLayer):
         self,
         needs: Mapping[int, Needs],
         plain: bool = False,
+        place: LayerPlace | None = None,
         read: Read | None = None,
         share: Share | None = None,
         blocks: Blocks | None = None,
@@ -83,6 +86,7 @@ class PromptLayer(KvbenchLayer):
         super().__init__()
         self.needs = needs
         self.plain = plain
+        self.place = place
         self.read = read
         self.share = share
         self.blocks = blocks
@@ -93,7 +97,8 @@ class PromptLayer(KvbenchLayer):
         self.seen = 0
         if start is not None:
             self.seen = start.keys.shape[1]
-        self.observed: dict[int, LayerStatistics] = {}  # by the number of tokens
+        # by the number of tokens; the pass adds what the layer itself does not know
+        self.observed: dict[int, Observation] = {}
         # seconds of column sums by (number of tokens, bit width of the keys); EXACT stands for unquantised keys
         self.colsums_s: dict[tuple[int, int], float] = {}
 
@@ -127,7 +132,7 @@ class PromptLayer(KvbenchLayer):
             part_read_keys = None
             if read_keys is not None:
                 part_read_keys = read_keys[:, :n]
-            self.observed[n] = self._measure_statistics(
+            self.observed[n] = self._observe_tokens(
                 n, needs, q[:, : n - before], keys=keys[:, :n], scale=scale, lse=part_lse, read_keys=part_read_keys
             )
         if out is not None:
@@ -185,8 +190,8 @@ class PromptLayer(KvbenchLayer):
         values = values_or_keys(keys, values)
         if q.is_cuda and q.shape[2] > FLASH_WIDTH:
             # PyTorch's kernels for wider heads know no groups, and the one that does holds all logits
-            keys = _for_each_query_head(keys, len(q))
-            values = _for_each_query_head(values, len(q))
+            keys = _repeat_for_query_heads(keys, len(q))
+            values = _repeat_for_query_heads(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
         mask = None
         if before:
@@ -224,7 +229,7 @@ class PromptLayer(KvbenchLayer):
             return None, None
         return out_and_lse
 
-    def _measure_statistics(
+    def _observe_tokens(
         self,
         n: int,
         needs: Needs,
@@ -234,8 +239,8 @@ class PromptLayer(KvbenchLayer):
         scale: float,
         lse: Tensor | None,
         read_keys: Tensor | None,
-    ) -> LayerStatistics:
-        """Return the statistics that stages need of the first n tokens.
+    ) -> Observation:
+        """Return the layer's observation after the first n tokens, with the statistics that stages need of them.
 
         q [Hq, w, D] are the queries read now, the last w of the n tokens. keys [Hk, n, D] are the keys that they
         attend. ``read_keys`` are the same keys if the layer's own keys differ from them, else None.
@@ -259,13 +264,20 @@ class PromptLayer(KvbenchLayer):
         for bits in sorted(needs.colsums_bits):
             quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
             quantised_sums[bits] = self._column_sums(q, quantised, scale, (n, bits))
-        return LayerStatistics(
+        assert self.place is not None, "a local layer is not observed"
+        return Observation(
+            layer=self.place.number,
+            n_layers=self.place.layers,
+            n=keys.shape[1],  # fewer than the prompt's if an earlier layer dropped hidden states
             scale=scale,
+            # the seed of random draws depends on these tokens only, not on the tokens after them
+            prompt=self.place.prompts[n],
             last_q=last_q,
             first_q=first_q,
             colsums=exact_sums,
             colsums_q=quantised_sums,
             read_k=read_keys,
+            length=n,
         )
 
     def _column_sums(
@@ -301,21 +313,21 @@ class PromptLayer(KvbenchLayer):
         A layer that lends its keys and values keeps them for later layers.
         """
         assert self.keys is not None and self.values is not None
-        k, v = alone(self.keys[0]), alone(self.values[0])
+        k, v = isolate_tensor(self.keys[0]), isolate_tensor(self.values[0])
         if self.lends:
             self.lent = k, v
         self.keys, self.values, self.start = None, None, None
         return k, v
 
 
-def _for_each_query_head(t: Tensor, heads: int) -> Tensor:
+def _repeat_for_query_heads(t: Tensor, heads: int) -> Tensor:
     """Return keys or values t [Hk, n, D] as [heads, n, D]; a view if there is one kv head."""
     if t.shape[0] == 1:
         return t.expand(heads, -1, -1)
     return per_head(t, heads)
 
 
-def alone(t: Tensor) -> Tensor:
+def isolate_tensor(t: Tensor) -> Tensor:
     """Return t [H, n, D] contiguous and alone in its storage. Fused projections return views of a larger storage."""
     if t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes:
         return t

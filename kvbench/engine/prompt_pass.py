@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.engine.finite import check_finite
 from kvbench.engine.limits import check_capacity
-from kvbench.engine.prompt_layer import Blocks, LayerStart, PromptLayer, Read, Share, alone
+from kvbench.engine.prompt_layer import Blocks, LayerPlace, LayerStart, PromptLayer, Read, Share, isolate_tensor
 from kvbench.kv import ops
 from kvbench.kv.model_shape import (
     chunk_size,
@@ -51,7 +52,7 @@ LONG = 8192
 MLP_TOKENS = 2048
 
 
-def observe(
+def observe_prompt(
     model: PreTrainedModel,
     input_ids: Tensor,
     needs: Needs,
@@ -147,7 +148,9 @@ class _PromptPass:
     ) -> None:
         self.chain = chain
         self.needs_by_length = needs_by_length
-        self.tokens = input_ids.to("cpu", torch.int64).numpy()
+        tokens = input_ids.to("cpu", torch.int64).numpy()
+        self.prompt_tokens = len(tokens)
+        self.prompts = {length: zlib.crc32(tokens[:length].tobytes()) for length in needs_by_length}
         self.shape = from_config(model.config)
         self.tokens_before = 0
         if starts:
@@ -189,7 +192,7 @@ class _PromptPass:
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None, lends: bool) -> PromptLayer:
         """Build a layer that methods compress, with the functions by which the chain's stages change its attention."""
-        chain, shape, n = self.chain, self.shape, len(self.tokens)
+        chain, shape, n = self.chain, self.shape, self.prompt_tokens
         # Stage.read returns keys and values unchanged, so only an override changes the prompt's attention
         read: Read | None = None
         if any(type(stage).read is not Stage.read for stage in chain.stages):
@@ -201,7 +204,10 @@ class _PromptPass:
         if chain.block_reader:
             heads = chain.heads(shape.kv_heads, shape.query_heads)
             blocks = partial(chain.block_reader.blocks, n=n, layer=number, n_layers=shape.layers, heads=heads)
-        return PromptLayer(self.needs_by_length, plain, read, share=share, blocks=blocks, start=start, lends=lends)
+        place = LayerPlace(number, shape.layers, self.prompts)
+        return PromptLayer(
+            self.needs_by_length, plain, place, read, share=share, blocks=blocks, start=start, lends=lends
+        )
 
     def finish_layer(self, index: int, hidden: Tensor, on_layer: OnLayer, on_local: OnLocal) -> None:
         """Hand a finished layer on and drop its keys and values. ``hidden`` [1, w, d] is the input of its attention.
@@ -225,7 +231,7 @@ class _PromptPass:
         # a local layer keeps its window, and methods do not see it
         if index not in self.numbers:
             for length in self.needs_by_length:
-                part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
+                part_k, part_v = isolate_tensor(k[:, :length]), isolate_tensor(v[:, :length])
                 chunked = self.chunk is not None
                 on_local(ops.local(part_k, part_v, shape.window, shape.query_heads, chunked), length)
             return
@@ -233,27 +239,25 @@ class _PromptPass:
         call = self.calls.pop(index, None)
         # Parts come first. The last length is the whole prompt's: its part has all tokens that this layer read.
         for length in self.needs_by_length:
-            part_k, part_v = alone(k[:, :length]), alone(v[:, :length])
-            observation = self._observe_part(number, length, part_k.shape[1], states=states, call=call)
+            part_k, part_v = isolate_tensor(k[:, :length]), isolate_tensor(v[:, :length])
+            observation = self._complete_observation(number, length, states=states, call=call)
             try:
-                if length == len(self.tokens):
-                    self.tokens_of_layer[number + 1] = _tokens_of_next_layer(self.chain, observation, k)
+                if length == self.prompt_tokens:
+                    self.tokens_of_layer[number + 1] = _choose_next_tokens(self.chain, observation, k)
                 on_layer(observation, part_k, part_v)
             except Exception:
                 check_finite(self.chain, "keys or values", k, v)  # if these are not finite, no stage is at fault
                 raise
 
-    def _observe_part(
-        self, number: int, length: int, tokens_read: int, *, states: Tensor, call: AttentionCall | None
+    def _complete_observation(
+        self, number: int, length: int, *, states: Tensor, call: AttentionCall | None
     ) -> Observation:
-        """Return a layer's observation after the first ``length`` tokens of the prompt.
+        """Return a layer's observation after the prompt's first ``length`` tokens, with all that stages need of it.
 
-        tokens_read: how many of these tokens the layer read. A stage that drops hidden states makes it less than
-        ``length``.
         states: the hidden states [n, d] of all tokens that the layer read.
+        call: the call of the layer's attention module, if stages need it.
         """
         needs = self.needs_by_length[length]
-        statistics = self.compressed_layers[number].observed.pop(length)
         hidden, latents, positions = None, None, None
         if needs.hidden:
             hidden = states[:length].clone()
@@ -265,22 +269,11 @@ class _PromptPass:
             positions = layer_tokens.positions
         if not needs.call:
             call = None
-        return Observation(
-            layer=number,
-            n_layers=self.shape.layers,
-            n=tokens_read,
-            scale=statistics.scale,
-            # the seed of random draws depends on these tokens only, not on the tokens after them
-            prompt=zlib.crc32(self.tokens[:length].tobytes()),
-            last_q=statistics.last_q,
-            first_q=statistics.first_q,
-            colsums=statistics.colsums,
-            colsums_q=statistics.colsums_q,
+        return replace(
+            self.compressed_layers[number].observed.pop(length),
             hidden=hidden,
-            read_k=statistics.read_k,
             latents=latents,
             inv_freq=self.inv_freq,
-            length=length,
             positions=positions,
             call=call,
         )
@@ -297,7 +290,7 @@ class _PromptPass:
         return seconds
 
 
-def _tokens_of_next_layer(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
+def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
     """Return the tokens that the layer after ``obs`` reads, chosen by this layer's attention; None if it reads all."""
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None

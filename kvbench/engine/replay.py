@@ -92,7 +92,7 @@ class ReplayLayer(KvbenchLayer):
             yield first, min(first + size, q.shape[1])
 
 
-def replay(
+def replay_prompt(
     model: PreTrainedModel,
     ids: Tensor,
     layers: Sequence[LayerCache],
@@ -143,7 +143,7 @@ def replay(
     return [torch.cat(parts, dim=1) for parts in received]
 
 
-def longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
+def count_longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
     """Return the most tokens that a pass reads after a prompt of n tokens."""
     first, later, header = _encode_instructions(tokenizer, passes.instruction)
     # the first pass has its own instruction; later passes quote the tokens before their chunk

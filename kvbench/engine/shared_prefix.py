@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from kvbench.base.errors import UsageError
 from kvbench.engine.limits import check_piece_size
 from kvbench.engine.prompt_layer import EXACT, LayerStart
-from kvbench.engine.prompt_pass import observe
+from kvbench.engine.prompt_pass import observe_prompt
 from kvbench.kv.model_shape import local_layers
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.state import LayerState
@@ -180,7 +180,7 @@ class SharedPrefix:
         states: list[tuple[LayerState, ...]] = []
         synchronise(ids.device)
         start = time.perf_counter()
-        _, seconds = observe(
+        _, seconds = observe_prompt(
             self.model,
             ids[:end],
             self.needs,

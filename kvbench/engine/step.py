@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.roles import Rotary
 
 
+class StepLayers(Protocol):
+    """The layers of a model through which a step goes."""
+
+    def in_order(self, config: Any) -> Sequence[Any]:
+        """Return all layers in the order of the model with this configuration."""
+
+
 @dataclass
 class BatchLayers:
     """The layers of a decode batch.
@@ -34,6 +41,10 @@ class BatchLayers:
 
     with_keys: list[RowLayer]
     with_states: list[StateLayer]
+
+    def in_order(self, config: Any) -> Sequence[Any]:
+        """Return all layers in the order of the model with this configuration."""
+        return in_model_order(config, self.with_keys, self.with_states)
 
     @property
     def used(self) -> int:
@@ -62,7 +73,7 @@ def build(
 
     The model must stay as the chains adapt it while the batch is used. Methods number the layers that they compress.
     Memory never holds all layers twice: the batch copies layer by layer, and a layer without another reference is freed
-    at once. ``given_up`` leaves no other references to caches.
+    at once. ``give_up_caches`` leaves no other references to caches.
 
     at_once: the most tokens that come in one step.
     alone: True if tokens of one step are stored as if each came in a step of its own.
@@ -77,7 +88,7 @@ def build(
     lifted = lifts(model)
     rotary = None
     if any(evictor is not None and evictor.rolled for evictor in evictors):
-        rotary = rotation(model)
+        rotary = find_rotary(model)
     # From here on only the columns refer to the layers: (number, each row's layer of that number) in the model's order.
     columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
     local_columns = list(zip(*(cache.local for cache in rows), strict=True))
@@ -113,23 +124,23 @@ def build(
     state_layers: list[StateLayer] = []
     if state_columns:
         # each column is given up before the next layer is made
-        state_layers = state_layers_of(model.config, layers, _given_up(state_columns))
+        state_layers = state_layers_of(model.config, layers, _give_up_columns(state_columns))
     return BatchLayers(layers, state_layers)
 
 
-def _given_up(columns: deque[tuple[LayerState, ...]]) -> Iterator[tuple[LayerState, ...]]:
+def _give_up_columns(columns: deque[tuple[LayerState, ...]]) -> Iterator[tuple[LayerState, ...]]:
     """Yield the columns, and remove each from the queue first."""
     while columns:
         yield columns.popleft()
 
 
-def given_up(caches: list[PromptCache]) -> Iterator[PromptCache]:
+def give_up_caches(caches: list[PromptCache]) -> Iterator[PromptCache]:
     """Yield the caches, and remove each from the list first."""
     while caches:
         yield caches.pop(0)
 
 
-def rotation(model: PreTrainedModel) -> Rotary:
+def find_rotary(model: PreTrainedModel) -> Rotary:
     """Return the model's rotary frequencies. Raises UsageError for a model with learned positions (OPT)."""
     for module in model.modules():
         if hasattr(module, "inv_freq"):
@@ -139,18 +150,11 @@ def rotation(model: PreTrainedModel) -> Rotary:
     )
 
 
-def step(model: PreTrainedModel, batch: BatchLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:
+def step(model: PreTrainedModel, batch: StepLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:
     """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last token.
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
-    return feed(model, in_model_order(model.config, batch.with_keys, batch.with_states), tokens, positions, whole)
-
-
-def feed(
-    model: PreTrainedModel, layers: Sequence[Any], tokens: Tensor, positions: Tensor, whole: bool = False
-) -> Tensor:
-    """Feed tokens as ``step`` does, to all ``layers`` of a model in its order."""
     if indexer_reach(model.config) is not None:
         # the last place where a text can still be found too long, whoever feeds it
         check_capacity(model, int(positions.max()) + 1)
@@ -165,6 +169,6 @@ def feed(
         position_ids=positions,
         use_cache=True,
         logits_to_keep=logits_to_keep,
-        **model_cache(model.config, layers),
+        **model_cache(model.config, batch.in_order(model.config)),
     )
     return out.logits

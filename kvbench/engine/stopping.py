@@ -42,7 +42,7 @@ class Ending:
         return forbidden
 
 
-def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
     """Draw one token by logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``."""
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
     mass = probs.cumsum(dim=-1)  # mass[i] belongs to the i + 1 likeliest tokens
@@ -54,7 +54,7 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
     return int(order[place])
 
 
-def without(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
+def forbid_tokens(logits: Tensor, forbidden: Sequence[frozenset[int]]) -> Tensor:
     """Return logits [B, V] with -inf for the tokens that each row must not produce now."""
     if any(forbidden):
         logits = logits.clone()

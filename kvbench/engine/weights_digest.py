@@ -34,14 +34,14 @@ def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
 
 def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path | str) -> None:
     """Raise UsageError unless the calibration was computed on this model's weights."""
-    if calibration.weights != weights_of(model):
+    if calibration.weights != digest_weights(model):
         raise UsageError(
             f"the calibration {where} was computed on other weights than this model's: delete it, or use the model "
             "that it was made with; kvbench calibrate makes one for this model"
         )
 
 
-def weights_of(model: PreTrainedModel) -> str:
+def digest_weights(model: PreTrainedModel) -> str:
     """Return a digest of the shapes and of slices of all parameters. Models that differ in training differ in it."""
     # computed once for each model object, because a run checks its calibrations at every prompt
     if model not in _digests:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
-from kvbench.engine.divergence import compare
+from kvbench.engine.divergence import compare_logits
 from kvbench.engines.llamacpp import LlamaCpp
 from kvbench.engines.measure import write_metrics, writing
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.table import Table
-from kvbench.run.forced import text_fidelity
+from kvbench.run.forced import build_text_fidelity
 from kvbench.store.fidelity import FidelitySummary, TextFidelity, summarise_texts
 
 REFERENCE = "reference"
@@ -91,10 +91,10 @@ def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]
     targets = torch.tensor(example.tokens[first + 1 :])
     # the logits after token i predict token i + 1
     scored = slice(first, len(example.tokens) - 1)
-    (divergence,) = compare(exact[scored], logits[None, scored], targets)
+    (divergence,) = compare_logits(exact[scored], logits[None, scored], targets)
     losses = torch.nn.functional.cross_entropy(logits[scored].double(), targets, reduction="sum")
     # nobody has measured how far rounding alone moves llama.cpp's logits, so the floor is 0
-    fidelity = text_fidelity(divergence, float(losses), 0.0, document=str(example.meta.get("document", "")))
+    fidelity = build_text_fidelity(divergence, float(losses), 0.0, document=str(example.meta.get("document", "")))
     return {
         "id": example.id,
         "prediction": "",

@@ -14,7 +14,7 @@ from kvbench.engines.engine import Engine, EngineError, Reply
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.store.cell import Cell
-from kvbench.store.provenance import git_commit
+from kvbench.store.provenance import read_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import score
@@ -83,7 +83,7 @@ def _measure_cell(
 def writing(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Iterator[Writer]:
     """Yield the writer of a row's answers to one task. An error marks the result as interrupted."""
     cell = run.cell(group, row)
-    facts: Line = {"kvbench": version(), "commit": git_commit(), "model": run.run.cfg.model_name}
+    facts: Line = {"kvbench": version(), "commit": read_commit(), "model": run.run.cfg.model_name}
     facts |= engine.facts()
     # a server's model is the one that it serves; of the one named here only the tokenizer is used
     facts["model"] = facts.get("served", facts["model"])

@@ -11,8 +11,7 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.engines.rows import EngineRun, stored_rows
 from kvbench.plan.cells import Group
-from kvbench.report.render import size
-from kvbench.report.table import Table, number
+from kvbench.report.table import Table, format_number, format_size
 from kvbench.store.results import Sample
 from kvbench.tasks.metrics import metric, stats
 from kvbench.tasks.metrics.stats import FEWEST, Interval
@@ -181,8 +180,8 @@ def _row(
             differences.append([a - b for a, b in zip(own_shared, baseline_shared, strict=True)])
             difference, interval = stats.paired_difference(own_shared, baseline_shared)
             delta = task_metric.scale * difference
-            if interval is not None and len(shared) >= FEWEST:
-                ci = (task_metric.scale * interval[0], task_metric.scale * interval[1])
+            if len(shared) >= FEWEST:
+                ci = stats.scaled(interval, task_metric.scale)
         tasks.append(TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci))
     measured = [task.score for task in tasks if task.score is not None]
     # a mean over other prompts than the baseline's would not fit its difference
@@ -197,8 +196,7 @@ def _row(
         (scale,) = scales
         mean_difference, interval = stats.mean_over_tasks(differences, bounds=(-1.0, 1.0))
         mean_delta = scale * mean_difference
-        if interval is not None:
-            mean_ci = (scale * interval[0], scale * interval[1])
+        mean_ci = stats.scaled(interval, scale)
     answers: list[StoredAnswer] = []
     for column_answers in own.values():
         answers.extend(column_answers.values())
@@ -300,7 +298,7 @@ def verdicts(answered: EngineReport) -> Table | None:
             (
                 row.label,
                 times,
-                f"{number(row.mean)} of {number(baseline.mean)}",
+                f"{format_number(row.mean)} of {format_number(baseline.mean)}",
                 delta,
                 _outcome(row, answered.baseline),
             )
@@ -325,9 +323,9 @@ def _outcome(row: EngineResult, baseline: str) -> str:
 
 
 def _signed(delta: float, ci: Interval | None) -> str:
-    text = number(delta, sign=True)
+    text = format_number(delta, sign=True)
     if ci is not None:
-        text += f" [{number(ci[0])}, {number(ci[1])}]"
+        text += f" [{format_number(ci[0])}, {format_number(ci[1])}]"
     return text
 
 
@@ -341,10 +339,10 @@ def tables(answered: EngineReport) -> list[Table]:
     for row in answered.rows:
         texts = [row.label]
         for task in row.tasks:
-            texts += [number(task.score), _difference(task)]
+            texts += [format_number(task.score), _difference(task)]
         texts.append(str(sum(task.n for task in row.tasks)))
         if row.bytes is not None:
-            texts.append(size(row.bytes))
+            texts.append(format_size(row.bytes))
         else:
             texts.append("unknown")
         rows.append(tuple(texts))

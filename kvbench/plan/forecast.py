@@ -76,7 +76,7 @@ def forecast_run(plan: RunPlan) -> Forecast:
     return Forecast(
         memory=cache_memory,
         device=str(device),
-        dtype=precision.dtype_reason(plan.cfg.model.dtype, plan.dtype, device),
+        dtype=precision.explain_dtype(plan.cfg.model.dtype, plan.dtype, device),
         groups=groups,
         notes=plan.advice() + plan.drawn() + plan.cuts(),
     )

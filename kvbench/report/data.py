@@ -32,7 +32,7 @@ class CellResult:
     """One cell of a report: a summary, or the reason why there is no summary.
 
     status: measured, missing, refused or failed.
-    settings: the settings that ``labels.fields`` returns.
+    settings: the settings that ``labels.list_settings`` returns.
     floor: for a cell of the full cache, whether the model fails on the task; None for any other cell.
     fall_beside_full: the score of a context's last question minus that of its first, compared with the full cache.
     unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
@@ -182,7 +182,7 @@ class ReportData:
     notes: what a reader must know to read the scores.
     remarks: how the scores were measured, which a reader need not know.
     matched: the budgets of a run at equal memory.
-    apart: the rows that were measured by another run or part than the first.
+    apart: the labels of rows that did not share the first row's prefill, so that their times do not compare.
     """
 
     model: str

@@ -20,7 +20,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.files import disk_error
 from kvbench.methods.core import registry
 from kvbench.report.listing import StoredCell
-from kvbench.store.labels import differences
+from kvbench.store.labels import describe_differences
 from kvbench.store.results import Facts, Sample
 from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics.kvpress_match import any_contained, share_contained
@@ -199,7 +199,10 @@ class Run:
         }
 
     def metrics(self) -> Any:
-        """Return the scores in kvpress's form for the data set, from 0 to 100 with two digits."""
+        """Return the scores in kvpress's form for the data set, from 0 to 100 with two digits.
+
+        RULER has {task: {"string_match": score}}, LongBench one number, and any other data set {task: {metric: score}}.
+        """
         if self.is_ruler:
             matches = {}
             for task, (_, samples) in sorted(self.tasks.items()):
@@ -263,7 +266,7 @@ def folder_name(config: Mapping[str, Any]) -> str:
     return "__".join(str(name).replace("/", "--") for name in names if name)
 
 
-def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
+def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
     """Return the measured cells as kvpress divides them, RULER by length and other data sets by task, and notes.
 
     ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out, as are results with several
@@ -283,7 +286,7 @@ def runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> t
             tasks[task] = ranked[-1]
             for other in ranked[:-1]:
                 other_cell, _ = other
-                words, written_words = _what_differs(other, tasks[task])
+                words, written_words = _describe_differences(other, tasks[task])
                 note_key = (other_cell.record.column, words, written_words)
                 ids_left_out.setdefault(note_key, []).append(other_cell.id)
         run = Run(key.name, key.data_dir, tasks)
@@ -339,7 +342,7 @@ def _group_by_run(
         )
         cells_by_task = cells_by_run.setdefault(key, {})
         cells_by_task.setdefault(task, []).append((cell, samples))
-        answers[cell.record.column, _settings(cell)] += len(samples)
+        answers[cell.record.column, _serialise_settings(cell)] += len(samples)
     return cells_by_run, answers
 
 
@@ -349,27 +352,27 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
     The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
     """
     cell, samples = answered
-    return answers[cell.record.column, _settings(cell)], len(samples), cell.changed or ""
+    return answers[cell.record.column, _serialise_settings(cell)], len(samples), cell.changed or ""
 
 
-def _what_differs(*cells: Answered) -> list[str]:
+def _describe_differences(*cells: Answered) -> list[str]:
     """Return a text for each cell: the settings that differ from the other cells', and how many prompts it answers."""
-    settings = differences([cell.record.identity for cell, _ in cells])
+    settings = describe_differences([cell.record.identity for cell, _ in cells])
     texts = []
     for words, (_, samples) in zip(settings, cells, strict=True):
         tokens = sum(sample.n for sample in samples) / len(samples)
-        # cells of one label may still differ in their stages' knobs, which ``differences`` leaves out
+        # cells of one label may still differ in their stages' knobs, which ``describe_differences`` leaves out
         texts.append(f"{words or 'another method'}, {len(samples)} prompts of {tokens:.0f} tokens")
     return texts
 
 
-def _settings(cell: StoredCell) -> str:
+def _serialise_settings(cell: StoredCell) -> str:
     """Return a cell's settings as text, without its method."""
     settings = {key: value for key, value in cell.record.identity.items() if key != "chain"}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def write(run: Run, root: Path) -> Path:
+def write_run(run: Run, root: Path) -> Path:
     """Write one run's folder below ``root`` and return it."""
     config = run.config(root)
     folder = root / folder_name(config)

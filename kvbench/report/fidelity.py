@@ -37,7 +37,7 @@ TEXTS = {"reference": "on the reference text", "greedy": "on the full cache's ow
 """The texts of a block, by their kind."""
 
 
-def sheets(report: ReportData) -> list[Table]:
+def build_sheets(report: ReportData) -> list[Table]:
     """Return the table of divergences, or [] if no cell was compared with the full cache."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -45,29 +45,29 @@ def sheets(report: ReportData) -> list[Table]:
         for kind, text in TEXTS.items():
             block_start = len(rows)
             for row in report.rows:
-                fidelity = _texts_of(row.cells[i]).get(kind)
+                fidelity = _find_texts(row.cells[i]).get(kind)
                 if fidelity is None:
                     continue
                 # all methods of a block are compared on the same texts, so any of them gives their length
                 if len(rows) == block_start:
                     headings[block_start] = f"{column.task} {text}, {fidelity.n_tokens} tokens"
-                rows.append(_line(row.method, fidelity))
+                rows.append(_build_line(row.method, fidelity))
     if not rows:
         return []
     return [Table(HEADS, tuple(rows), headings=headings)]
 
 
-def _texts_of(cell: CellResult) -> Mapping[str, FidelitySummary]:
+def _find_texts(cell: CellResult) -> Mapping[str, FidelitySummary]:
     """Return a cell's divergences by kind of text; {} if it is not measured."""
     if cell.summary is None:
         return {}
     return cell.summary.fidelity
 
 
-def _line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
+def _build_line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     """Return a line of the table: numbers with their intervals below them."""
     if not fidelity.at_floor:
-        mean = _with_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
+        mean = _add_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
     elif fidelity.kl_max:
         # rounding alone makes as much, so the number would say nothing about the method
         mean = "≤ rounding"
@@ -84,23 +84,23 @@ def _line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
         f"{fidelity.kl_median:.2g}",
         p99,
         f"{fidelity.kl_max:.2g}",
-        _with_interval(f"{fidelity.top1:.1f}", fidelity.top1_ci, ".0f"),
+        _add_interval(f"{fidelity.top1:.1f}", fidelity.top1_ci, ".0f"),
         f"{fidelity.shift_rms:.2f}",
-        _with_interval(f"{fidelity.ppl_ratio:.4f}", fidelity.ppl_ratio_ci, ".3f"),
+        _add_interval(f"{fidelity.ppl_ratio:.4f}", fidelity.ppl_ratio_ci, ".3f"),
     )
 
 
-def _with_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
+def _add_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
     """Return a number with its interval on a line below; ``style`` is the format of the interval's ends."""
     if ci is None:
         return text
     return f"{text}\n[{ci[0]:{style}}, {ci[1]:{style}}]"
 
 
-def record(cell: CellResult) -> dict[str, object]:
+def record_distances(cell: CellResult) -> dict[str, object]:
     """Return the divergences of one cell by kind of text and name of CSV_FIELDS: ``reference_kl_mean``."""
     values: dict[str, object] = {}
-    for kind, summary in _texts_of(cell).items():
+    for kind, summary in _find_texts(cell).items():
         fields: dict[str, object] = dict(vars(summary))
         # the summary has intervals as pairs, but CSV has a column for each end
         for name, ci in (("kl", summary.ci), ("top1", summary.top1_ci), ("ppl_ratio", summary.ppl_ratio_ci)):
@@ -112,11 +112,11 @@ def record(cell: CellResult) -> dict[str, object]:
     return values
 
 
-def legend(report: ReportData) -> list[str]:
+def explain_distances(report: ReportData) -> list[str]:
     """Return the line below the table: the meaning of its columns, the intervals and the divergence by rounding."""
     floors: list[float] = []
     for cell in report.cells:
-        floors += [fidelity.floor for fidelity in _texts_of(cell).values()]
+        floors += [fidelity.floor for fidelity in _find_texts(cell).values()]
     if not floors:
         return []
     return [

@@ -50,12 +50,12 @@ class Heat:
         return float(np.average(self.scores[measured], weights=self.counts[measured]))
 
 
-def points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
+def read_points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
     """Return (length, depth, score in printed units) of each sample of the needle dataset that has a score."""
     return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
 
 
-def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
+def build_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     """Return the heat map of (length, depth, score) points."""
     lengths = sorted({length for length, _, _ in points})
     depths = sorted({depth for _, depth, _ in points})
@@ -71,14 +71,14 @@ def heat_map(points: Sequence[tuple[float, float, float]]) -> Heat:
     return Heat(tuple(lengths), tuple(depths), scores, counts)
 
 
-def empty_score(task: Task) -> float:
+def score_silence(task: Task) -> float:
     """Return the mean score of an empty answer to the task's examples, as printed."""
     scores = [metrics.score(task.metric, task.answer(""), example) for example in task.examples]
     known = [score for score in scores if score is not None]
     return metrics.metric(task.metric).show(sum(known) / len(known))
 
 
-def found(score: Any, silence: Any) -> Any:
+def rescale_score(score: Any, silence: Any) -> Any:
     """Return a printed score rescaled so that ``silence``, the score of an empty answer, is 0 and the best score 100.
 
     The result is below 0 for a score below ``silence``. Arrays are rescaled element by element.
@@ -86,10 +86,10 @@ def found(score: Any, silence: Any) -> Any:
     return 100 * (score - silence) / (100 - silence)
 
 
-def draw(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def draw_map(heat: Heat, title: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the map as a picture [height, width, 3]: lengths to the right, depths downwards, dark 0 to light 100.
 
-    heat: how much of the needle is found (``found``). The scale stands in words below the title.
+    heat: how much of the needle is found (``rescale_score``). The scale stands in words below the title.
     """
     # import late, since matplotlib is an optional package and the numbers do not need it
     from matplotlib.backends.backend_agg import FigureCanvasAgg

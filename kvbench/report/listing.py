@@ -13,7 +13,7 @@ from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
 from kvbench.plan.keys import one_of, pairs
 from kvbench.plan.words import split_list
-from kvbench.store.labels import differences, fields, label
+from kvbench.store.labels import describe_differences, label_cell, list_settings
 from kvbench.store.results import CellRecord, ScoreSummary, Status
 from kvbench.store.store import DAMAGED, STATUSES, ResultStore
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FILTERS = ("status", "model", "method", "dataset", "cells")
 
 
-def given(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
+def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
     """Return the values of ``key=value`` arguments by key.
 
     Raises UsageError for a key not in ``keys``, for one given twice or without a value, and for an unknown status.
@@ -70,7 +70,7 @@ class StoredCell:
         # a damaged cell's record is empty and gives no label
         if self.status.status == DAMAGED:
             return ""
-        return label(self.record.identity, self.record.label)
+        return label_cell(self.record.identity, self.record.label)
 
     @property
     def changed(self) -> str | None:
@@ -92,7 +92,7 @@ class StoredCell:
             "imported": self.record.kind == "imported",
             "kind": self.record.kind,
         }
-        record |= fields(self.record.identity)
+        record |= list_settings(self.record.identity)
         record |= asdict(self.status)
         # this text replaces the status's seconds since the epoch
         record["changed"] = self.changed
@@ -106,7 +106,7 @@ class StoredCell:
         return record
 
 
-def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
+def list_cells(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
     ids = store.folders()
     if "cells" in filters:
@@ -115,22 +115,22 @@ def rows(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     # cells of one label, dataset and model are told apart by their differing settings
     same_labels: dict[tuple[str, str, str], list[StoredCell]] = {}
     for cell_id in ids:
-        cell = row(store, cell_id)
+        cell = read_cell(store, cell_id)
         if _passes(cell, filters):
             same_labels.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
     labelled = []
     for cells in same_labels.values():
-        texts = differences([cell.record.identity for cell in cells])
+        texts = describe_differences([cell.record.identity for cell in cells])
         labelled += [replace(cell, differs=text) for cell, text in zip(cells, texts, strict=True)]
-    return sorted(labelled, key=_place_in_list)
+    return sorted(labelled, key=_make_sort_key)
 
 
-def _place_in_list(cell: StoredCell) -> tuple[str, str, str, str]:
+def _make_sort_key(cell: StoredCell) -> tuple[str, str, str, str]:
     """Return the sort key of a cell: dataset, label, differing settings and id."""
     return cell.record.column, cell.label, cell.differs, cell.id
 
 
-def row(store: ResultStore, name: str) -> StoredCell:
+def read_cell(store: ResultStore, name: str) -> StoredCell:
     """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
     folder = str(store.folder(name))
     status = store.status(name)
@@ -141,7 +141,7 @@ def row(store: ResultStore, name: str) -> StoredCell:
         metrics = store.metrics(name)
         summary = ScoreSummary.read(metrics)
         # called only to see whether a label can be made: a damaged identity raises here, not in the caller's list
-        label(record.identity, record.label)
+        label_cell(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
     # an interrupted cell's means may cover fewer samples than it has now
@@ -164,10 +164,10 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
     check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")
     for key, value in filters.items():
         check(key, value, isinstance(value, str), "a name, or names with commas")
-    chosen = given([f"{key}={value}" for key, value in filters.items()], FILTERS)
+    chosen = read_filters([f"{key}={value}" for key, value in filters.items()], FILTERS)
     store = ResultStore(Path(folder).expanduser())
     store.check_there()
-    return pd.DataFrame([cell.json() for cell in rows(store, chosen)])
+    return pd.DataFrame([cell.json() for cell in list_cells(store, chosen)])
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from operator import itemgetter
 
 from kvbench.base.conf import entries
@@ -12,46 +11,51 @@ from kvbench.models import load
 from kvbench.plan import presets
 from kvbench.plan.config import DatasetConfig, RunConfig
 from kvbench.plan.run_plan import RunPlan
+from kvbench.report.collect import NO_SUMMARIES, collect
 from kvbench.report.data import CellResult, ReportRow
 from kvbench.report.report import Report
-from kvbench.report.summary import collect
-from kvbench.store.provenance import local_changes
-from kvbench.store.results import CellRecord
+from kvbench.store.provenance import describe_local_changes
+from kvbench.store.results import CellRecord, CellSummary
 from kvbench.tasks.spread import left_out
 
 
-def report(prepared: RunPlan) -> Report:
-    """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones."""
+def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMMARIES) -> Report:
+    """Return the report of all stored samples of this run's cells, measured by this run or by earlier ones.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
     cfg = prepared.cfg
     records = prepared.records()
-    collected = collect(prepared.groups, prepared.store)
+    collected = collect(prepared.groups, prepared.store, summaries)
     notes = list(collected.notes)
     notes += prepared.advice()
-    notes += _model_notes(prepared)
-    notes += _example_notes(prepared)
+    notes += _note_model(prepared)
+    notes += _note_examples(prepared)
     notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
     # the warnings are complete only now, since ``collect`` reads the samples and adds a warning for each damaged file
     notes += prepared.store.warnings
     # a dict keeps the order of the columns, and prints a note that several tasks share only once
     remarks = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
     remarks += collected.remarks
-    remarks += _precision_notes(prepared, records)
-    remarks += _reading_notes(records)
-    changes_note = local_changes(records)
+    remarks += _note_precision(prepared, records)
+    remarks += _note_reading(records)
+    changes_note = describe_local_changes(records)
     if changes_note:
         remarks.append(changes_note)
-    return replace(
-        collected,
-        rows=collected.rows + _unplanned_rows(prepared),
+    return Report(
         model=cfg.model.path,
-        settings=settings(prepared),
-        matched=tuple(prepared.matched),
+        settings=describe_settings(prepared),
+        columns=collected.columns,
+        rows=collected.rows + _build_unplanned_rows(prepared),
         notes=tuple(notes),
+        results=str(prepared.store.root),
         remarks=tuple(remarks),
+        matched=tuple(prepared.matched),
+        apart=collected.apart,
     )
 
 
-def _unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
+def _build_unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     """Return a row for each method that could not be planned. All its cells state the reason."""
     rows = []
     for label, reason in prepared.unplanned.items():
@@ -61,7 +65,7 @@ def _unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     return tuple(rows)
 
 
-def _model_notes(prepared: RunPlan) -> list[str]:
+def _note_model(prepared: RunPlan) -> list[str]:
     """Return notes on a model whose scores say little: the tiny model on real text, and random weights."""
     cfg = prepared.cfg
     notes = []
@@ -75,7 +79,7 @@ def _model_notes(prepared: RunPlan) -> list[str]:
     return notes
 
 
-def _example_notes(prepared: RunPlan) -> list[str]:
+def _note_examples(prepared: RunPlan) -> list[str]:
     """Return notes on examples that do not count, since another shard has them or ``limit`` leaves them out."""
     cfg = prepared.cfg
     if cfg.shards > 1:
@@ -90,7 +94,7 @@ def _example_notes(prepared: RunPlan) -> list[str]:
     return notes
 
 
-def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
+def _note_precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
     """Return notes on the dtype: whether another suits this machine better, and how much rounding alone changes."""
     configured = prepared.cfg.model.dtype
     device = load.resolve_device(prepared.cfg.device)
@@ -98,18 +102,18 @@ def _precision_notes(prepared: RunPlan, records: Sequence[CellRecord]) -> list[s
     # the tiny model is fast in any dtype, so its default needs no advice
     is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
     if not is_tiny_default and precision.has_better_dtype(configured, prepared.dtype, device):
-        notes.append(f"Dtype {precision.dtype_reason(configured, prepared.dtype, device)}.")
+        notes.append(f"Dtype {precision.explain_dtype(configured, prepared.dtype, device)}.")
     comparisons = []
     for record in records:
         comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
     # several runs may have compared dtypes; the comparison with most prompts is the most reliable
     if comparisons:
         largest = max(comparisons, key=itemgetter("prompts"))
-        notes.append(precision.rounding_note(largest, prepared.dtype))
+        notes.append(precision.describe_rounding(largest, prepared.dtype))
     return notes
 
 
-def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
+def _note_reading(records: Sequence[CellRecord]) -> list[str]:
     """Return the note that prompts were read in pieces, or []."""
     # samples may come from several runs with different sizes of pieces
     sizes = set()
@@ -127,16 +131,16 @@ def _reading_notes(records: Sequence[CellRecord]) -> list[str]:
     ]
 
 
-def settings(prepared: RunPlan) -> str:
+def describe_settings(prepared: RunPlan) -> str:
     """Return the run's settings as one line of text. It tells tables with the same rows and columns apart."""
     cfg = prepared.cfg
     parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
     if cfg.preset:
-        parts.append(_preset_text(cfg.preset, cfg))
+        parts.append(_describe_preset(cfg.preset, cfg))
     default_entries = entries("dataset")
     for dataset in cfg.datasets:
-        parts.append(_dataset_text(dataset, default_entries[dataset.name]))
-    parts.append(_prompt_text(prepared))
+        parts.append(_describe_dataset(dataset, default_entries[dataset.name]))
+    parts.append(_describe_prompt(prepared))
     if cfg.sampling.temperature:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
     if cfg.sampling.samples_per_prompt > 1:
@@ -145,7 +149,7 @@ def settings(prepared: RunPlan) -> str:
     return "; ".join(dict.fromkeys(parts)) + "."
 
 
-def _preset_text(preset: str, cfg: RunConfig) -> str:
+def _describe_preset(preset: str, cfg: RunConfig) -> str:
     """Return the name of the run's preset, with the methods of the run that the preset does not configure."""
     methods: list[str] = []
     for configured in cfg.chains:
@@ -156,7 +160,7 @@ def _preset_text(preset: str, cfg: RunConfig) -> str:
     return f"preset {preset} (sets nothing of {', '.join(untouched_methods)})"
 
 
-def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
+def _describe_dataset(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
     """Return the name of a dataset with its knobs that differ from the defaults."""
     words = [f"dataset {dataset.name}"]
     for knob, value in dataset.knobs.items():
@@ -170,7 +174,7 @@ def _dataset_text(dataset: DatasetConfig, default_entry: Mapping[str, object]) -
     return " ".join(words)
 
 
-def _prompt_text(prepared: RunPlan) -> str:
+def _describe_prompt(prepared: RunPlan) -> str:
     """Return the prompt policy in words: its name, its length, and its departures from the defaults."""
     prompt = prepared.cfg.prompt
     parts = [f"prompt {prompt.name}"]

@@ -15,7 +15,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.files import disk_error
 from kvbench.report import listing
 from kvbench.store.fidelity import KINDS
-from kvbench.store.labels import fields
+from kvbench.store.labels import list_settings
 from kvbench.store.results import Facts
 from kvbench.store.store import ResultStore
 
@@ -32,19 +32,19 @@ REQUIRED: Mapping[str, type | tuple[type, ...]] = {
 DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 
 
-def records(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """Return the cells of a store that pass ``filters`` as lines of the open format. A score may be missing (None)."""
-    return [_line_of(store, cell) for cell in listing.rows(store, filters or {})]
+    return [_build_line(store, cell) for cell in listing.list_cells(store, filters or {})]
 
 
-def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
+def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     """Return one cell as a line of the open format."""
     # without a summary, the stored means cover fewer samples than the cell has now, so they are not passed on
     means: Mapping[str, Any] = {}
     if cell.summary is not None:
         means = store.metrics(cell.id)
     identity = cell.record.identity
-    settings = fields(identity)
+    settings = list_settings(identity)
     # several processes may have measured the cell: the facts of the last one are used
     facts: Facts = {}
     if cell.record.provenance:
@@ -95,15 +95,15 @@ def _line_of(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     }
 
 
-def text(lines: Iterable[Mapping[str, object]]) -> str:
+def format_lines(lines: Iterable[Mapping[str, object]]) -> str:
     """Return the lines that have a score as the text of a file."""
     scored_lines = [line for line in lines if line["score"] is not None]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored_lines)
 
 
-def write(lines: Iterable[Mapping[str, object]], path: Path) -> int:
+def write_lines(lines: Iterable[Mapping[str, object]], path: Path) -> int:
     """Write the lines that have a score to a file. Return how many."""
-    written = text(lines)
+    written = format_lines(lines)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(written, encoding="utf-8")
@@ -112,7 +112,7 @@ def write(lines: Iterable[Mapping[str, object]], path: Path) -> int:
     return written.count("\n")
 
 
-def read(place: Path) -> list[dict[str, Any]]:
+def read_lines(place: Path) -> list[dict[str, Any]]:
     """Return the lines of a file, of the results.jsonl of a folder, or else of the cells stored in the folder.
 
     Raises UsageError for a place that holds no results, and for a line that lacks a key of REQUIRED.
@@ -123,7 +123,7 @@ def read(place: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         # a results folder of kvbench's own has no file of lines: they are made of its cells
         if (place / "cells").is_dir():
-            return records(ResultStore(place))
+            return list_lines(ResultStore(place))
         raise UsageError(f"{place} holds no results: give a file of lines, or a folder with {NAME} or with cells/")
     lines = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.kv.pages import PAGE_TOKENS, PagesFreed
-from kvbench.report.table import Table, number
+from kvbench.report.table import Table, format_number
 
 IN_PLACE, COMPACTED = "pages freed, in place", "pages freed, compacted"
 NOTES = (
@@ -18,12 +18,12 @@ NOTES = (
 )
 
 
-def table(rows: Sequence[tuple[str, PagesFreed]]) -> Table:
+def build_table(rows: Sequence[tuple[str, PagesFreed]]) -> Table:
     """Return a table in per cent, with a line for each (method, shares of pages freed)."""
     lines = []
     for method, freed in rows:
         shares = (freed.apart, freed.united, freed.apart_compacted, freed.united_compacted)
         # one option a line keeps the table within the page
-        lines.append((method.replace(" ", "\n"), *(number(100 * share) for share in shares)))
+        lines.append((method.replace(" ", "\n"), *(format_number(100 * share) for share in shares)))
     heads = ("method", "heads\napart", "heads\nunited", "heads\napart", "heads\nunited")
     return Table(heads, tuple(lines), groups=("", IN_PLACE, IN_PLACE, COMPACTED, COMPACTED))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbench.report import fidelity, pages, ruler, turns, verdict, writers
-from kvbench.report.table import Table, number, sizes, with_interval
-from kvbench.report.table import size as size
+from kvbench.report.table import Table, format_number, format_size, format_sizes, with_interval
 from kvbench.store.labels import explain_budgets
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
@@ -61,7 +60,7 @@ CELL_FIELDS = (
 """The CSV columns that every cell has. The columns of divergences and of several questions follow them."""
 
 
-def _csv_fields() -> tuple[str, ...]:
+def _list_csv_fields() -> tuple[str, ...]:
     """Return the CSV columns: first every cell's, then each text's columns of ``fidelity``, then ``turns``' columns."""
     fields = list(CELL_FIELDS)
     for kind in fidelity.TEXTS:
@@ -70,7 +69,7 @@ def _csv_fields() -> tuple[str, ...]:
     return tuple(fields)
 
 
-CSV_FIELDS = _csv_fields()
+CSV_FIELDS = _list_csv_fields()
 ATTENDED = "attended\n%"
 EVICTS = "evicts"
 EVICTING = (
@@ -99,10 +98,10 @@ class Detail:
 EVERYTHING = Detail(intervals=True, notes=True)
 
 
-def header(report: ReportData) -> list[str]:
+def write_header(report: ReportData) -> list[str]:
     """Return the lines above the tables: a warning about few examples, the settings, and the number of examples."""
     lines = []
-    sizes_of_cells = _sample_sizes(report)
+    sizes_of_cells = _list_sample_sizes(report)
     if sizes_of_cells:
         fewest = min(n for n, _ in sizes_of_cells)
         if fewest < FEWEST and not _has_mean_interval(report):
@@ -124,31 +123,31 @@ def _has_mean_interval(report: ReportData) -> bool:
     return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
 
 
-def sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
+def build_sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
     """Return the tables of verdicts, scores, divergences from the full cache, storage and pages freed.
 
     With ``folded``, tables wider than 100 columns are cut into several, for output as text.
     """
-    scores, storage = [_score_table(report, detail)], [_storage_table(report)]
+    scores, storage = [_build_score_table(report, detail)], [_build_storage_table(report)]
     if folded:
         scores, storage = list(scores[0].folded()), list(storage[0].folded())
     tables = []
-    verdicts = verdict.table(report)
+    verdicts = verdict.build_table(report)
     if verdicts is not None:
         tables.append(verdicts)
     tables += scores
-    tables += ruler.sheets(report)
-    tables += turns.sheets(report)
-    tables += fidelity.sheets(report)
+    tables += ruler.build_sheets(report)
+    tables += turns.build_sheets(report)
+    tables += fidelity.build_sheets(report)
     if detail.notes:
         tables += storage
-        freed = _pages_freed(report)
+        freed = _list_pages_freed(report)
         if freed:
-            tables.append(pages.table(freed))
+            tables.append(pages.build_table(freed))
     return tables
 
 
-def _score_table(report: ReportData, detail: Detail) -> Table:
+def _build_score_table(report: ReportData, detail: Detail) -> Table:
     """Return the table of scores: the mean over tasks, its difference to the full cache, each task, and the size.
 
     The mean length of answers stands behind the score of a task with worked solutions.
@@ -176,22 +175,22 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
         else:
             bytes_held.append(row.means.held16)
     rows = []
-    for row, size_text in zip(report.rows, sizes(bytes_held), strict=True):
+    for row, size_text in zip(report.rows, format_sizes(bytes_held), strict=True):
         texts = [_wrap(row.method)]
         if has_mean:
-            texts.append(_mean_text(row, detail))
+            texts.append(_write_mean(row, detail))
             if has_deltas:
-                texts.append(_delta_text(row.delta, detail))
+                texts.append(_write_delta(row.delta, detail))
         for cell, column in zip(row.cells, report.columns, strict=True):
             # with intervals, the differences of several tasks stand below their scores
-            texts.append(_score_text(cell, detail, with_delta=has_mean))
+            texts.append(_write_score(cell, detail, with_delta=has_mean))
             if not has_mean and has_deltas:
-                texts.append(_delta_text(row.delta, detail))
+                texts.append(_write_delta(row.delta, detail))
             if metric(column.metric).lengths:
                 length = None
                 if cell.summary is not None:
                     length = cell.summary.new_tokens
-                texts.append(number(length))
+                texts.append(format_number(length))
         if has_sizes:
             if row.evicts and row.means is not None:
                 size_text += f"\n{EVICTS}"
@@ -200,7 +199,7 @@ def _score_table(report: ReportData, detail: Detail) -> Table:
     return Table(tuple(heads), tuple(rows), ruled=detail.intervals)
 
 
-def _storage_table(report: ReportData) -> Table:
+def _build_storage_table(report: ReportData) -> Table:
     """Return the table of tokens, bytes and times of each measured method, as means over its cells."""
     heads = ["method"]
     heads += STORAGE
@@ -208,7 +207,7 @@ def _storage_table(report: ReportData) -> Table:
     for row in report.rows:
         if row.means is not None:
             texts = [_wrap(row.method)]
-            texts += _storage_text(row.means, row.evicts)
+            texts += _write_storage(row.means, row.evicts)
             rows.append(texts)
     # few methods mask tokens that they hold; without one, every row of this column would show a dash
     if not _has_masks(report):
@@ -219,7 +218,7 @@ def _storage_table(report: ReportData) -> Table:
     return Table(tuple(heads), tuple(map(tuple, rows)))
 
 
-def _pages_freed(report: ReportData) -> list[tuple[str, PagesFreed]]:
+def _list_pages_freed(report: ReportData) -> list[tuple[str, PagesFreed]]:
     """Return (method, shares of pages freed) of each row. Results of older versions do not have them."""
     freed = []
     for row in report.rows:
@@ -228,26 +227,26 @@ def _pages_freed(report: ReportData) -> list[tuple[str, PagesFreed]]:
     return freed
 
 
-def _mean_text(row: ReportRow, detail: Detail) -> str:
+def _write_mean(row: ReportRow, detail: Detail) -> str:
     """Return the mean score of a row as text; a dash unless all of its cells are measured."""
     if row.means is None or not row.is_complete:
         return "—"
     if row.is_unchanged:
         return UNCHANGED
     if not detail.intervals:
-        return number(row.means.score_mean)
+        return format_number(row.means.score_mean)
     return with_interval(row.means.score_mean, row.means.score_ci)
 
 
-def _delta_text(delta: Delta | None, detail: Detail) -> str:
+def _write_delta(delta: Delta | None, detail: Detail) -> str:
     """Return a difference to the full cache as text, with a star if its interval excludes 0; a dash for None."""
     if delta is None:
         return "—"
-    text = number(delta.mean, sign=True)
+    text = format_number(delta.mean, sign=True)
     if delta.is_sure:
         text += "*"
     if detail.intervals and delta.ci is not None:
-        text += f"\n[{number(delta.ci[0])}, {number(delta.ci[1])}]"
+        text += f"\n[{format_number(delta.ci[0])}, {format_number(delta.ci[1])}]"
     return text
 
 
@@ -266,7 +265,7 @@ def _wrap(label: str) -> str:
     return label.replace(" ", "\n")
 
 
-def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> str:
+def _write_score(cell: CellResult, detail: Detail, with_delta: bool = True) -> str:
     """Return a cell of the table of scores: the score, or the reason why there is no score.
 
     With intervals, the score's interval stands below it and, ``with_delta``, its difference to the full cache. Without
@@ -280,32 +279,32 @@ def _score_text(cell: CellResult, detail: Detail, with_delta: bool = True) -> st
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    text = number(summary.score)
+    text = format_number(summary.score)
     if detail.intervals:
         text = with_interval(summary.score, summary.ci)
     if with_delta and cell.delta is not None:
         if detail.intervals:
-            text += f"\nΔ {number(cell.delta.mean, sign=True)}"
+            text += f"\nΔ {format_number(cell.delta.mean, sign=True)}"
         if cell.delta.is_sure:
             text += "*"
     for name, bucket in summary.buckets.items():
-        text += f"\n{name} {number(bucket.score)}"
+        text += f"\n{name} {format_number(bucket.score)}"
     return text
 
 
-def _storage_text(means: RowMeans, evicts: bool) -> tuple[str, ...]:
+def _write_storage(means: RowMeans, evicts: bool) -> tuple[str, ...]:
     """Return a line of the table of storage, a text for each head of STORAGE."""
     return (
-        _kept_text(means.kept_percent, means.nominal_percent, evicts),
-        number(means.attended_percent),
-        size(means.payload),
-        size(means.overhead),
+        _write_kept(means.kept_percent, means.nominal_percent, evicts),
+        format_number(means.attended_percent),
+        format_size(means.payload),
+        format_size(means.overhead),
         f"{means.percent_of_full:.1f}",
         f"{means.prefill_ms:.1f}",
     )
 
 
-def _kept_text(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
+def _write_kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
     """Return the kept tokens in per cent, the requested budget if it differs or is missing, and a mark for evicting."""
     mark = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
@@ -318,7 +317,7 @@ def _kept_text(kept_percent: float, asked_percent: float | None, evicts: bool) -
     return f"{kept_percent:.1f}{mark}"
 
 
-def _chance_note(deltas: Sequence[Delta]) -> str:
+def _note_chance(deltas: Sequence[Delta]) -> str:
     """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
     count = sum(delta.ci is not None for delta in deltas)
     if count < 10:
@@ -327,7 +326,7 @@ def _chance_note(deltas: Sequence[Delta]) -> str:
     return f"; of {count} differences about {math.ceil(0.05 * count)} would by chance alone"
 
 
-def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
+def write_legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     """Return the lines below the tables: the meaning of marks that occur, warnings, and where to find more.
 
     With notes, they also say how the numbers were measured.
@@ -335,7 +334,7 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     cells = report.cells
     summaries = [cell.summary for cell in cells if cell.summary is not None]
     lines = [f"✗ {cell.task}: {cell.reason}" for cell in cells if cell.status in BROKEN]
-    lines += _star_note(report)
+    lines += _note_stars(report)
     if detail.intervals and any(summary.ci for summary in summaries):
         lines.append("[a, b]: 95 % interval. Δ: paired difference to full.")
     fewest = min((summary.n for summary in summaries), default=FEWEST)
@@ -350,8 +349,8 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     if any(row.evicts for row in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
     lines += explain_budgets(row.method for row in report.rows)
-    lines += turns.legend(report)
-    lines += fidelity.legend(report)
+    lines += turns.explain_questions(report)
+    lines += fidelity.explain_distances(report)
     most_shrunk = max((summary.shrunk for summary in summaries), default=0)
     if most_shrunk:
         lines.append(
@@ -359,13 +358,13 @@ def legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
         )
     lines += report.notes
     if detail.notes:
-        lines += _storage_notes(report, summaries)
+        lines += _note_storage(report, summaries)
         lines += report.remarks
-    lines.append(_where_to_look(report, detail))
+    lines.append(_say_where_to_look(report, detail))
     return lines
 
 
-def _star_note(report: ReportData) -> list[str]:
+def _note_stars(report: ReportData) -> list[str]:
     """Return the note on stars; [] if the table has no stars."""
     deltas = [cell.delta for cell in report.cells if cell.delta is not None]
     # the means of rows are a column of the table only if there are several tasks
@@ -373,10 +372,10 @@ def _star_note(report: ReportData) -> list[str]:
         deltas += [row.means.delta for row in report.rows if row.means is not None and row.means.delta is not None]
     if not any(delta.is_sure for delta in deltas):
         return []
-    return [f"* differs from full: the 95 % interval of the paired difference excludes 0{_chance_note(deltas)}."]
+    return [f"* differs from full: the 95 % interval of the paired difference excludes 0{_note_chance(deltas)}."]
 
 
-def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list[str]:
+def _note_storage(report: ReportData, summaries: Sequence[CellSummary]) -> list[str]:
     """Return the notes on the table of storage and on prompts that were cut."""
     if not summaries:
         return []
@@ -385,7 +384,7 @@ def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list
         "overhead: as the run held it. full has positions beside its keys and values, hence above 100 %. Times of "
         "compression and decoding: kvbench bench time."
     ]
-    if _pages_freed(report):
+    if _list_pages_freed(report):
         lines += pages.NOTES
     if _has_masks(report):
         lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
@@ -398,7 +397,7 @@ def _storage_notes(report: ReportData, summaries: Sequence[CellSummary]) -> list
     return lines
 
 
-def _where_to_look(report: ReportData, detail: Detail) -> str:
+def _say_where_to_look(report: ReportData, detail: Detail) -> str:
     """Return the line that names the folder of samples and the options that show more."""
     line = f"Samples and metrics: {report.results}/cells ({len(report.cells)} results)."
     hidden = []
@@ -410,7 +409,7 @@ def _where_to_look(report: ReportData, detail: Detail) -> str:
     return f"{line} More: {', '.join(hidden)}."
 
 
-def _sample_sizes(report: ReportData) -> list[tuple[int, int]]:
+def _list_sample_sizes(report: ReportData) -> list[tuple[int, int]]:
     """Return (examples measured, examples of the task) of the cells. Each pair occurs once."""
     # a partly measured cell has fewer examples
     summaries = [cell.summary for cell in report.cells if cell.summary is not None]
@@ -428,15 +427,15 @@ def _describe_sizes(counts: Sequence[tuple[int, int]]) -> str:
     return f"{min(measured)} to {max(measured)}"
 
 
-def render(report: ReportData, style: str = "text", detail: Detail = Detail()) -> str:
+def render_report(report: ReportData, style: str = "text", detail: Detail = Detail()) -> str:
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
-        return writers.csv(CSV_FIELDS, records(report))
-    tables = sheets(report, detail, folded=style == "text")
-    return writers.compose(tables, legend(report, detail), style, above=header(report))
+        return writers.csv(CSV_FIELDS, list_records(report))
+    tables = build_sheets(report, detail, folded=style == "text")
+    return writers.compose(tables, write_legend(report, detail), style, above=write_header(report))
 
 
-def records(report: ReportData) -> Iterator[dict[str, object]]:
+def list_records(report: ReportData) -> Iterator[dict[str, object]]:
     """Yield a record of each cell with the names of CSV_FIELDS as keys; numbers are not rounded."""
     for row in report.rows:
         for cell in row.cells:
@@ -447,6 +446,6 @@ def records(report: ReportData) -> Iterator[dict[str, object]]:
                 record["ci_low"], record["ci_high"] = cell.summary.ci
             if cell.delta is not None and cell.delta.ci is not None:
                 record["delta_ci_low"], record["delta_ci_high"] = cell.delta.ci
-            record |= fidelity.record(cell)
-            record |= turns.record(cell)
+            record |= fidelity.record_distances(cell)
+            record |= turns.record_questions(cell)
             yield record

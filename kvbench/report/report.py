@@ -21,26 +21,26 @@ class Report(ReportData):
     def record(self) -> dict[str, object]:
         """Return the report as ``--json`` prints it, with the verdict on each method."""
         record = super().record()
-        record["verdicts"] = [asdict(judged) for judged in verdict.verdicts(self)]
+        record["verdicts"] = [asdict(judged) for judged in verdict.judge_methods(self)]
         return record
 
     def to_markdown(self, intervals: bool = False, notes: bool = False) -> str:
         """Return verdicts, scores and sizes as Markdown; with ``intervals`` and ``notes`` as ``run`` prints them."""
-        return render.render(self, "md", render.Detail(intervals=intervals, notes=notes))
+        return render.render_report(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:
         """Return a row per method and task, with the columns of ``--format csv``."""
         require("pandas", "to_pandas")
         import pandas as pd
 
-        return pd.DataFrame(render.records(self), columns=list(render.CSV_FIELDS))
+        return pd.DataFrame(render.list_records(self), columns=list(render.CSV_FIELDS))
 
     def plot(self) -> Canvas:
         """Return a figure with one panel for each task: scores with intervals against size in % of the full cache."""
         require("matplotlib", "plot")
         from kvbench.report import scatter
 
-        return scatter.draw(self)
+        return scatter.draw_report(self)
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()

@@ -17,7 +17,7 @@ QA = ("qa_1", "qa_2")
 MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 
-def sheets(report: ReportData) -> list[Table]:
+def build_sheets(report: ReportData) -> list[Table]:
     """Return the table of scores by length, for several tasks at several lengths, or for all RULER tasks at one."""
     columns = _find_columns(report)
     lengths = sorted({length for _, length in columns})
@@ -56,7 +56,7 @@ def sheets(report: ReportData) -> list[Table]:
     heads += [str(length) for length in lengths]
     if has_several_lengths:
         heads += MEANS
-    return [Table(tuple(heads), tuple(rows), headings={0: _heading(tasks)})]
+    return [Table(tuple(heads), tuple(rows), headings={0: _build_heading(tasks)})]
 
 
 def _find_columns(report: ReportData) -> dict[tuple[str, int], int]:
@@ -82,7 +82,7 @@ def _task_and_length(column: ReportColumn) -> tuple[str, int] | None:
     return task, int(length)
 
 
-def _heading(tasks: Sequence[str]) -> str:
+def _build_heading(tasks: Sequence[str]) -> str:
     """Return the name of the mean over these tasks by length, and name the tasks that are missing."""
     name = mean_name(tasks)
     coverage = {

@@ -41,7 +41,7 @@ class Shown(Canvas):
         return picture.getvalue()
 
 
-def draw(report: ReportData) -> Shown:
+def draw_report(report: ReportData) -> Shown:
     """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
     tasks = report.columns
     columns = min(COLUMNS, len(tasks))

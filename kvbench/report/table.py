@@ -66,9 +66,9 @@ class Table:
 
     def width(self, column: int) -> int:
         """Return the number of characters in a column's widest line."""
-        widest = max(len(line) for line in lines(self.heads[column]))
+        widest = max(len(line) for line in split_lines(self.heads[column]))
         for row in self.rows:
-            for line in lines(row[column]):
+            for line in split_lines(row[column]):
                 widest = max(widest, len(line))
         return widest
 
@@ -110,20 +110,20 @@ class Table:
         return replace(self, headers=pick(self.headers), groups=groups, rows=tuple(map(pick, self.rows)))
 
 
-def lines(text: str) -> list[str]:
+def split_lines(text: str) -> list[str]:
     """Return the lines of a cell, at least one."""
     return visible(text).split("\n")
 
 
-def size(n: float) -> str:
+def format_size(n: float) -> str:
     """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
-    unit, unit_bytes = _largest_unit(n)
+    unit, unit_bytes = _choose_unit(n)
     if unit == "B":
         return f"{n:.0f} B"
     return f"{n / unit_bytes:.1f} {unit}"
 
 
-def _largest_unit(n: float) -> tuple[str, int]:
+def _choose_unit(n: float) -> tuple[str, int]:
     """Return the largest unit of bytes that ``n`` reaches, and the bytes in it."""
     for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= unit_bytes:
@@ -156,9 +156,9 @@ def range_text(counts: Collection[int]) -> str:
     return f"{low}–{high}"
 
 
-def sizes(values: Sequence[float | None]) -> list[str]:
+def format_sizes(values: Sequence[float | None]) -> list[str]:
     """Return numbers of bytes as texts in one unit, the largest that any number reaches; a dash for None."""
-    unit, unit_bytes = _largest_unit(max((value for value in values if value is not None), default=0.0))
+    unit, unit_bytes = _choose_unit(max((value for value in values if value is not None), default=0.0))
     texts = []
     for value in values:
         if value is None:
@@ -171,7 +171,7 @@ def sizes(values: Sequence[float | None]) -> list[str]:
     return texts
 
 
-def number(value: float | None, sign: bool = False) -> str:
+def format_number(value: float | None, sign: bool = False) -> str:
     """Return a number with one digit; a dash for None. With ``sign``, a positive number has a plus sign."""
     if value is None:
         return "—"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import Table, number, size
+from kvbench.report.table import Table, format_number, format_size
 
 if TYPE_CHECKING:
     from kvbench.report.data import CellResult, ReportData
@@ -35,7 +35,7 @@ MODES = {
 """The content of a cache when a question comes, by ``turns=``."""
 
 
-def sheets(report: ReportData) -> list[Table]:
+def build_sheets(report: ReportData) -> list[Table]:
     """Return the table of falls from the first question to the last; [] if no context has several questions."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -43,26 +43,26 @@ def sheets(report: ReportData) -> list[Table]:
         block_start = len(rows)
         for row in report.rows:
             cell = row.cells[i]
-            turns = _turns_of(cell)
+            turns = _find_turns(cell)
             if turns is None:
                 continue
             # all methods answer the same questions, so any of them gives the numbers for the heading
             if len(rows) == block_start:
-                headings[block_start] = _heading(column.task, turns, str(cell.settings["turns"]))
-            rows.append(_line(row.method, turns, cell))
+                headings[block_start] = _build_heading(column.task, turns, str(cell.settings["turns"]))
+            rows.append(_build_line(row.method, turns, cell))
     if not rows:
         return []
     return [Table(HEADS, tuple(rows), headings=headings)]
 
 
-def _turns_of(cell: CellResult) -> TurnsSummary | None:
+def _find_turns(cell: CellResult) -> TurnsSummary | None:
     """Return a cell's scores by question; None if it is not measured or its contexts have one question."""
     if cell.summary is None:
         return None
     return cell.summary.questions
 
 
-def _heading(task: str, turns: TurnsSummary, mode: str) -> str:
+def _build_heading(task: str, turns: TurnsSummary, mode: str) -> str:
     """Return the heading of a task's block: the numbers of contexts and questions, and the history of a question."""
     count = f"{turns.questions} questions on {turns.contexts} contexts"
     # a context with one question has no fall, so the block's first and last scores are means over the others
@@ -71,25 +71,25 @@ def _heading(task: str, turns: TurnsSummary, mode: str) -> str:
     return f"{task}: {count}; {MODES[mode]}"
 
 
-def _line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]:
+def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]:
     """Return the line of a method on one task."""
     # the full cache's own line has no fall beside the full cache's
     beside_full = ""
     if cell.fall_beside_full is not None:
-        beside_full = _with_interval(cell.fall_beside_full.mean, cell.fall_beside_full.ci)
+        beside_full = _add_interval(cell.fall_beside_full.mean, cell.fall_beside_full.ci)
     return (
         # one knob below the other keeps the first column narrow
         method.replace(" ", "\n"),
-        number(turns.first),
-        number(turns.last),
-        _with_interval(turns.fall, turns.fall_ci),
+        format_number(turns.first),
+        format_number(turns.last),
+        _add_interval(turns.fall, turns.fall_ci),
         beside_full,
-        size(turns.bytes_compressed),
-        size(turns.bytes_last),
+        format_size(turns.bytes_compressed),
+        format_size(turns.bytes_last),
     )
 
 
-def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
+def _add_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
     """Return a difference of scores with its sign, and its interval on a line below."""
     text = "—"
     if difference is not None:
@@ -99,9 +99,9 @@ def _with_interval(difference: float | None, ci: tuple[float, float] | None) -> 
     return text
 
 
-def record(cell: CellResult) -> dict[str, object]:
+def record_questions(cell: CellResult) -> dict[str, object]:
     """Return one cell's scores by question under the names of CSV_FIELDS; {} without several questions."""
-    turns = _turns_of(cell)
+    turns = _find_turns(cell)
     if turns is None:
         return {}
     values: dict[str, object] = {name: value for name, value in vars(turns).items() if name in CSV_FIELDS}
@@ -124,18 +124,18 @@ def record(cell: CellResult) -> dict[str, object]:
     return {f"turns_{name}": value for name, value in values.items()}
 
 
-def legend(report: ReportData) -> list[str]:
+def explain_questions(report: ReportData) -> list[str]:
     """Return the lines below the table: the meaning of its columns, and the scores by other metrics."""
     lines = []
     has_questions = False
     for row in report.rows:
         for cell in row.cells:
-            turns = _turns_of(cell)
+            turns = _find_turns(cell)
             if turns is None:
                 continue
             has_questions = True
             if turns.beside:
-                others = ", ".join(f"{name} {number(value)}" for name, value in turns.beside.items())
+                others = ", ".join(f"{name} {format_number(value)}" for name, value in turns.beside.items())
                 place = row.method
                 if len(report.columns) > 1:
                     place = f"{cell.task}, {row.method}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from kvbench.report.table import Table, number
+from kvbench.report.table import Table, format_number
 from kvbench.tasks.metrics import metric
 from kvbench.tasks.metrics.stats import FEWEST
 
@@ -57,14 +57,14 @@ class MethodVerdict:
         elif self.kept_percent is not None:
             tokens = describe_tokens(self.kept_percent)
         if self.score is not None:
-            score = number(self.score)
+            score = format_number(self.score)
             if self.full_score is not None:
-                score += f" of {number(self.full_score)}"
+                score += f" of {format_number(self.full_score)}"
         if self.delta is not None:
-            difference = number(self.delta.mean, sign=True)
+            difference = format_number(self.delta.mean, sign=True)
             if self.delta.ci is not None:
                 low, high = self.delta.ci
-                difference += f" [{number(low)}, {number(high)}]"
+                difference += f" [{format_number(low)}, {format_number(high)}]"
         if self.divergence is not None:
             divergence = f"KL {self.divergence:.2g}"
         # the options of a label stand below the method, so that the line fits
@@ -89,17 +89,17 @@ def describe_tokens(kept_percent: float) -> str:
     return f"{kept_percent:.{digits}f} % of tokens"
 
 
-def verdicts(report: ReportData) -> list[MethodVerdict]:
+def judge_methods(report: ReportData) -> list[MethodVerdict]:
     """Return the verdict on each method of a report except the full cache, in the report's order."""
     full = next((row for row in report.rows if row.is_full), None)
     methods = [row for row in report.rows if not row.is_full]
     names = _shorten([row.method for row in methods])
-    return [_judge(row, name, full, report) for row, name in zip(methods, names, strict=True)]
+    return [_judge_row(row, name, full, report) for row, name in zip(methods, names, strict=True)]
 
 
-def table(report: ReportData) -> Table | None:
+def build_table(report: ReportData) -> Table | None:
     """Return the verdicts as a table, a line for each method; None if only the full cache is measured."""
-    rows = [verdict.texts() for verdict in verdicts(report) if verdict.outcome]
+    rows = [verdict.texts() for verdict in judge_methods(report) if verdict.outcome]
     if not rows:
         return None
     # a column that is empty in all rows says nothing
@@ -114,7 +114,7 @@ def table(report: ReportData) -> Table | None:
     return Table(heads, tuple(filled_rows), left=len(filled), bare=True)
 
 
-def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
+def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
     times_smaller, kept_percent, attended_percent = None, None, None
     score, full_score = None, None
@@ -150,14 +150,14 @@ def _judge(row: ReportRow, name: str, full: ReportRow | None, report: ReportData
         score=score,
         full_score=full_score,
         delta=row.delta,
-        divergence=_divergence(row),
+        divergence=_average_divergence(row),
         worse=tuple(worse),
         better=tuple(better),
-        outcome=_outcome(row, worse, better),
+        outcome=_describe_outcome(row, worse, better),
     )
 
 
-def _divergence(row: ReportRow) -> float | None:
+def _average_divergence(row: ReportRow) -> float | None:
     """Return a row's mean divergence over its tasks; None unless all of them were compared with the full cache."""
     means = []
     for cell in row.cells:
@@ -170,7 +170,7 @@ def _divergence(row: ReportRow) -> float | None:
     return fmean(means)
 
 
-def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
+def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
     """Return in words whether a method is better or worse than the full cache; '' if it was not measured or refused.
 
     worse, better: the tasks on which it is worse or better by an interval.
@@ -196,7 +196,7 @@ def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str
     parts = []
     for word, names in (("worse", worse), ("better", better)):
         if names and len(row.cells) > 1:
-            parts.append(f"{word} on {_name(names, len(row.cells))}")
+            parts.append(f"{word} on {_name_tasks(names, len(row.cells))}")
         elif names:
             parts.append(f"{word} than full")
     if parts:
@@ -208,7 +208,7 @@ def _outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str
     return "better in the mean"
 
 
-def _name(tasks: Sequence[str], count: int) -> str:
+def _name_tasks(tasks: Sequence[str], count: int) -> str:
     """Return the names of some of ``count`` tasks, or their number."""
     if len(tasks) == count:
         return f"all {count}"

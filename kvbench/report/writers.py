@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.base.visible import visible
-from kvbench.report.table import WIDTH, Bold, Table, lines
+from kvbench.report.table import WIDTH, Bold, Table, split_lines
 
 # spreadsheets compute a text that begins with one of these signs; a minus before a digit is a number
 FORMULA = re.compile(r"[=+@\t]|-(?!\d)")
@@ -69,7 +69,7 @@ def note(text: str, style: str) -> str:
     text = text.replace("\n", " ")
     if style == "latex":
         return f"% {text}"
-    return f"- {_without_tags(text)}"
+    return f"- {_strip_tags(text)}"
 
 
 def text(table: Table, terminal: bool = False) -> str:
@@ -95,7 +95,7 @@ def text(table: Table, terminal: bool = False) -> str:
             rich_table.add_row(Text(visible("· " + heading.replace(", ", "\n  "))))
         for i, row in enumerate(rows):
             ends_block = i == len(rows) - 1
-            rich_table.add_row(*map(_rich_text, row), end_section=table.ruled or ends_block)
+            rich_table.add_row(*map(_make_rich_text, row), end_section=table.ruled or ends_block)
     # the text goes to a string, so tell rich whether a terminal will show it
     color_system: Literal["standard"] | None = None
     if terminal:
@@ -107,9 +107,9 @@ def text(table: Table, terminal: bool = False) -> str:
     return "\n".join(_group_lines(table, drawn_lines) + drawn_lines) + "\n"
 
 
-def _rich_text(cell: str) -> Text:
+def _make_rich_text(cell: str) -> Text:
     """Return a cell for rich. The first line of a Bold cell is bold."""
-    parts = [Text(line) for line in lines(cell)]
+    parts = [Text(line) for line in split_lines(cell)]
     if isinstance(cell, Bold):
         parts[0].stylize("bold")
     return Text("\n").join(parts)
@@ -161,10 +161,10 @@ def markdown(table: Table) -> str:
         return f"| {' | '.join(cells)} |"
 
     def inert(text: str) -> str:
-        return _without_tags(text.replace("|", r"\|"))
+        return _strip_tags(text.replace("|", r"\|"))
 
     def cell(text: str) -> str:
-        parts = lines(inert(text))
+        parts = split_lines(inert(text))
         if isinstance(text, Bold):
             parts[0] = f"**{parts[0]}**"
         line_break = "<br>" if table.breaks else " "
@@ -190,7 +190,7 @@ def markdown(table: Table) -> str:
     return "\n".join(out) + "\n"
 
 
-def _without_tags(text: str) -> str:
+def _strip_tags(text: str) -> str:
     """Return a text in which Markdown finds no HTML element."""
     return MARKUP.sub("&lt;", text)
 
@@ -204,7 +204,7 @@ def latex(table: Table) -> str:
     """Return a table as a LaTeX tabular of booktabs, with makecell for cells that keep their lines."""
 
     def cell(text: str) -> str:
-        parts = lines(_escaped(text))
+        parts = split_lines(_escape(text))
         if isinstance(text, Bold):
             parts[0] = rf"\textbf{{{parts[0]}}}"
         if not table.breaks:
@@ -218,24 +218,24 @@ def latex(table: Table) -> str:
     spans = []
     for group, columns in table.spans():
         if group:
-            spans.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escaped(group)}}}")
+            spans.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escape(group)}}}")
         else:
             # columns without a group still need their separators
             spans.append(" & ".join([""] * columns))
     if spans:
         out.append(" & ".join(spans) + r" \\")
-    heads = [_escaped(header.replace("\n", " ")) for header in table.headers]
+    heads = [_escape(header.replace("\n", " ")) for header in table.headers]
     out.append(" & ".join(heads) + r" \\")
     for heading, rows in table.blocks:
         out.append(r"\midrule")
         if heading:
-            out.append(rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escaped(heading)}}}}} \\")
+            out.append(rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escape(heading)}}}}} \\")
         out += [" & ".join(map(cell, row)) + r" \\" for row in rows]
     out += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join(out) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     """Return a text escaped for LaTeX, so that it prints unchanged."""
     # LaTeX would read a bracket right after a line break as its length
     return re.sub(r"^\[", "{[}", visible(text).translate(LATEX))
@@ -295,7 +295,7 @@ def html(
 
 def html_lines(cell: str, small: bool = False) -> str:
     """Return the lines of a cell below each other as HTML; with ``small``, all but the first are small elements."""
-    parts = lines(html_module.escape(cell))
+    parts = split_lines(html_module.escape(cell))
     if isinstance(cell, Bold):
         parts[0] = f"<b>{parts[0]}</b>"
     if not small:

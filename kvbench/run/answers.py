@@ -19,7 +19,7 @@ from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import Answer, DecodeBatch
 from kvbench.engine.decode import extend_cache, extend_caches
-from kvbench.engine.memory import in_parts, is_out_of_memory, release
+from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
 from kvbench.engine.stopping import Ending
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.run.host import Host
@@ -57,7 +57,7 @@ class QueuedRow:
     given_up: bool = False
 
     @property
-    def asked(self) -> Example:
+    def scored_example(self) -> Example:
         """Return the example that scores the answer."""
         if self.turn is None or not self.example.turns:
             return self.example
@@ -76,7 +76,7 @@ class QueuedRow:
         new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
         return cache_bytes + new_bytes
 
-    def giving_up(self) -> QueuedRow:
+    def without_cache(self) -> QueuedRow:
         """Return the row without its cache's numbers.
 
         A row whose cache serves other questions or answers keeps it.
@@ -136,7 +136,7 @@ class DecodeQueue:
         self.waiting = [r for r in self.waiting if r.cell.id != cell_id]
         self.apart = [r for r in self.apart if r.cell.id != cell_id]
 
-    def takes(self, rows: int) -> bool:
+    def has_room(self, rows: int) -> bool:
         """Return True if the queue is empty, or stays within its limits with ``rows`` more rows of the mean cost."""
         queued = list(self)
         if not queued:
@@ -154,7 +154,7 @@ class DecodeQueue:
         # rows of a failed batch go first: the batch is empty while any of them waits
         if self.apart:
             return self._advance_alone(self.apart.pop(0))
-        lost = self._admit()
+        lost = self._admit_rows()
         if lost:
             return lost
         failure: Exception | None = None
@@ -180,7 +180,7 @@ class DecodeQueue:
         release()
         if out_of_memory:
             # half as many rows take about half of the memory
-            self._shrink(len(rows) // 2, rows, f"with {len(rows)} answers at once")
+            self._shrink_batch(len(rows) // 2, rows, f"with {len(rows)} answers at once")
         else:
             self.apart = rows
         return []
@@ -189,14 +189,14 @@ class DecodeQueue:
         """Decode one row of a failed batch by itself, so that only the row that fails is lost."""
         batch: DecodeBatch[QueuedRow] = DecodeBatch(self.model)
         try:
-            _, lost = self._enter(batch, [row])
+            _, lost = self._enter_rows(batch, [row])
             if lost:
                 return lost
             return list(batch.advance())
         except Exception as error:
             return [(row, error)]
 
-    def _admit(self) -> list[Outcome]:
+    def _admit_rows(self) -> list[Outcome]:
         """Move waiting rows into the batch while it has room. Enter only rows for which the model is adapted alike.
 
         Return (row, exception) of rows whose caches could not be made again.
@@ -219,23 +219,25 @@ class DecodeQueue:
                 break
             entering.append(row)
         self.waiting = [r for r in self.waiting if r not in entering]
-        entered, lost = self._enter(self._batch, entering)
+        entered, lost = self._enter_rows(self._batch, entering)
         self.running += entered
         # rows that ran out of memory here can be made again later, when running rows have freed theirs
         unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
         if not (unmade and self.running):
             return lost
         release()
-        self._shrink(len(self.running), unmade, f"beside {len(self.running)} answers")
+        self._shrink_batch(len(self.running), unmade, f"beside {len(self.running)} answers")
         return [(row, error) for row, error in lost if row not in unmade]
 
-    def _shrink(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
+    def _shrink_batch(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
         """After running out of memory, requeue ``rows`` and cap the batch at ``most_rows`` from now on."""
         self.most_rows = max(1, most_rows)
         self.waiting = list(rows) + self.waiting
         say(f"out of memory {where}; going on with at most {self.most_rows}")
 
-    def _enter(self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]) -> tuple[list[QueuedRow], list[Outcome]]:
+    def _enter_rows(
+        self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]
+    ) -> tuple[list[QueuedRow], list[Outcome]]:
         """Enter rows into a batch, which then owns their caches. Return (entered rows, rows with lost caches)."""
         lost: list[Outcome] = []
         remade = {}
@@ -251,7 +253,7 @@ class DecodeQueue:
         entered = complete
         if self.remake is not None:
             # the batch holds the numbers now, and the prompt can be read again
-            entered = [r.giving_up() for r in complete]
+            entered = [r.without_cache() for r in complete]
         batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, complete, strict=True)])
         return entered, lost
 
@@ -286,23 +288,23 @@ class Asking:
         """The context with its questions."""
         return self.row.example
 
-    def ids(self, turn: int) -> Sequence[int]:
+    def question_ids(self, turn: int) -> Sequence[int]:
         """Return the tokens of a question. With given references, the previous question's reference comes first."""
         question = list(self.encoded.questions[turn])
         if turn and self.cell.task.turns == "gold":
             return list(self.encoded.references[turn - 1]) + question
         return question
 
-    def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Record the answer to a row's question. Return the context's sample once all its questions are answered."""
+    def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
+        """Add the answer to a row's question. Return the context's sample once all its questions are answered."""
         assert row.turn is not None
-        task, asked = row.cell.task, row.asked
+        task, asked = row.cell.task, row.scored_example
         if not self.isolated:
             # when questions see each other, the next one continues the cache that has read this one
             self.cache = row.cache
         if task.turns == "own":
             # the model's own answer stays in the context of the next question
-            tokens = self._answer_tokens(row, answer)
+            tokens = self._tokens_to_keep(row, answer)
             if tokens:
                 self.cache = extend_cache(self.host.model, row.cache, tokens)
         known = TurnAnswer(
@@ -317,15 +319,11 @@ class Asking:
         self.answered[row.turn] = known, answer, peak
         if len(self.answered) < len(self.encoded.questions):
             return None
-        return self._whole_sample()
-
-    def _whole_sample(self) -> Sample:
-        """Return the context's sample. Its score is the mean over the questions, and its text joins the answers."""
         # isolated questions may be answered in any order
         turns = [self.answered[i] for i in range(len(self.answered))]
-        return replace(joint_sample(self.row, turns), answers=None, turns=tuple(turn for turn, _, _ in turns))
+        return replace(build_joint_sample(self.row, turns), answers=None, turns=tuple(turn for turn, _, _ in turns))
 
-    def _answer_tokens(self, row: QueuedRow, answer: Answer) -> list[int]:
+    def _tokens_to_keep(self, row: QueuedRow, answer: Answer) -> list[int]:
         """Return an answer's tokens for the context of the next question.
 
         An end token is added unless the next question begins with one.
@@ -364,10 +362,10 @@ class Drawing:
         """Return the row that draws one of the answers, with a seed of its own."""
         # ids count answers from 1, as those of questions
         drawn = replace(self.row.example, id=f"{self.row.example.id}#{index + 1}")
-        return replace(self.row, ending=host.ending(self.cell.task, drawn), turn=index)
+        return replace(self.row, ending=host.make_ending(self.cell.task, drawn), turn=index)
 
-    def record(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Record a row's answer. Return the prompt's sample once all its answers have come."""
+    def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
+        """Add a row's answer. Return the prompt's sample once all its answers have come."""
         assert row.turn is not None
         drawn = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
         self.answered[row.turn] = drawn, answer, peak
@@ -376,10 +374,10 @@ class Drawing:
             return None
         # answers may end in any order
         draws = [self.answered[i] for i in range(count)]
-        return replace(joint_sample(self.row, draws), draws=tuple(draw for draw, _, _ in draws))
+        return replace(build_joint_sample(self.row, draws), draws=tuple(draw for draw, _, _ in draws))
 
 
-def joint_sample(
+def build_joint_sample(
     row: QueuedRow, answered: Sequence[tuple[TurnAnswer, Answer, int] | tuple[DrawnAnswer, Answer, int]]
 ) -> Sample:
     """Return one sample for several answers from a row's cache: their mean score, and their texts in lines.
@@ -387,12 +385,12 @@ def joint_sample(
     answered: each answer's record, the answer, and the most tokens that a head held meanwhile.
     """
     records = [record for record, _, _ in answered]
-    answer = joined([answer for _, answer, _ in answered])
+    answer = join_answers([answer for _, answer, _ in answered])
     text = "\n".join(record.prediction.strip() for record in records)
-    return sample_of(row, answer, text, mean_score(records), max(peak for _, _, peak in answered))
+    return build_sample(row, answer, text, average_scores(records), max(peak for _, _, peak in answered))
 
 
-def joined(answers: Sequence[Answer]) -> Answer:
+def join_answers(answers: Sequence[Answer]) -> Answer:
     """Return several answers from one cache as one. Its times are sums, its batch sizes are maxima."""
     tokens: list[int] = []
     for answer in answers:
@@ -411,7 +409,7 @@ def joined(answers: Sequence[Answer]) -> Answer:
     )
 
 
-def mean_score(answers: Sequence[TurnAnswer | DrawnAnswer]) -> float | None:
+def average_scores(answers: Sequence[TurnAnswer | DrawnAnswer]) -> float | None:
     """Return the mean score of answers; None if none has a score."""
     scores = [answer.score for answer in answers if answer.score is not None]
     if not scores:
@@ -419,27 +417,27 @@ def mean_score(answers: Sequence[TurnAnswer | DrawnAnswer]) -> float | None:
     return fmean(scores)
 
 
-def ask(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
+def read_question(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
     """Read one question of a context behind the caches of all methods. Return the rows that answer it."""
     if not askings:
         return []
-    host, ids = askings[0].host, askings[0].ids(turn)
+    host, ids = askings[0].host, askings[0].question_ids(turn)
     # one pass of the model serves the caches of all methods
     caches = extend_caches(host.model, [a.cache for a in askings], ids)
-    endings = [host.ending(a.cell.task, a.example.asked(turn)) for a in askings]
+    endings = [host.make_ending(a.cell.task, a.example.asked(turn)) for a in askings]
     return [
         replace(a.row, cache=cache, ending=ending, turn=turn)
         for a, cache, ending in zip(askings, caches, endings, strict=True)
     ]
 
 
-def extended(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[QueuedRow]:
+def extend_rows(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[QueuedRow]:
     """Let the caches of one prompt's rows read ``ids``, the withheld question. Return the rows with these caches."""
     caches = extend_caches(host.model, [row.cache for row in rows], ids)
     return [replace(row, cache=cache) for row, cache in zip(rows, caches, strict=True)]
 
 
-def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+def remake_rows(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
     """Read the prompts of ``rows`` again. Return each row with its new cache, or the exception raised."""
     by_prompt: dict[tuple[str, str], list[QueuedRow]] = {}
     for row in rows:
@@ -449,20 +447,20 @@ def remade(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, Queue
     for rows_of_prompt in by_prompt.values():
         first = rows_of_prompt[0]
         encoded = host.encode(first.example, first.cell.task)
-        outcomes += in_parts(rows_of_prompt, partial(_read_again, host, encoded))
+        outcomes += run_in_parts(rows_of_prompt, partial(_read_prompt_again, host, encoded))
     return outcomes
 
 
-def _read_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
+def _read_prompt_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
     """Return the rows of one prompt with caches that are made anew."""
     caches = host.prefill(encoded.ids, [row.cell.chain for row in rows])
     with_caches = [replace(row, cache=cache, given_up=False) for row, cache in zip(rows, caches, strict=True)]
     if encoded.question:
-        return extended(with_caches, host, encoded.question)
+        return extend_rows(with_caches, host, encoded.question)
     return with_caches
 
 
-def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
+def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
     """Return the sample to store for a row's answer that passed the audit."""
     example = row.example
     capacity = row.cell.chain.capacity(row.measured.n)
@@ -476,7 +474,18 @@ def sample_of(row: QueuedRow, answer: Answer, text: str, value: float | None, de
         references, attended = None, None
     return Sample(
         id=example.id,
-        **vars(row.measured),
+        n=row.measured.n,
+        kept=row.measured.kept,
+        nominal=row.measured.nominal,
+        payload=row.measured.payload,
+        overhead=row.measured.overhead,
+        full_bytes=row.measured.full_bytes,
+        payload_kv_head=row.measured.payload_kv_head,
+        payload_query_head=row.measured.payload_query_head,
+        payload16=row.measured.payload16,
+        overhead16=row.measured.overhead16,
+        full16=row.measured.full16,
+        pages_freed=row.measured.pages_freed,
         cut=row.cut,
         shrunk=bool(capacity and capacity.shrunk),
         new_tokens=len(answer.tokens),

@@ -19,7 +19,8 @@ from kvbench.base.files import disk_error
 from kvbench.engine import decode
 from kvbench.engine.limits import check_precision
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.weights_digest import weights_of
+from kvbench.engine.stopping import Ending
+from kvbench.engine.weights_digest import digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models.load import ModelSource
@@ -65,21 +66,8 @@ def compare(
     Answers are stored below ``results`` as those of `run` are. The same call again measures what is missing. Raises
     UsageError naming the key and the value of a setting that is not possible.
     """
-    if isinstance(methods, str) or not isinstance(methods, Sequence):
-        raise UsageError(f"methods={methods!r} is not possible: a list, as ['snapkv', 'h2o']")
-    for method in methods:
-        named = isinstance(method, Mapping) and isinstance(method.get("method"), str)
-        if not (named or isinstance(method, (str, Chain))):
-            raise UsageError(
-                f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
-                "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
-            )
-    # the loaded model's dtype and device are facts; a setting could only contradict them
-    fixed = next((key for key in settings if key == "device" or key in LOADED), None)
-    if fixed is not None:
-        raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
-    named = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
-    check("results", results, named, "a folder")
+    _check_methods(methods)
+    _check_settings(settings, results)
     # under torch.autocast, layers would compute in another dtype than the one declared for their caches
     check_precision()
     check_is_model(model)
@@ -90,32 +78,61 @@ def compare(
     else:
         # rows have no metric of their own; the user's settings replace these defaults
         settings = {"metric": "f1", "max_new_tokens": 64} | settings
-        rows = list(_rows(data, model, tokenizer, settings))
-        settings["path"], dataset = _stored(rows, folder / "prompts"), "file"
-    # chains of the user's own stages have no name in the configuration, so they are added below
-    entries: list[str | Mapping[str, Any]] = []
-    for method in methods:
-        if isinstance(method, str):
-            entries += split_list(method)
-        elif isinstance(method, Mapping):
-            entries.append(method)
-    names: list[str] = []
-    for entry in entries:
-        if isinstance(entry, str):
-            names.append(entry)
-        else:
-            names.append(entry["method"])
+        rows = list(_read_rows(data, model, tokenizer, settings))
+        dataset = "file"
+        settings["path"] = _store_rows(rows, folder / "prompts")
+    entries, names = _list_entries(methods)
     # take the same path as the command line, so that equal settings give equal ids of cells
     run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
     request = words.request(run_settings)
     cfg = config.parse(request, methods=entries or ["full"])
+    # chains of the user's own stages have no name in the configuration
     given_chains = tuple(ChainConfig(method, method.name) for method in methods if isinstance(method, Chain))
     cfg = replace(cfg, chains=cfg.chains + given_chains)
-    with _threads_restored():
-        return experiment.measure(_plan(cfg, model, tokenizer), quiet=not progress)
+    with _restoring_threads():
+        return experiment.measure(_plan_run(cfg, model, tokenizer), quiet=not progress)
 
 
-def _rows(
+def _check_methods(methods: object) -> None:
+    """Raise UsageError unless ``methods`` is a list of names, of dicts with the key ``method``, and of chains."""
+    if isinstance(methods, str) or not isinstance(methods, Sequence):
+        raise UsageError(f"methods={methods!r} is not possible: a list, as ['snapkv', 'h2o']")
+    for method in methods:
+        is_dict = isinstance(method, Mapping) and isinstance(method.get("method"), str)
+        if not (is_dict or isinstance(method, (str, Chain))):
+            raise UsageError(
+                f"the entry {method!r} of methods is not possible: a name, as 'snapkv+think', a dict, as "
+                "{'method': 'snapkv', 'kv_size': 512}, or a Chain"
+            )
+
+
+def _check_settings(settings: Mapping[str, Any], results: object) -> None:
+    """Raise UsageError for a setting that the loaded model fixes, and for results that name no folder."""
+    # the loaded model's dtype and device are facts; a setting could only contradict them
+    fixed = next((key for key in settings if key == "device" or key in LOADED), None)
+    if fixed is not None:
+        raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
+    is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
+    check("results", results, is_folder, "a folder")
+
+
+def _list_entries(
+    methods: Sequence[str | Mapping[str, Any] | Chain],
+) -> tuple[list[str | Mapping[str, Any]], list[str]]:
+    """Return (entries, names) of the methods that are no chains. A text may name several methods, with commas."""
+    entries: list[str | Mapping[str, Any]] = []
+    names: list[str] = []
+    for method in methods:
+        if isinstance(method, str):
+            entries += split_list(method)
+            names += split_list(method)
+        elif isinstance(method, Mapping):
+            entries.append(method)
+            names.append(method["method"])
+    return entries, names
+
+
+def _read_rows(
     data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield each row as the dataset ``file`` reads it. Raises UsageError for a row without a prompt."""
@@ -126,7 +143,7 @@ def _rows(
     for number, row in enumerate(data):
         if isinstance(row, str):
             try:
-                reference = _full_answer(model, tokenizer, row, new)
+                reference = _answer_in_full(model, tokenizer, row, new)
             except (TypeError, UnicodeEncodeError):
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
@@ -143,7 +160,7 @@ def _rows(
             )
 
 
-def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
+def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
     """Return the full cache's greedy answer to a text."""
     # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenizer.encode(text))
@@ -152,11 +169,11 @@ def _full_answer(model: PreTrainedModel, tokenizer: Any, text: str, new: int) ->
     stop: frozenset[int] = frozenset()
     if ends is not None:
         stop = frozenset(torch.as_tensor(ends).flatten().tolist())
-    answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [decode.Ending(new, stop)])[0]
+    answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [Ending(new, stop)])[0]
     return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
-def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+def _store_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     """Write the rows as JSON lines to rows.jsonl in a folder named by their digest. `run dataset=file` reads it."""
     try:
         # json raises TypeError for values that JSON cannot express, such as arrays and dates
@@ -178,7 +195,7 @@ def _stored(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     return path
 
 
-def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
+def _plan_run(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
     """Return the plan of a run on a loaded model. Its weights identify the model."""
     # transformers keeps here the name or folder that a model was loaded from
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
@@ -186,12 +203,12 @@ def _plan(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan:
         name = Path(name).name
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
-    source = ModelSource(name, None, model.config, weights_of(model)[:16])
+    source = ModelSource(name, None, model.config, digest_weights(model)[:16])
     return plan_run(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
 
 
 @contextmanager
-def _threads_restored() -> Iterator[None]:
+def _restoring_threads() -> Iterator[None]:
     """Restore PyTorch's number of threads on exit. A run sets its own number, which a notebook must not keep."""
     threads = torch.get_num_threads()
     try:

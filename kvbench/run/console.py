@@ -33,16 +33,16 @@ MOST_IDS = 24
 """Cells of a forecast up to which their ids are printed."""
 
 
-def format_argument(parser: argparse.ArgumentParser) -> None:
+def add_format_option(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format of a table."""
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="format of the table")
 
 
-def report_arguments(parser: argparse.ArgumentParser) -> None:
+def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing the report of a run."""
     parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
     parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
-    format_argument(parser)
+    add_format_option(parser)
 
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
@@ -59,7 +59,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
             if len(reports) > 1:
                 print(f"model {report.model}\n")
             detail = render.Detail(intervals=args.intervals, notes=args.notes)
-            print(render.render(report, args.format, detail), end="")
+            print(render.render_report(report, args.format, detail), end="")
     counts: Counter[str] = Counter()
     for report in reports:
         for cell in report.cells:
@@ -148,7 +148,7 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
             heading += f", preset {run.cfg.preset}"
         print(heading)
         lines = [str(match) for match in run.matched]
-        lines += _forecast_lines(forecast)
+        lines += _describe_forecast(forecast)
         methods = []
         for group in forecast.groups:
             methods += group.methods
@@ -158,15 +158,15 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
     return 0
 
 
-def _forecast_lines(forecast: Forecast) -> Iterator[str]:
+def _describe_forecast(forecast: Forecast) -> Iterator[str]:
     """Yield a forecast's lines: each group, dtype, the sum, memory, notes, calibrations, and each method's cells."""
-    from kvbench.report.render import size
+    from kvbench.report.table import format_size
 
     for group in forecast.groups:
-        yield from _group_lines(group)
+        yield from _describe_group(group)
     yield f"dtype {forecast.dtype}"
-    yield from _total_lines(forecast.groups)
-    yield f"memory for caches: {size(forecast.memory)} (memory=GiB sets it)"
+    yield from _describe_total(forecast.groups)
+    yield f"memory for caches: {format_size(forecast.memory)} (memory=GiB sets it)"
     yield from forecast.notes
     # several tasks may need the same calibration; it is computed once
     calibrations: list[str] = []
@@ -188,9 +188,9 @@ def _forecast_lines(forecast: Forecast) -> Iterator[str]:
         yield f"{count} results of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
-def _group_lines(group: GroupForecast) -> Iterator[str]:
+def _describe_group(group: GroupForecast) -> Iterator[str]:
     """Yield the lines of one group: answers done and left, memory and time, and the parts in which it runs."""
-    from kvbench.report.render import size
+    from kvbench.report.table import format_size
 
     yield (
         f"{group.task}: {group.examples} of {group.of} examples x {len(group.methods)} methods; "
@@ -199,7 +199,7 @@ def _group_lines(group: GroupForecast) -> Iterator[str]:
     )
     if not group.answers_to_do:
         return
-    line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {size(group.bytes)}"
+    line = f"  prompts of at most {group.prompt_tokens} tokens: caches of about {format_size(group.bytes)}"
     # the time is known only after something similar was measured on this machine
     if group.seconds is not None:
         line += f", about {describe_duration(group.seconds)}"
@@ -215,7 +215,7 @@ def _group_lines(group: GroupForecast) -> Iterator[str]:
         )
 
 
-def _total_lines(groups: Sequence[GroupForecast]) -> Iterator[str]:
+def _describe_total(groups: Sequence[GroupForecast]) -> Iterator[str]:
     """Yield the line on all groups together, with their time or how to get one. Yield nothing if no work is left."""
     todo = [group for group in groups if group.answers_to_do]
     if not todo:

@@ -53,7 +53,7 @@ class Display:
         for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
             # a group that is answered already tells nothing about this run's time
             if todo.answers_to_do:
-                self.times[group.column] = _work(prepared, group, todo.answers_to_do)
+                self.times[group.column] = _count_work(prepared, group, todo.answers_to_do)
                 self.answers += todo.answers_to_do
                 self.open_cells[group.column] = len(group.cells)
         self.left = TimeLeft(self.times)
@@ -107,12 +107,12 @@ class Display:
     def _show(self, now: float) -> None:
         """Move the bar, or print a plain line if the last one is PLAIN_EVERY_S old."""
         if self.bars is not None and self.bar is not None:
-            self.bars.update(self.bar, completed=self.done, task_name=self.current, left=self._seconds_left())
+            self.bars.update(self.bar, completed=self.done, task_name=self.current, left=self._estimate_seconds_left())
         elif now - self.last >= PLAIN_EVERY_S and self.done < self.answers:
             self.last = now
             self._print_line(now)
 
-    def _seconds_left(self) -> float | None:
+    def _estimate_seconds_left(self) -> float | None:
         """Return the seconds left of the whole run. Return None if they are not known within a factor of two."""
         return self.left.of_run().estimate()
 
@@ -122,7 +122,7 @@ class Display:
         words = [f"{self.done} of {self.answers} answers", f"{elapsed:.0f} s"]
         if not self.done:
             words[0] += ", reading prompts"
-        seconds_left = self._seconds_left()
+        seconds_left = self._estimate_seconds_left()
         if seconds_left is not None and round(seconds_left):
             words.append(f"about {describe_duration(seconds_left)} left")
         if len(self.times) > 1 and self.done < self.answers:
@@ -130,7 +130,7 @@ class Display:
         say(", ".join(words))
 
 
-def _work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
+def _count_work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
     """Return the work that a group has left: its ``answers``, and the number and sizes of the prompts to be read."""
     # prompts with a stored answer are not read again, so their lengths must not enter the mean
     waiting = prepared.left(group)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -20,17 +19,19 @@ from kvbench.models import load
 from kvbench.plan.cells import Group, pairs, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, check_model, context_of, identify, open_session, threads
-from kvbench.report.of_run import report
+from kvbench.report.of_run import report_run
 from kvbench.report.report import Report
-from kvbench.report.summary import is_unchanged, summarise
+from kvbench.report.summary import summarise
+from kvbench.report.unchanged import is_unchanged
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
 from kvbench.run.runner import ModelChanged, run_groups
 from kvbench.store.cell import Cell
-from kvbench.store.provenance import provenance
+from kvbench.store.provenance import collect_provenance
 from kvbench.store.results import CellSummary, Facts
-from kvbench.store.store import DAMAGED, ResultStore
+from kvbench.store.sample_reader import SampleReader
+from kvbench.store.store import DAMAGED
 from kvbench.tasks.base import Tokenizer
 
 WAITING_S, WAITING_SAID_S = 2.0, 60.0
@@ -67,48 +68,50 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
 
 
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
-    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report`` does."""
-    fill(prepared, quiet, listeners)
-    return report(prepared)
+    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report_run`` does."""
+    summaries = fill(prepared, quiet, listeners)
+    return report_run(prepared, summaries)
 
 
-def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> None:
-    """Measure all missing answers and write each cell's metrics. Make no report: groups may have different cells."""
+def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, CellSummary]:
+    """Measure all missing answers and write each cell's metrics. Return the summaries of cells by their ids.
+
+    Makes no report: groups may have different cells.
+    """
     all_listeners = list(listeners)
     if not quiet:
         # the display is told of each event before any logger is
         all_listeners.insert(0, Display())
     broadcast = Listeners(all_listeners)
-    # make each cell a group of its own: if the run ends early, the cells left here are reported as ended
-    unfinished = {}
-    for group in prepared.groups:
-        for cell in group.cells:
-            unfinished[group.column, cell.id] = replace(group, cells=(cell,))
+    summaries: dict[str, CellSummary] = {}
+    # the cells that have not ended, by column
+    unfinished = {group.column: {cell.id for cell in group.cells} for group in prepared.groups}
     try:
         broadcast.begin(prepared)
         for group in _measure_groups(prepared, quiet, broadcast):
-            _settle_group(prepared, group, broadcast)
-            for cell in group.cells:
-                unfinished.pop((group.column, cell.id), None)
+            summaries |= _settle_group(prepared, group, broadcast)
+            unfinished[group.column] -= {cell.id for cell in group.cells}
     except BaseException as error:
         # answers that were stored before the end still get their metrics
-        for group in unfinished.values():
-            _settle_group(prepared, group, broadcast, error)
+        for group in prepared.groups:
+            _settle_group(prepared, group.only(unfinished[group.column]), broadcast, error)
         raise
     finally:
         broadcast.close()
+    return summaries
 
 
 def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
-    """Write each cell's metrics from the stored samples of all shards. Return the run's report, as ``report`` does."""
+    """Write each cell's metrics from the samples of all shards. Return the run's report, as ``report_run`` does."""
     broadcast = Listeners(listeners)
+    summaries: dict[str, CellSummary] = {}
     try:
         broadcast.begin(prepared)
         for group in prepared.groups:
-            _settle_group(prepared, group, broadcast)
+            summaries |= _settle_group(prepared, group, broadcast)
     finally:
         broadcast.close()
-    return report(prepared)
+    return report_run(prepared, summaries)
 
 
 def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Iterator[Group]:
@@ -117,80 +120,98 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     A task may have a group with its question in view and one with it withheld. Such a pair is read once, if both groups
     fit into memory whole.
     """
-    cfg = prepared.cfg
     # reporting stored results needs no weights
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from prepared.groups
         return
-    threads = set_threads(cfg, prepared.source.config)
-    model = prepared.load_model()
-    host = make_host(prepared, model)
-    facts = dict(provenance(model, threads))
-    facts["model"] = cfg.model_name
-    # half precision alone changes answers; readers must be able to tell this effect from compression
-    facts |= _rounding_fact(host, prepared.groups)
-    if not quiet and str(facts["commit"]).endswith("+"):
-        say(f"the code has local changes (commit {facts['commit']}): results say so")
+    measurement = _Measurement(prepared, quiet, broadcast)
     for groups in rounds(prepared.groups):
         # pairs of groups, each with its cells that another process measures: wait for these last
         shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
-        for pair in pairs(prepared.bound(groups, host.model, quiet)):
-            usable = [prepared.usable(group) for group in pair]
-            # a method may have changed the model, and then the host was loaded anew
-            host, busy = _measure_pair(prepared, host, usable, facts, broadcast)
+        for pair in pairs(prepared.bound(groups, measurement.host.model, quiet)):
+            busy = measurement.measure_pair([prepared.usable(group) for group in pair])
             if busy:
                 shared.append((pair, busy))
             else:
                 yield from pair
         for pair, busy in shared:
-            host = _measure_left(prepared, host, pair, busy=busy, facts=facts, broadcast=broadcast, quiet=quiet)
+            measurement.measure_left(pair, busy)
             yield from pair
 
 
-def _measure_left(
-    prepared: RunPlan,
-    host: Host,
-    pair: Sequence[Group],
-    busy: Sequence[Cell],
-    facts: Facts,
-    broadcast: Listeners,
-    quiet: bool,
-) -> Host:
-    """Wait for the process that measures the cells ``busy``, and measure the rest. Return the host to continue with."""
-    waited = 0.0
-    # the other process may fail, and the answers that it leaves must still be measured
-    while busy:
-        if waited % WAITING_SAID_S == 0 and not quiet:
-            say(f"waiting for another run, which measures {_named(busy)}; what it leaves is measured here")
-        time.sleep(WAITING_S)
-        waited += WAITING_S
-        # cells that were measured here are done; only the others are tried again
-        ids = {cell.id for cell in busy}
-        rest = [group.only(ids) for group in pair]
-        host, busy = _measure_pair(prepared, host, rest, facts, broadcast)
-    return host
+class _Measurement:
+    """The measuring of a run's groups by one loaded model.
 
-
-def _measure_pair(
-    prepared: RunPlan, host: Host, pair: Sequence[Group], facts: Facts, broadcast: Listeners
-) -> tuple[Host, list[Cell]]:
-    """Measure a group, or a task with its question in view and withheld, in parts that fit into memory.
-
-    Return the host to continue with, and the cells that are left out because another process measures them.
+    host: the loaded model with the run's settings. After a method has changed the model, it is loaded anew.
+    facts: the provenance of the samples.
     """
-    parts_of_groups = [prepared.estimate(group).parts(group, host.memory) for group in pair]
-    if all(len(parts) == 1 for parts in parts_of_groups):
-        # each group fits whole, so their shared prompts are read once
-        return _run_parts(prepared, host, [parts[0] for parts in parts_of_groups], facts, broadcast)
-    busy: list[Cell] = []
-    for parts in parts_of_groups:
-        for part in parts:
-            host, left_out = _run_parts(prepared, host, [part], facts, broadcast)
-            busy += left_out
-    return host, busy
+
+    def __init__(self, prepared: RunPlan, quiet: bool, broadcast: Listeners) -> None:
+        self.prepared, self.quiet, self.broadcast = prepared, quiet, broadcast
+        thread_count = set_threads(prepared.cfg, prepared.source.config)
+        model = prepared.load_model()
+        self.host = make_host(prepared, model)
+        facts = dict(collect_provenance(model, thread_count))
+        facts["model"] = prepared.cfg.model_name
+        # half precision alone changes answers; readers must be able to tell this effect from compression
+        facts |= _measure_rounding(self.host, prepared.groups)
+        self.facts = facts
+        if not quiet and str(facts["commit"]).endswith("+"):
+            say(f"the code has local changes (commit {facts['commit']}): results say so")
+
+    def measure_pair(self, pair: Sequence[Group]) -> list[Cell]:
+        """Measure a group, or a task with its question in view and withheld, in parts that fit into memory.
+
+        Return the cells that are left out because another process measures them.
+        """
+        parts_of_groups = [self.prepared.estimate(group).parts(group, self.host.memory) for group in pair]
+        if all(len(parts) == 1 for parts in parts_of_groups):
+            # each group fits whole, so their shared prompts are read once
+            return self._measure_parts([parts[0] for parts in parts_of_groups])
+        busy: list[Cell] = []
+        for parts in parts_of_groups:
+            for part in parts:
+                busy += self._measure_parts([part])
+        return busy
+
+    def measure_left(self, pair: Sequence[Group], busy: Sequence[Cell]) -> None:
+        """Wait for the process that measures the cells ``busy`` of a pair, and measure what it leaves."""
+        waited = 0.0
+        # the other process may fail, and the answers that it leaves must still be measured
+        while busy:
+            if waited % WAITING_SAID_S == 0 and not self.quiet:
+                say(f"waiting for another run, which measures {_name_cells(busy)}; what it leaves is measured here")
+            time.sleep(WAITING_S)
+            waited += WAITING_S
+            # cells that were measured here are done; only the others are tried again
+            ids = {cell.id for cell in busy}
+            busy = self.measure_pair([group.only(ids) for group in pair])
+
+    def _measure_parts(self, parts: Sequence[Group]) -> list[Cell]:
+        """Measure parts together. If methods change the model, load it again and continue without them.
+
+        Return the cells that are left out because another process measures them.
+        """
+        cfg, store = self.prepared.cfg, self.prepared.store
+        while True:
+            try:
+                return run_groups(
+                    self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast
+                )
+            except ModelChanged as changed:
+                left = []
+                for part in parts:
+                    left.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
+                parts = left
+                if self.prepared.model is not None:
+                    # a model that the user passed in cannot be loaded again from here
+                    raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
+                say(f"{changed}: it is read again for the others")
+            weights = load.load_weights(cfg.model, self.prepared.source, self.host.model.device)
+            self.host = make_host(self.prepared, weights)
 
 
-def _named(cells: Sequence[Cell]) -> str:
+def _name_cells(cells: Sequence[Cell]) -> str:
     """Return the name of the first cell in words, and the number of further cells."""
     first = f"{cells[0].label} on {cells[0].column}"
     if len(cells) == 1:
@@ -198,7 +219,7 @@ def _named(cells: Sequence[Cell]) -> str:
     return f"{first} and {len(cells) - 1} other results"
 
 
-def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
+def _measure_rounding(host: Host, groups: Sequence[Group]) -> Facts:
     """Return {"rounding": effect of rounding alone in half precision}, or {} in fp32 or if it cannot be measured."""
     if host.model.dtype == torch.float32:
         return {}
@@ -211,36 +232,16 @@ def _rounding_fact(host: Host, groups: Sequence[Group]) -> Facts:
     return {"rounding": comparison}
 
 
-def _run_parts(
-    prepared: RunPlan, host: Host, parts: Sequence[Group], facts: Facts, broadcast: Listeners
-) -> tuple[Host, list[Cell]]:
-    """Measure parts together. If methods change the model, load it again and continue without them.
-
-    Return the last host, and the cells that are left out because another process measures them.
-    """
-    cfg = prepared.cfg
-    while True:
-        try:
-            busy = run_groups(host, parts, prepared.store, facts, shard=cfg.shard, mix=cfg.mix, listeners=broadcast)
-            return host, busy
-        except ModelChanged as changed:
-            left = []
-            for part in parts:
-                left.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
-            parts = left
-            if prepared.model is not None:
-                # a model that the user passed in cannot be loaded again from here
-                raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
-            say(f"{changed}: it is read again for the others")
-        host = make_host(prepared, load.load_weights(cfg.model, prepared.source, host.model.device))
-
-
-def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None) -> None:
-    """Write the metrics of a group's cells and tell the listeners how each cell ended.
+def _settle_group(
+    prepared: RunPlan, group: Group, broadcast: Listeners, error: BaseException | None = None
+) -> dict[str, CellSummary]:
+    """Write the metrics of a group's cells, tell the listeners how each cell ended, and return the metrics by cell id.
 
     ``error`` is the error that ended the run early, if any. A cell without samples and a refused cell get no metrics.
     """
     store = prepared.store
+    reader = SampleReader(store)
+    summaries = {}
     unfinished = set()
     for cells in prepared.left(group).values():
         unfinished |= {cell.id for cell in cells}
@@ -249,7 +250,9 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         # a run that ended early keeps the metrics of cells that it had not begun
         begun = error is None or cell.id in store.writers
         if begun and store.damage(cell.id) is None:
-            summary = _write_metrics(cell, group, store)
+            summary = _write_metrics(cell, group, reader)
+        if summary is not None:
+            summaries[cell.id] = summary
         stored = store.status(cell.id)
         status = "done"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
@@ -262,11 +265,13 @@ def _settle_group(prepared: RunPlan, group: Group, broadcast: Listeners, error: 
         if not reason and error is not None and status == "interrupted":
             reason = ending(error)
         broadcast.ended(cell, status, summary, reason)
+    return summaries
 
 
-def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary | None:
+def _write_metrics(cell: Cell, group: Group, reader: SampleReader) -> CellSummary | None:
     """Write the metrics of a cell's samples and return them. Return None without samples, or if the cell is refused."""
-    samples = store.samples(cell.id)
+    store = reader.store
+    samples = reader.read(cell.id)
     if not samples or store.refusal(cell.id) is not None:
         return None
     summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
@@ -275,7 +280,7 @@ def _write_metrics(cell: Cell, group: Group, store: ResultStore) -> CellSummary 
         record["status"] = "complete"
     record |= summary.record()
     # a method that compressed nothing has the full cache's scores; later readers of the file must know
-    if is_unchanged(cell, samples, store):
+    if is_unchanged(cell, samples, reader):
         record["nothing_compressed"] = True
     store.write_metrics(cell.id, record)
     return summary
@@ -291,7 +296,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         model=model,
         tokenizer=prepared.tokenizer,
         policy=cfg.prompt,
-        stop=stop_tokens(prepared),
+        stop=collect_stop_tokens(prepared),
         context=prepared.context,
         sampling=cfg.sampling,
         batch_rows=cfg.batch_rows,
@@ -301,7 +306,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     )
 
 
-def stop_tokens(prepared: RunPlan) -> frozenset[int]:
+def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     ends = set(load.end_tokens(cfg, prepared.source))

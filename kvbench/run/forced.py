@@ -11,11 +11,12 @@ import torch
 
 from kvbench.base.example import Example
 from kvbench.engine.batch import Answer
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import generate_rows
 from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
-from kvbench.engine.limits import longest_text
-from kvbench.engine.memory import in_parts
+from kvbench.engine.limits import find_longest_text
+from kvbench.engine.memory import run_in_parts
+from kvbench.engine.stopping import Ending
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
 from kvbench.run.answers import QueuedRow
@@ -35,7 +36,7 @@ def score_text(
     """Score the rest of a text under the cache of each row. Compare it with ``full`` if that is given."""
     # [tokens behind the compressed prefix]
     rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
-    first = _first(example)
+    first = _find_first_counted(example)
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
         synchronise(host.model.device)
@@ -49,7 +50,7 @@ def score_text(
             document = str(example.meta.get("document", ""))
             for i, (row, result) in enumerate(zip(part, forced, strict=True)):
                 fidelity = dict(row.fidelity or {})
-                fidelity["reference"] = _record(result, floor, first, document)
+                fidelity["reference"] = _build_window_fidelity(result, floor, first, document)
                 compared[i] = replace(row, fidelity=fidelity)
         synchronise(host.model.device)
         # the rows share the pass; charge each an equal part
@@ -64,7 +65,6 @@ def score_text(
             answer = Answer(
                 tokens=rest.tolist(),
                 held=result.held,
-                attended=None,
                 seconds=seconds,
                 rows=len(part),
                 stored=result.stored,
@@ -76,10 +76,10 @@ def score_text(
 
     if not rows:
         return []
-    return in_parts(rows, score_together)
+    return run_in_parts(rows, score_together)
 
 
-def compare(
+def compare_rows(
     host: Host, rows: Sequence[QueuedRow], full: PromptCache, texts: Mapping[str, Sequence[int]]
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
     """Compare each row with ``full`` on ``texts``, the tokens of each kind of text.
@@ -93,23 +93,23 @@ def compare(
         for kind, tokens in texts.items():
             forced, floor = diverge(host.model, full, caches, torch.tensor(tokens))
             for record, result in zip(records, forced, strict=True):
-                record[kind] = _record(result, floor)
+                record[kind] = _build_window_fidelity(result, floor)
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
     outcomes = []
     # a row that fails is compared alone, so that the others keep their comparison
     for start in range(0, len(rows), COMPARED_AT_ONCE):
-        outcomes += in_parts(rows[start : start + COMPARED_AT_ONCE], compare_together)
+        outcomes += run_in_parts(rows[start : start + COMPARED_AT_ONCE], compare_together)
     return outcomes
 
 
-def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS) -> dict[str, list[int]]:
+def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TOKENS) -> dict[str, list[int]]:
     """Return, by kind, the texts on which caches are compared. Each has between two and ``most`` tokens.
 
     ``reference`` is the first reference of an example with answers. ``greedy`` is the full cache's own likeliest
     answer. The prompt alone predicts a text's first token, so a text of one token compares nothing and is left out.
     """
-    limit = longest_text(host.model)
+    limit = find_longest_text(host.model)
     if limit is not None:
         # the text continues the prompt, and the model reads no further than that
         most = min(most, limit - full.seen)
@@ -121,11 +121,10 @@ def texts_of(host: Host, example: Example, full: PromptCache, most: int = TOKENS
     if "scored_from" not in example.meta:
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
-    # the prompt itself predicts the first token, so a text of one token has nothing to compare
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 
-def _first(example: Example) -> int:
+def _find_first_counted(example: Example) -> int:
     """Return the position of the first token that counts; position 0 is the first token after the compressed prefix.
 
     It is 0 except in windows of a long text. In these, only the tokens from ``scored_from`` on count.
@@ -133,7 +132,7 @@ def _first(example: Example) -> int:
     return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
 
 
-def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:
+def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:
     """Return the comparison of a row with the full cache as it is stored.
 
     forced: the row's losses and its divergence from the full cache, at each token of the text.
@@ -145,10 +144,10 @@ def _record(forced: Forced, floor: Divergence, first: int = 0, document: str = "
     assert divergence is not None
     # the prompt alone predicts the first token, so losses have one position more than divergences
     loss = float(forced.losses[first + 1 :].double().sum())
-    return text_fidelity(divergence, loss, float(floor.kl[first:].mean()), first, document)
+    return build_text_fidelity(divergence, loss, float(floor.kl[first:].mean()), first, document)
 
 
-def text_fidelity(
+def build_text_fidelity(
     divergence: Divergence, loss: float, floor: float, first: int = 0, document: str = ""
 ) -> TextFidelity:
     """Return a divergence as it is stored, from the position ``first`` on.

@@ -63,9 +63,6 @@ class Host:
 
     def encode(self, example: Example, task: Task) -> Encoded:
         """Return the token ids that the model reads: an example's prompt, or the prefix of a text that is scored."""
-        if example.tokens:
-            # a text that is scored has no answer: its prefix is compressed, and the rest is fed to the cache
-            return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
         return encode_prompt(self.tokenizer, example, task, self.policy, self.context)
 
     def prefill(
@@ -86,27 +83,27 @@ class Host:
             prefix=self.prefix,
         )
 
-    def ending(self, task: Task, example: Example) -> Ending:
+    def make_ending(self, task: Task, example: Example) -> Ending:
         """Return how an answer's tokens are drawn and when the answer ends. The seed depends on the example alone."""
         sampling = self.sampling
         return Ending(
             limit=example.max_new_tokens,
             # the model's own end tokens, and those with which this task's answers end
-            stop=self.stop | self._last_tokens(task.stop),
+            stop=self.stop | self._encode_last_tokens(task.stop),
             min_new_tokens=max(task.min_new_tokens, self.policy.min_new_tokens or 0),
-            forbid_first=self._last_tokens(task.forbid_first),
+            forbid_first=self._encode_last_tokens(task.forbid_first),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             # hash the id, since Python's own hash of a text differs from process to process
             seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
-    def _last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
+    def _encode_last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the id of each text's last token. LongBench, for example, ends samsum's answers at a newline token."""
         # a tokenizer may put a leading space's token in front, so take the last token
         return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
 
-    def batching(self) -> dict[str, object]:
+    def describe_batching(self) -> dict[str, object]:
         """Return how rows are batched, for the provenance. Batching affects how numbers are rounded."""
         facts: dict[str, object] = {
             "rows": self.most_rows,

@@ -9,7 +9,7 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.engine.limits import check_capacity, check_turn, check_window
-from kvbench.engine.memory import in_parts, is_out_of_memory
+from kvbench.engine.memory import is_out_of_memory, run_in_parts
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.plan.cells import with_full
 from kvbench.run.host import Host
@@ -53,7 +53,7 @@ class PromptReader:
             self.host.prefix.forget()
         return anything
 
-    def caches(
+    def read_caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
     ) -> list[tuple[Cell, PromptCache | Exception]]:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
@@ -63,15 +63,15 @@ class PromptReader:
             caches |= self._known
         self.forget()  # free the old caches before new ones come
         # each cell with how many of the prompt's first tokens it reads
-        wanted = [(cell, len(encoded.ids)) for cell in cells if _key(cell) not in caches]
+        wanted = [(cell, len(encoded.ids)) for cell in cells if _make_key(cell) not in caches]
         # if all caches of a prompt are known, neither it nor the following work is read
         context: Sequence[int] = ()
         later_cells: list[Cell] = []
         if wanted:
-            context, later_cells = self._withheld(example, encoded, following)
+            context, later_cells = self._find_withheld(example, encoded, following)
             wanted += [(cell, len(context)) for cell in later_cells]
-        for (cell, _), cache in self._prefill(encoded.ids, wanted):
-            caches[_key(cell)] = cache
+        for (cell, _), cache in self._prefill_cells(encoded.ids, wanted):
+            caches[_make_key(cell)] = cache
         # the next prompt may use the caches of a context whose question was withheld
         cells_to_keep: Sequence[Cell] = later_cells
         self._ids = context
@@ -79,12 +79,14 @@ class PromptReader:
             cells_to_keep = cells
             self._ids = encoded.ids
         for cell in cells_to_keep:
-            cache = caches[_key(cell)]
+            cache = caches[_make_key(cell)]
             if isinstance(cache, PromptCache):
-                self._known[_key(cell)] = cache
-        return [(cell, caches[_key(cell)]) for cell in cells]
+                self._known[_make_key(cell)] = cache
+        return [(cell, caches[_make_key(cell)]) for cell in cells]
 
-    def _withheld(self, example: Example, encoded: Encoded, following: Work | None) -> tuple[Sequence[int], list[Cell]]:
+    def _find_withheld(
+        self, example: Example, encoded: Encoded, following: Work | None
+    ) -> tuple[Sequence[int], list[Cell]]:
         """Return the context and cells of ``following`` if it is this prompt with its question withheld.
 
         Returns ((), []) if it is another prompt.
@@ -100,9 +102,9 @@ class PromptReader:
             return (), []
         if not context.question or encoded.ids[: len(context.ids)] != context.ids:
             return (), []
-        return context.ids, with_full([c for c in cells if not unfit(self.host, c, context, other)])
+        return context.ids, with_full([c for c in cells if not why_unfit(self.host, c, context, other)])
 
-    def _prefill(
+    def _prefill_cells(
         self, ids: Sequence[int], wanted: Sequence[tuple[Cell, int]]
     ) -> list[tuple[tuple[Cell, int], PromptCache | Exception]]:
         """Return the cache of each cell's first tokens, or the exception that it raised."""
@@ -121,16 +123,16 @@ class PromptReader:
         most = self.most_cells or max(1, len(wanted))
         outcomes: list[tuple[tuple[Cell, int], PromptCache | Exception]] = []
         for start in range(0, len(wanted), most):
-            outcomes += in_parts(wanted[start : start + most], prefill_together)
+            outcomes += run_in_parts(wanted[start : start + most], prefill_together)
         return outcomes
 
 
-def _key(cell: Cell) -> Key:
+def _make_key(cell: Cell) -> Key:
     """Return the key that tells the cells of one prompt apart. A hidden full cache has its source cell's id."""
     return cell.id, cell.hidden
 
 
-def unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
+def why_unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
     """Return why a cell cannot run an example, or None if it can. The cell's prefill reads ``encoded``.
 
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored

@@ -20,9 +20,9 @@ from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import extend_cache
-from kvbench.engine.finite import no_answer
+from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_capacity
-from kvbench.engine.memory import in_parts, is_out_of_memory, release
+from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
 from kvbench.engine.model_state import state_of
 from kvbench.kv.content import digests, first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -31,10 +31,19 @@ from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
 from kvbench.run import forced
-from kvbench.run.answers import Asking, DecodeQueue, Drawing, QueuedRow, ask, extended, remade, sample_of
+from kvbench.run.answers import (
+    Asking,
+    DecodeQueue,
+    Drawing,
+    QueuedRow,
+    build_sample,
+    extend_rows,
+    read_question,
+    remake_rows,
+)
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
-from kvbench.run.reading import PromptReader, Work, unfit
+from kvbench.run.reading import PromptReader, Work, why_unfit
 from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
 from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
@@ -87,8 +96,9 @@ class First:
 class GroupRun:
     """The state of a group while it is measured, or of several groups that are measured in turns.
 
-    A prompt goes through ``read`` (prefill, compress, audit), the decode queue, ``finish`` (score) and ``add`` (audit
-    of decoding, store). A cell leaves at any of these points if its method fails. The other cells go on.
+    A prompt goes through ``read_prompt`` (prefill, compress, audit), the decode queue, ``advance_queue`` (score) and
+    ``store_answer`` (audit of decoding, store). A cell leaves at any of these points if its method fails. The other
+    cells go on.
 
     writers: the open samples file of each cell, by the cell's id.
     refused, failed: the reasons, by the id of each cell that left.
@@ -110,13 +120,13 @@ class GroupRun:
             # foreign code may change the model: compare the model with this state after each step
             self.model_before = state_of(self.host.model)
         self.firsts: dict[str, First] = {}  # by the id of each foreign cell that has computed a prompt
-        self.reader = PromptReader(self.host, self._with_room)
+        self.reader = PromptReader(self.host, self._call_with_room)
         self.reading_since = time.monotonic()
         self.queue = DecodeQueue(
             self.host.model,
             most_rows=self.host.most_rows,
             most_bytes=self.host.memory,
-            remake=self._remade,
+            remake=self._remake_rows,
             make_room=self.reader.forget_all,
         )
         # contexts and prompts with several answers, by the ids of cell and example
@@ -125,11 +135,11 @@ class GroupRun:
     def run(self, work: Sequence[Work]) -> None:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
         for i, (example, wanted) in enumerate(work):
-            cells = self.active(wanted)
+            cells = self.active_cells(wanted)
             # an empty queue takes any number of rows
-            while not self.queue.takes(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
-                self.finish()
-                cells = self.active(cells)  # decoding may have taken some out of the run
+            while not self.queue.has_room(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
+                self.advance_queue()
+                cells = self.active_cells(cells)  # decoding may have taken some out of the run
             if not len(self.queue):
                 self.reading_since = time.monotonic()
             if not cells:
@@ -137,20 +147,20 @@ class GroupRun:
             following = None
             if i + 1 < len(work):
                 next_example, next_cells = work[i + 1]
-                following = (next_example, self.active(next_cells))
-            self.read(example, cells, following)
+                following = (next_example, self.active_cells(next_cells))
+            self.read_prompt(example, cells, following)
         self.reader.forget_all()
         while len(self.queue):
-            self.finish()
+            self.advance_queue()
         if len(work) > 1:
-            for cell in self.active([c for c in self.foreign if c.id in self.firsts]):
+            for cell in self.active_cells([c for c in self.foreign if c.id in self.firsts]):
                 self.check_unchanged(cell, self.firsts[cell.id])
 
     def reading_s(self) -> float:
         """Return the age in seconds of the oldest prompt that waits for an answer."""
         return time.monotonic() - self.reading_since
 
-    def unanswered(self) -> str:
+    def describe_unanswered(self) -> str:
         """Return in words how many prompts were read and not answered yet; '' if there are none."""
         prompts = {(row.cell.column, row.example.id) for row in self.queue}
         if not prompts:
@@ -160,11 +170,11 @@ class GroupRun:
             count = f"{len(prompts)} prompts were"
         return f"{count} read and not answered yet ({self.reading_s():.0f} s): to be read again"
 
-    def active(self, cells: Sequence[Cell]) -> list[Cell]:
+    def active_cells(self, cells: Sequence[Cell]) -> list[Cell]:
         """Return the cells that are neither refused nor failed."""
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
-    def read(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
+    def read_prompt(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
         """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text at once.
 
         ``following`` is the work that is read next. It may share this prompt's pass.
@@ -176,11 +186,27 @@ class GroupRun:
             check_capacity(self.host.model, len(encoded.ids))
         except Exception as error:
             for cell in cells:
-                self.fail(cell, error, example)
+                self.fail_cell(cell, error, example)
             return
-        cells = with_full(self._fitting(cells, encoded, example))
+        cells = with_full(self._fitting_cells(cells, encoded, example))
+        rows = self._compress_prompt(example, encoded, cells, following)
+        full = None
+        if cells and cells[0].fidelity:
+            # a chain without stages is the full cache, read in the same pass
+            full = next((r.cache for r in rows if not r.cell.chain.stages), None)
+        # the hidden full cache was needed only for the comparison
+        rows = [r for r in rows if not r.cell.hidden]
+        if full is not None and rows:
+            rows = self.compare_rows(example, rows, full)
+        if rows:
+            self._queue_rows(example, encoded, rows, full)
+
+    def _compress_prompt(
+        self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
+    ) -> list[QueuedRow]:
+        """Prefill one prompt, and return a row with an audited cache for each cell that does not fail."""
         rows = []
-        caches = self.reader.caches(example, encoded, cells, following)
+        caches = self.reader.read_caches(example, encoded, cells, following)
         # check now, so that no cell fails because of another cell's change to the model
         self.check_model(cells, example)
         for cell, cache in caches:
@@ -192,60 +218,69 @@ class GroupRun:
                     # count bytes from the tensors themselves, whatever the method says
                     measured = audit(cache, self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
-                stop = self.host.ending(cell.task, example)
-                rows.append(QueuedRow(cell, example, cache, measured=measured, cut=encoded.cut, ending=stop))
+                row = QueuedRow(
+                    cell,
+                    example,
+                    cache,
+                    measured=measured,
+                    cut=encoded.cut,
+                    ending=self.host.make_ending(cell.task, example),
+                )
+                rows.append(row)
             except Exception as error:
-                self.lose(cell, error, example)
+                self.take_out(cell, error, example)
         if encoded.question:
             # the compressed caches read the withheld question now
-            rows = self._together(rows, partial(extended, host=self.host, ids=encoded.question))
+            rows = self._run_together(rows, partial(extend_rows, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
-        full = None
-        if cells and cells[0].fidelity:
-            # a chain without stages is the full cache, read in the same pass
-            full = next((r.cache for r in rows if not r.cell.chain.stages), None)
-        # the hidden full cache was needed only for the comparison
-        rows = [r for r in rows if not r.cell.hidden]
-        if full is not None and rows:
-            rows = self.compare(example, rows, full)
+        return rows
+
+    def _queue_rows(
+        self, example: Example, encoded: Encoded, rows: Sequence[QueuedRow], full: PromptCache | None
+    ) -> None:
+        """Queue the answers to one prompt under several methods. The rest of a text is scored at once instead.
+
+        full: the full cache to compare with, if there is one.
+        """
+        task = rows[0].cell.task
         if example.tokens:
-            self.force(example, rows, full)
+            self.score_text(example, rows, full)
         elif isinstance(encoded, EncodedTurns):
             turns = range(1)  # a question that sees earlier ones waits for their answers
-            if cells[0].task.turns == "isolated":
+            if task.turns == "isolated":
                 turns = range(len(encoded.questions))
-            self.ask([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
-        elif cells and cells[0].task.samples > 1:
-            self.draw([Drawing(row) for row in rows], cells[0].task.samples)
+            self.queue_questions([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
+        elif task.samples > 1:
+            self.queue_draws([Drawing(row) for row in rows], task.samples)
         else:
             for row in rows:
                 # making room for this row may have decoded others and failed its cell
-                if self.active([row.cell]):
+                if self.active_cells([row.cell]):
                     self.queue.add(row)
 
-    def ask(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
+    def queue_questions(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
         """Queue questions of one context, compressed by several methods."""
-        # ``add`` looks up the context of an answer by these ids
+        # ``store_answer`` looks up the context of an answer by these ids
         self.asking |= {(a.cell.id, a.example.id): a for a in askings}
         for turn in turns:
-            while not self.queue.takes(len(askings)):
-                self.finish()
-            active = [a for a in askings if self.active([a.cell])]
-            for row in self._together(active, partial(ask, turn=turn)):
+            while not self.queue.has_room(len(askings)):
+                self.advance_queue()
+            active = [a for a in askings if self.active_cells([a.cell])]
+            for row in self._run_together(active, partial(read_question, turn=turn)):
                 self.queue.add(row)
 
-    def draw(self, drawings: Sequence[Drawing], count: int) -> None:
+    def queue_draws(self, drawings: Sequence[Drawing], count: int) -> None:
         """Queue ``count`` answers to one prompt, compressed by several methods. All begin from the same caches."""
         self.asking |= {(d.cell.id, d.row.example.id): d for d in drawings}
         for index in range(count):
-            while not self.queue.takes(len(drawings)):
-                self.finish()
+            while not self.queue.has_room(len(drawings)):
+                self.advance_queue()
             for drawing in drawings:
                 # making room may have decoded others and failed its cell
-                if self.active([drawing.cell]):
+                if self.active_cells([drawing.cell]):
                     self.queue.add(drawing.row_of(index, self.host))
 
-    def _together(
+    def _run_together(
         self, items: Sequence[Item], work: Callable[[Sequence[Item]], Sequence[QueuedRow]]
     ) -> list[QueuedRow]:
         """Run ``work`` on all items at once. If that fails, retry in smaller parts.
@@ -253,24 +288,24 @@ class GroupRun:
         An item that fails on its own marks its cell as failed or refused.
         """
         done = []
-        for item, outcome in in_parts(items, lambda part: self._with_room(partial(work, part))):
+        for item, outcome in run_in_parts(items, lambda part: self._call_with_room(partial(work, part))):
             if isinstance(outcome, Exception):
-                self.lose(item.cell, outcome, item.example)
+                self.take_out(item.cell, outcome, item.example)
             else:
                 done.append(outcome)
         return done
 
-    def _remade(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
+    def _remake_rows(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
         """Make the caches of ``rows`` again. Return each row with its new cache, or the exception raised.
 
         Memory ran out before, so the reader drops its kept caches before and after.
         """
         self.reader.forget_all()
-        outcomes = remade(self.host, rows)
+        outcomes = remake_rows(self.host, rows)
         self.reader.forget_all()
         return outcomes
 
-    def _with_room(self, work: Callable[[], Result]) -> Result:
+    def _call_with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
         can_forget = self.reader.holds  # reading may have dropped the kept caches by the time it fails
         try:
@@ -281,39 +316,39 @@ class GroupRun:
         self.reader.forget_all()
         release()
         while len(self.queue):
-            self.finish()
+            self.advance_queue()
         return work()
 
-    def compare(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
+    def compare_rows(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
         """Compare rows with the full cache on texts that continue the prompt. Return the rows with divergences."""
         try:
-            texts = forced.texts_of(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
+            texts = forced.choose_texts(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
         except Exception as error:
             for row in rows:
-                self.fail(row.cell, error, example)
+                self.fail_cell(row.cell, error, example)
             return []
         compared = []
-        outcomes = forced.compare(self.host, rows, full, texts)
+        outcomes = forced.compare_rows(self.host, rows, full, texts)
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.lose(row.cell, outcome, example)
+                self.take_out(row.cell, outcome, example)
             else:
                 compared.append(outcome)
         return compared
 
-    def force(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None) -> None:
+    def score_text(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None) -> None:
         """Score the rest of a text under the cache of each row, and store one sample for each."""
         outcomes = forced.score_text(self.host, example, rows, full)
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.lose(row.cell, outcome, example)
+                self.take_out(row.cell, outcome, example)
             else:
                 value, answer, scored_row = outcome
-                self.add(scored_row, answer, "", value)
+                self.store_answer(scored_row, answer, "", value)
 
-    def finish(self) -> None:
+    def advance_queue(self) -> None:
         """Decode until some rows have ended, and score and store those."""
         # if a method has changed the model, the message names this example's prompt
         first = next(iter(self.queue))
@@ -323,27 +358,27 @@ class GroupRun:
         self.check_model([row.cell for row in decoded], first.example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
-                self.lose(row.cell, outcome, row.example)
+                self.take_out(row.cell, outcome, row.example)
                 continue
             ids = outcome.tokens
             if ids and ids[-1] in row.ending.stop:
                 ids = ids[:-1]  # the token that ends an answer is no part of its text
             try:
                 text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
-                value = score(row.cell.task.metric, row.cell.task.answer(text), row.asked)
+                value = score(row.cell.task.metric, row.cell.task.answer(text), row.scored_example)
             except Exception as error:
-                self.fail(row.cell, error, row.example)
+                self.fail_cell(row.cell, error, row.example)
             else:
-                self.add(row, outcome, text, value)
+                self.store_answer(row, outcome, text, value)
 
-    def add(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
+    def store_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
         """Store a row's answer with its score, or refuse its cell if the audit of decoding fails."""
         cell, example = row.cell, row.example
         # the same step may have refused another row of this cell
         if cell.id in self.refused:
             return
         if not answer.finite:
-            self.refuse(cell, str(no_answer(cell.chain, self.host.model.dtype)), example)
+            self.refuse_cell(cell, str(build_answer_refusal(cell.chain, self.host.model.dtype)), example)
             return
         try:
             with contained(cell.chain.name, cell.chain.foreign):
@@ -354,18 +389,18 @@ class GroupRun:
                     check_bytes(row.cache, answer.stored, self.host.shape())
             asking = None
             if row.turn is None:
-                sample: Sample | None = sample_of(row, answer, text, value, decode_peak)
+                sample: Sample | None = build_sample(row, answer, text, value, decode_peak)
             else:
                 asking = self.asking[cell.id, example.id]
-                record = partial(asking.record, row, answer, text=text, value=value, peak=decode_peak)
-                sample = self._with_room(record)
+                add_answer = partial(asking.add_answer, row, answer, text=text, value=value, peak=decode_peak)
+                sample = self._call_with_room(add_answer)
         except Exception as error:
-            self.lose(cell, error, example)
+            self.take_out(cell, error, example)
             return
         if sample is None:
             # the prompt has further answers; a context's next question may read this one
             if isinstance(asking, Asking) and not asking.isolated:
-                self.ask([asking], [len(asking.answered)])
+                self.queue_questions([asking], [len(asking.answered)])
             return
         self.asking.pop((cell.id, example.id), None)
         # an earlier version of the method may have failed the audit on this example
@@ -386,34 +421,41 @@ class GroupRun:
             return
         first = First(example, encoded, digests(cache.layers))
         self.firsts[cell.id] = first
-        prefill = partial(self._with_room, partial(self.host.prefill, encoded.ids, [chain]))
-        (second,) = prefill()
+        second = self._prefill_again(cell, encoded)
         layer = first_difference(first.digests, digests(second.layers))
         if layer is not None:
             what = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
             raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
         if chain.evicts or chain.masks or chain.coder is not None:
-            (third,) = prefill()
-            tokens = encoded.ids[:REPEATED_TOKENS]
-            read = [extend_cache(self.host.model, before, tokens) for before in (second, third)]
-            # masks act on single tokens alone
-            read = [extend_cache(self.host.model, before, tokens[:1]) for before in read]
+            third = self._prefill_again(cell, encoded)
+            is_alike = self._decodes_alike(second, third, encoded.ids[:REPEATED_TOKENS])
             cell.check_knobs()
-            differs = digests(read[0].layers) != digests(read[1].layers)
-            if differs or not torch.equal(read[0].logits, read[1].logits):
+            if not is_alike:
                 what = "decodes the same tokens in another way when it does so twice"
                 raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
+
+    def _prefill_again(self, cell: Cell, encoded: Encoded) -> PromptCache:
+        """Return the cache of a cell's prompt, computed anew."""
+        (cache,) = self._call_with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
+        return cache
+
+    def _decodes_alike(self, one: PromptCache, other: PromptCache, tokens: Sequence[int]) -> bool:
+        """Return True if two equal caches are equal after they have read the same tokens, and give equal logits."""
+        one, other = extend_cache(self.host.model, one, tokens), extend_cache(self.host.model, other, tokens)
+        # masks act on single tokens alone
+        one, other = extend_cache(self.host.model, one, tokens[:1]), extend_cache(self.host.model, other, tokens[:1])
+        return digests(one.layers) == digests(other.layers) and torch.equal(one.logits, other.logits)
 
     def check_unchanged(self, cell: Cell, first: First) -> None:
         """Refuse a foreign cell if its method computes its first prompt differently at the end of the run."""
         try:
-            (again,) = self._with_room(partial(self.host.prefill, first.encoded.ids, [cell.chain]))
+            again = self._prefill_again(cell, first.encoded)
         except Exception as error:
-            self.lose(cell, error, first.example)
+            self.take_out(cell, error, first.example)
             return
         if digests(again.layers) != first.digests:
             what = "keeps something else of the first prompt when it computes it again at the end of the run"
-            self.refuse(cell, f"{cell.chain.name} {what}: {REMEMBER_NOTHING}", first.example)
+            self.refuse_cell(cell, f"{cell.chain.name} {what}: {REMEMBER_NOTHING}", first.example)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
         """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model has changed since the start.
@@ -431,29 +473,29 @@ class GroupRun:
         changed = ModelChanged(suspects or self.foreign, replaced)
         for cell in self.foreign:
             if cell.id in changed.cells:
-                self.refuse(cell, str(changed), example)
+                self.refuse_cell(cell, str(changed), example)
         raise changed
 
-    def refuse(self, cell: Cell, reason: str, example: Example) -> None:
+    def refuse_cell(self, cell: Cell, reason: str, example: Example) -> None:
         """Take the cell out of the run and out of all reports, record the reason and drop its waiting rows."""
         recorded = f"{reason} (example {example.id})"
         self.refused[cell.id] = recorded
         self.store.refuse(cell, recorded, example.id)
-        self.drop(cell)
+        self.forget_cell(cell)
 
-    def lose(self, cell: Cell, error: Exception, example: Example) -> None:
+    def take_out(self, cell: Cell, error: Exception, example: Example) -> None:
         """Take the cell out of the run: refuse it where its numbers must not be reported, else let it fail."""
         if isinstance(error, Refused):
-            self.refuse(cell, str(error), example)
+            self.refuse_cell(cell, str(error), example)
         else:
-            self.fail(cell, error, example)
+            self.fail_cell(cell, error, example)
 
-    def drop(self, cell: Cell) -> None:
+    def forget_cell(self, cell: Cell) -> None:
         """Forget the waiting rows, and the unfinished contexts and drawings of a cell."""
         self.queue.drop(cell.id)
         self.asking = {key: asking for key, asking in self.asking.items() if key[0] != cell.id}
 
-    def fail(self, cell: Cell, error: Exception, example: Example) -> None:
+    def fail_cell(self, cell: Cell, error: Exception, example: Example) -> None:
         """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
         if cell.id in self.failed:
             return
@@ -467,13 +509,13 @@ class GroupRun:
         with suppress(OSError):
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
-        self.drop(cell)
+        self.forget_cell(cell)
 
-    def _fitting(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
+    def _fitting_cells(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
         """Return the cells that can run an example. Refuse the others."""
         for cell in cells:
-            if reason := unfit(self.host, cell, encoded, example):
-                self.refuse(cell, reason, example)
+            if reason := why_unfit(self.host, cell, encoded, example):
+                self.refuse_cell(cell, reason, example)
         return [c for c in cells if c.id not in self.refused]
 
 
@@ -494,9 +536,9 @@ def run_groups(
     busy: list[Cell] = []
     with ExitStack() as stack:
         writers = {}
-        for cell in _waiting(_pending(groups, store)):
+        for cell in _list_waiting(_find_pending(groups, store)):
             facts = dict(provenance)
-            facts |= {"batch": host.batching()}
+            facts |= {"batch": host.describe_batching()}
             facts |= cell.chain.provenance()
             # wait long for the first busy cell only: its process holds the locks of the others, too
             wait_s = SHARD_WAIT_S
@@ -510,8 +552,8 @@ def run_groups(
                 stack.callback(writers[cell.id].close)
         # read the store again: another process may have answered some examples before its locks were free
         opened = [group.only(writers) for group in groups]
-        todo = _pending(opened, store)
-        cells = _waiting(todo)
+        todo = _find_pending(opened, store)
+        cells = _list_waiting(todo)
         if not cells:
             return busy
         work: list[Work] = []
@@ -527,15 +569,15 @@ def run_groups(
         try:
             run.run(work)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and (lost := run.unanswered()):
+            if isinstance(error, KeyboardInterrupt) and (lost := run.describe_unanswered()):
                 error.add_note(lost)
-            for cell in run.active(_waiting(_pending(opened, store))):
+            for cell in run.active_cells(_list_waiting(_find_pending(opened, store))):
                 store.mark(cell, "interrupted", ending(error))
             raise
     return busy
 
 
-def _pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
+def _find_pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
     """Return, for each group, the cells that still need each example, by example id."""
     todo = []
     for group in groups:
@@ -544,7 +586,7 @@ def _pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list
     return todo
 
 
-def _waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
+def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
     """Return the cells that still need an example, each once."""
     by_id: dict[str, Cell] = {}
     for left in todo:

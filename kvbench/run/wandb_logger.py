@@ -23,7 +23,7 @@ from kvbench.methods.core.registry import ALWAYS_NAMED
 from kvbench.plan.cells import Group
 from kvbench.plan.config import LoggerConfig
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.heatmap import Heat, draw, empty_score, found, heat_map, points
+from kvbench.report.heatmap import Heat, build_map, draw_map, read_points, rescale_score, score_silence
 from kvbench.run.listener import Listener
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, Sample
@@ -63,7 +63,7 @@ class WandbLogger:
         self._cfg = cfg
         self._events: SimpleQueue[Callable[[_Sender], None] | None] = SimpleQueue()
         # a daemon thread, so that a hanging service cannot keep the program from ending
-        self._thread = Thread(target=self._work, name="wandb", daemon=True)
+        self._thread = Thread(target=self._send_events, name="wandb", daemon=True)
         self._folder, self._warned = Path(), False
 
     def begin(self, prepared: RunPlan) -> None:
@@ -92,13 +92,13 @@ class WandbLogger:
             folder = self._folder / "wandb"
             say(f"the W&B runs are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them")
 
-    def _work(self) -> None:
+    def _send_events(self) -> None:
         try:
             sender = _Sender(self._cfg, self._warn)
             while (event := self._events.get()) is not None:
                 event(sender)
         except Exception as error:
-            self._warn(f"failed ({_short(error)}) and is left out from here on")
+            self._warn(f"failed ({_describe_error(error)}) and is left out from here on")
 
     def _warn(self, problem: str) -> None:
         """Print a warning about the first ``problem``, and nothing about later ones."""
@@ -154,11 +154,11 @@ class _Sender:
         # wandb would ask for a key on the terminal, and nobody may be waiting there
         if not self.wandb.login(prompt=False, verify=False):
             self._go_offline("there is no key; wandb login sets one")
-        elif why := _unreachable(self.wandb.setup().settings.base_url):
+        elif why := _why_unreachable(self.wandb.setup().settings.base_url):
             self._go_offline(why)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
-        run = self._run(cell)
+        run = self._open_run(cell)
         # an example that is measured again replaces its sample, so the step stays the same
         run.samples[sample.id] = sample
         # a service takes few rows a second, but short answers come faster
@@ -167,7 +167,7 @@ class _Sender:
             run.run.log(run.progress(), step=len(run.samples))
 
     def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
-        run = self._run(cell)
+        run = self._open_run(cell)
         row = run.progress()
         shown = list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
         if shown:
@@ -186,8 +186,8 @@ class _Sender:
         if reason:
             values["reason"] = reason
         if means is not None:
-            values |= summary(means)
-            values |= self._verdict(cell)
+            values |= flatten_summary(means)
+            values |= self._record_unchanged(cell)
         run.run.summary.update(values)
         del self.open[cell.id]
         # W&B marks a run as failed by its exit code
@@ -196,7 +196,7 @@ class _Sender:
             exit_code = 0
         run.run.finish(exit_code=exit_code)
 
-    def _verdict(self, cell: Cell) -> dict[str, object]:
+    def _record_unchanged(self, cell: Cell) -> dict[str, object]:
         """Return {"nothing_compressed": True} if the scores say nothing about the method, as metrics.json does."""
         if self.prepared.store.metrics(cell.id).get("nothing_compressed") is True:
             return {"nothing_compressed": True}
@@ -206,30 +206,30 @@ class _Sender:
         # runs that are still open here belong to cells that did not end
         for run in self.open.values():
             run.run.finish(exit_code=1)
-        maps = _heat_maps(self.prepared)
+        maps = _build_heat_maps(self.prepared)
         if not maps:
             return
         titles = {label: f"{label}: {needle_found.mean():.0f} %" for label, (_, needle_found) in maps.items()}
-        titles |= {label: f"{label}: nothing was compressed" for label in self._unchanged()}
+        titles |= {label: f"{label}: nothing was compressed" for label in self._find_unchanged()}
         # all methods share one run for the needle maps: a map spans lengths, and so cells
         cells = self._needle_cells()
         ids = sorted(cell.id for cell in cells)
         # the same cells give the same id, so that a resumed run goes on in the same W&B run
         name = "needle-" + hashlib.sha256(" ".join(ids).encode()).hexdigest()[:9]
-        heat_run = self._init(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
+        heat_run = self._start_run(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
         table = self.wandb.Table(columns=["method", "length", "depth", "score", "n", "found"])
         images = []
         for label, (scores, needle_found) in maps.items():
             for row, (_, _, percent, _) in zip(scores.rows(), needle_found.rows(), strict=True):
                 table.add_data(label, *row, percent)
-            images.append(self.wandb.Image(draw(needle_found, titles[label]), caption=titles[label]))
+            images.append(self.wandb.Image(draw_map(needle_found, titles[label]), caption=titles[label]))
         heat_run.log({"heatmap": images, "heatmap_values": table})
         heat_run.finish()
 
-    def _unchanged(self) -> set[str]:
+    def _find_unchanged(self) -> set[str]:
         """Return the labels of the methods that compressed nothing of any needle task."""
         cells = self._needle_cells()
-        return {c.label for c in cells} - {c.label for c in cells if not self._verdict(c)}
+        return {c.label for c in cells} - {c.label for c in cells if not self._record_unchanged(c)}
 
     def _needle_cells(self) -> list[Cell]:
         """Return the cells of all needle tasks."""
@@ -239,7 +239,7 @@ class _Sender:
                 cells += group.cells
         return cells
 
-    def _run(self, cell: Cell) -> _CellRun:
+    def _open_run(self, cell: Cell) -> _CellRun:
         """Return the open W&B run of a cell. It is started when it is first asked for."""
         if cell.id not in self.open:
             cfg = self.prepared.cfg
@@ -248,17 +248,17 @@ class _Sender:
             job_type = "cell"
             if cfg.shards > 1:
                 job_type = "shard"
-            run = self._init(
-                run_id(cell, cfg.shard, cfg.shards),
+            run = self._start_run(
+                name_run(cell, cfg.shard, cfg.shards),
                 cell,
                 name=f"{cell.label} · {cell.column}",
                 job_type=job_type,
-                config=describe(self.prepared, cell),
+                config=describe_run(self.prepared, cell),
             )
             self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
 
-    def _init(self, id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
+    def _start_run(self, id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
         """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
@@ -292,7 +292,7 @@ class _Sender:
         except Exception as error:
             if self.mode != "online":
                 raise
-            self._go_offline(_short(error))
+            self._go_offline(_describe_error(error))
             return start()
 
     def _go_offline(self, why: str) -> None:
@@ -309,14 +309,14 @@ class _Sender:
         self.warn(f"cannot be used ({why})")
 
 
-def run_id(cell: Cell, shard: int, shards: int) -> str:
+def name_run(cell: Cell, shard: int, shards: int) -> str:
     """Return the id of a cell's W&B run. Two processes cannot write one run, so each shard has its own."""
     if shards == 1:
         return cell.id
     return f"{cell.id}-{shard}of{shards}"
 
 
-def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
+def describe_run(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     """Return the config of a cell's W&B run: the keys to group by, the cell's identity and its runtime settings.
 
     Folders of this machine are left out.
@@ -351,15 +351,15 @@ def describe(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     return config
 
 
-def summary(means: CellSummary) -> dict[str, object]:
+def flatten_summary(means: CellSummary) -> dict[str, object]:
     """Return a cell's means under flat names, with intervals as two numbers and tokens kept in per cent."""
     values: dict[str, object] = {}
     if means.full_bytes:
         values["kept_percent"] = 100 * means.kept / means.prompt_tokens
-    return values | flat_names(means.record())
+    return values | flatten_names(means.record())
 
 
-def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+def flatten_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     """Return nested values under flat names joined by /, without None. An interval ci becomes ci_low and ci_high."""
     flat: dict[str, object] = {}
     for key, value in values.items():
@@ -367,13 +367,13 @@ def flat_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]
         if key.endswith("ci") and value is not None:
             flat |= {f"{prefix}{key}_low": value[0], f"{prefix}{key}_high": value[1]}
         elif isinstance(value, Mapping):
-            flat |= flat_names(value, f"{prefix}{key}/")
+            flat |= flatten_names(value, f"{prefix}{key}/")
         elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
-def _heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
+def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
     """Return two maps of each method on the needle dataset, by label: its scores, and how much of the needle it found.
 
     Refused cells are left out.
@@ -383,18 +383,18 @@ def _heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
     for group in prepared.groups:
         if group.task.category != "needle":
             continue
-        show, silence = metric(group.task.metric).show, empty_score(group.task)
+        show, silence = metric(group.task.metric).show, score_silence(group.task)
         for cell in group.cells:
             # a refused cell must not be reported, in a picture either
             if prepared.store.refusal(cell.id) is None:
-                of_cell = points(prepared.store.samples(cell.id).values(), show)
+                of_cell = read_points(prepared.store.samples(cell.id).values(), show)
                 scored.setdefault(cell.label, []).extend(of_cell)
-                above_silence = [(length, depth, found(score, silence)) for length, depth, score in of_cell]
+                above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in of_cell]
                 counted.setdefault(cell.label, []).extend(above_silence)
-    return {label: (heat_map(scored[label]), heat_map(counted[label])) for label in scored if scored[label]}
+    return {label: (build_map(scored[label]), build_map(counted[label])) for label in scored if scored[label]}
 
 
-def _unreachable(url: str) -> str | None:
+def _why_unreachable(url: str) -> str | None:
     """Return why a service does not answer, or None if it does. Asking is quicker than starting a run there."""
     import requests
 
@@ -405,7 +405,7 @@ def _unreachable(url: str) -> str | None:
     return None
 
 
-def _short(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return an error's type and the first non-blank line of its message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     if not text:

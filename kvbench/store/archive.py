@@ -23,9 +23,9 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
             stored_record = store.cell(cell)
             if stored_record is not None:
                 cell_record = stored_record.record()
-            out.write(_line_of({"cell": cell_record}))
+            out.write(_write_line({"cell": cell_record}))
             for line in store.lines(cell).values():
-                out.write(_line_of({"of": cell, "sample": line}))
+                out.write(_write_line({"of": cell, "sample": line}))
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
@@ -56,6 +56,6 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
     return added
 
 
-def _line_of(entry: object) -> bytes:
+def _write_line(entry: object) -> bytes:
     """Return an entry as a line of JSON. Its keys are sorted, so that equal entries give equal bytes."""
     return (json.dumps(entry, ensure_ascii=False, sort_keys=True) + "\n").encode()

@@ -124,7 +124,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     sums = np.array([t.sums for t in texts])
     tokens, total, same, log_ratio = sums.sum(0).tolist()
     # windows of one document are alike, so intervals are over documents
-    clusters = _by_document(sums, texts)
+    clusters = _sum_by_document(sums, texts)
 
     def percentile(name: str) -> float | None:
         at, fewest = FOR_PERCENTILE[name]
@@ -176,11 +176,11 @@ def mean_divergence(texts: Sequence[TextFidelity], start: int = 0, end: int | No
     # one row a text: tokens, divergences
     sums = np.array([(len(text.kl[start:end]), sum(text.kl[start:end])) for text in reaching], dtype=np.float64)
     tokens, total = sums.sum(0).tolist()
-    clusters = _by_document(sums, reaching)
+    clusters = _sum_by_document(sums, reaching)
     return MeanDivergence(total / tokens, stats.ratio_interval(clusters[:, [1, 0]]), len(reaching))
 
 
-def _by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
+def _sum_by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
     """Return the sums [texts, ...] added up over each document's windows. These are alike and drawn together."""
     # a text without a document is a cluster of its own, named by its index
     places: dict[object, int] = {}
@@ -197,7 +197,7 @@ def log_ratio_of_means(
     """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts."""
     # [texts, 2]: the summed divergences of ours and of theirs on the same text
     sums: NDArray[np.float64] = np.array([(a.sums[1], b.sums[1]) for a, b in zip(ours, theirs, strict=True)])
-    interval = stats.ratio_interval(_by_document(sums, ours))
+    interval = stats.ratio_interval(_sum_by_document(sums, ours))
     ours_mean, theirs_mean = sums.mean(0)
     point = float(np.log(ours_mean) - np.log(theirs_mean))
     return point, interval and (float(np.log(interval[0])), float(np.log(interval[1])))

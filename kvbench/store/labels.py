@@ -35,7 +35,7 @@ def explain_budgets(labels: Iterable[str]) -> list[str]:
     return [". ".join(meanings) + "."]
 
 
-def label(identity: Identity, otherwise: str = "") -> str:
+def label_cell(identity: Identity, otherwise: str = "") -> str:
     """Return a cell's label in a table: the method, its budgets and every knob that differs from the defaults.
 
     ``otherwise`` is the label of a cell without a chain, which was imported.
@@ -49,7 +49,7 @@ def label(identity: Identity, otherwise: str = "") -> str:
     for stage in stages:
         owners.update(stage["knobs"].keys())  # only the keys: a mapping would add its values
     for stage in stages:
-        defaults = _default_knobs(stage["id"])
+        defaults = _read_default_knobs(stage["id"])
         # in the order of the method's file; knobs that the file no longer has come last
         in_order = [knob for knob in defaults if knob in stage["knobs"]]
         in_order += [knob for knob in stage["knobs"] if knob not in defaults]
@@ -58,17 +58,17 @@ def label(identity: Identity, otherwise: str = "") -> str:
             key = knob
             if owners[knob] > 1:
                 key = f"{stage['id']}.{knob}"
-            if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _through_json(value):
-                words.append(f"{key}={_text(value)}")
+            if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _pass_through_json(value):
+                words.append(f"{key}={_write_value(value)}")
     if chain["per"] != "kv_head":
         words.append(f"per={chain['per']}")
     return " ".join(words)
 
 
-def fields(identity: Identity) -> dict[str, object]:
+def list_settings(identity: Identity) -> dict[str, object]:
     """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
-    chain = _mapping(identity.get("chain"))
-    policy = _mapping(identity.get("prompt"))
+    chain = _mapping_or_empty(identity.get("chain"))
+    policy = _mapping_or_empty(identity.get("prompt"))
     prompt = identity.get("prompt")  # an imported cell may have a text here
     if policy:
         prompt = {key: value for key, value in policy.items() if key != "query_aware"}
@@ -77,27 +77,27 @@ def fields(identity: Identity) -> dict[str, object]:
         "per": chain.get("per"),
         "prompt": prompt,
         "query_aware": policy.get("query_aware"),
-        "dtype": _mapping(identity.get("model")).get("dtype"),
+        "dtype": _mapping_or_empty(identity.get("model")).get("dtype"),
     }
     if "turns" in identity:
         settings["turns"] = identity["turns"]
-    decoding = _mapping(identity.get("decoding"))
+    decoding = _mapping_or_empty(identity.get("decoding"))
     if "samples_per_prompt" in decoding:
         settings["samples_per_prompt"] = decoding["samples_per_prompt"]
     return settings
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
+def _mapping_or_empty(value: object) -> Mapping[str, Any]:
     """Return a value if it is a mapping, else an empty mapping."""
     if isinstance(value, Mapping):
         return value
     return {}
 
 
-def differences(identities: Sequence[Identity]) -> list[str]:
+def describe_differences(identities: Sequence[Identity]) -> list[str]:
     """Return one text per cell, such as ``template=off query_aware=true``: the settings in which the cells differ."""
     # compare nested settings one by one, to name only the differing part of a prompt
-    settings_of_cells = [dict(_settings_by_path(identity)) for identity in identities]
+    settings_of_cells = [dict(_walk_settings(identity)) for identity in identities]
     paths: dict[str, None] = {}
     for settings in settings_of_cells:
         paths |= dict.fromkeys(settings)
@@ -110,18 +110,18 @@ def differences(identities: Sequence[Identity]) -> list[str]:
     for settings in settings_of_cells:
         # the last part of a path names the setting, except that metric.name is the metric
         words = [
-            f"{path.removesuffix('.name').rpartition('.')[2]}={_one_word(path, settings.get(path))}"
+            f"{path.removesuffix('.name').rpartition('.')[2]}={_write_word(path, settings.get(path))}"
             for path in differing
         ]
         texts.append(" ".join(words))
     return texts
 
 
-def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted path, value) of each setting in an identity, without the stages' ids and knobs."""
     for key, value in identity.items():
         if isinstance(value, Mapping) and value:
-            yield from _settings_by_path(value, f"{prefix}{key}.")
+            yield from _walk_settings(value, f"{prefix}{key}.")
         elif key == "stages":
             for stage in value:
                 for name, part in stage.items():
@@ -131,19 +131,19 @@ def _settings_by_path(identity: Identity, prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{key}", value
 
 
-def _one_word(key: str, value: Any) -> str:
+def _write_word(key: str, value: Any) -> str:
     """Return the value of a setting as one word. A template or a hash is cut to its first 8 characters."""
     if key == "prompt.template" and not value:
         return "off"
     if key in ("prompt.template", "content", "model.fingerprint"):
-        return _text(value)[:8]
-    return _text(value)
+        return _write_value(value)[:8]
+    return _write_value(value)
 
 
-def _text(value: Any) -> str:
+def _write_value(value: Any) -> str:
     """Return a knob's value as a user would type it: lists with commas, whole floats without a decimal point."""
     if isinstance(value, (list, tuple)):
-        return ",".join(map(_text, value)) or "none"
+        return ",".join(map(_write_value, value)) or "none"
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, str):
@@ -151,17 +151,17 @@ def _text(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
-def _through_json(value: Any) -> Any:
+def _pass_through_json(value: Any) -> Any:
     """Return the value in the form that writing it as JSON and reading it again gives."""
     return json.loads(json.dumps(value, default=str))
 
 
 @cache
-def _default_knobs(method: str) -> dict[str, Any]:
+def _read_default_knobs(method: str) -> dict[str, Any]:
     """Return the default knobs of a method, in their order. A method that no longer exists has {}."""
     try:
         # read the entry, not the stage: listing stored results must not wait for torch
         entry = by_size(registry.defaults(method))
     except UsageError:
         return {}
-    return {k: _through_json(entry[k]) for k in registry.knob_names(method)}
+    return {k: _pass_through_json(entry[k]) for k in registry.knob_names(method)}

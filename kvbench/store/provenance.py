@@ -18,7 +18,7 @@ from kvbench.storage.kernels import on_cpu
 from kvbench.store.results import CellRecord, Facts
 
 
-def provenance(model: PreTrainedModel, threads: int) -> Facts:
+def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
     """Return the provenance of a run by name: versions, device, threads, dtype and more.
 
     ``torch`` is only the major and the minor version, since patches do not change results.
@@ -35,7 +35,7 @@ def provenance(model: PreTrainedModel, threads: int) -> Facts:
         attention = "c"
     return {
         "kvbench": version(),
-        "commit": git_commit(),
+        "commit": read_commit(),
         "device": name,
         "threads": threads,
         # 2.4.1+cu121 becomes 2.4
@@ -53,7 +53,7 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 """The parts of a clone that decide the numbers."""
 
 
-def local_changes(records: Iterable[CellRecord]) -> str:
+def describe_local_changes(records: Iterable[CellRecord]) -> str:
     """Return the note that some cells were measured with uncommitted changes, or '' if no cell was."""
     count = 0
     cells = 0
@@ -61,7 +61,7 @@ def local_changes(records: Iterable[CellRecord]) -> str:
     for record in records:
         count += 1
         commits = [str(facts.get("commit") or "") for facts in record.provenance]
-        # in ``git_commit``, a + behind the commit marks a changed clone
+        # in ``read_commit``, a + behind the commit marks a changed clone
         changed_commits = [commit for commit in commits if commit.endswith("+")]
         if changed_commits:
             cells += 1
@@ -75,7 +75,7 @@ def local_changes(records: Iterable[CellRecord]) -> str:
     )
 
 
-def git_commit(root: Path = ROOT) -> str | None:
+def read_commit(root: Path = ROOT) -> str | None:
     """Return the commit of the clone that the package runs from, with ``+`` if a file of MEASURES has changed.
 
     Return None if ``root`` is no clone, or git cannot be run.

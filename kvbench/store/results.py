@@ -113,7 +113,7 @@ class Sample:
             )
         # lines of older versions may lack these fields, and the record has no defaults for them
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
-        known |= {name: line[name] for name in _field_names(cls) if name in line}
+        known |= {name: line[name] for name in _list_fields(cls) if name in line}
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
         if "fidelity" in line:
@@ -126,12 +126,12 @@ class Sample:
         if "draws" in line:
             known["draws"] = tuple(DrawnAnswer(**draw) for draw in line["draws"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
-        timing = {key: line["timing"][key] for key in _field_names(Timing) if key in line["timing"]}
-        return cls(**known | {"timing": Timing(**timing), "more": _unknown_fields(cls, line)})
+        timing = {key: line["timing"][key] for key in _list_fields(Timing) if key in line["timing"]}
+        return cls(**known | {"timing": Timing(**timing), "more": _select_unknown(cls, line)})
 
     def record(self) -> dict[str, object]:
         """Return the sample as the JSON to store."""
-        known = {name: getattr(self, name) for name in _field_names(Sample)}
+        known = {name: getattr(self, name) for name in _list_fields(Sample)}
         if self.fidelity is not None:
             known["fidelity"] = {kind: text.record() for kind, text in self.fidelity.items()}
         if self.turns is not None:
@@ -176,16 +176,16 @@ class CellRecord:
         if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
             damaged = ["provenance"]
         # an imported cell may lack a chain in its identity; this is no damage
-        if not damaged and not _whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
+        if not damaged and not _is_whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
             damaged = ["identity"]
         if damaged:
             raise ValueError(f"{', '.join(damaged)} of it is damaged")
-        known = {name: record[name] for name in _field_names(cls) if name in record}
-        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _unknown_fields(cls, record)})
+        known = {name: record[name] for name in _list_fields(cls) if name in record}
+        return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _select_unknown(cls, record)})
 
     def record(self) -> dict[str, object]:
         """Return the record as the JSON of cell.json."""
-        known = {name: getattr(self, name) for name in _field_names(CellRecord)}
+        known = {name: getattr(self, name) for name in _list_fields(CellRecord)}
         return {k: v for k, v in known.items() if v is not None} | dict(self.more)
 
     @property
@@ -243,7 +243,7 @@ class ScoreSummary:
         # a cell without answers has no metrics at all
         if "metric" not in metrics:
             return None
-        known: dict[str, Any] = {name: metrics.get(name) for name in _field_names(cls)}
+        known: dict[str, Any] = {name: metrics.get(name) for name in _list_fields(cls)}
         return cls(**known)
 
     def record(self) -> dict[str, object]:
@@ -312,18 +312,18 @@ def share(payload16: float, overhead16: float, full16: float) -> float:
     return 100 * (payload16 + overhead16) / full16
 
 
-def _field_names(cls: type[DataclassInstance]) -> list[str]:
+def _list_fields(cls: type[DataclassInstance]) -> list[str]:
     """Return the names of a record's fields, without ``more``."""
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _unknown_fields(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, object]:
+def _select_unknown(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of a JSON record for which ``cls`` has no field."""
-    names = _field_names(cls)
+    names = _list_fields(cls)
     return {key: value for key, value in record.items() if key not in names}
 
 
-def _whole_chain(chain: object) -> bool:
+def _is_whole_chain(chain: object) -> bool:
     """Return True if the chain of an identity has every field that a label needs."""
     # JSON edited by hand may hold anything here, so each type is checked before use
     if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):

@@ -101,7 +101,7 @@ class ResultStore:
             raise UsageError(f"{path} {LINK}: put the folder itself there, or give the results=FOLDER that it lies in")
         return path
 
-    def _files(self, cell_id: str, pattern: str) -> list[Path]:
+    def _find_files(self, cell_id: str, pattern: str) -> list[Path]:
         """Return the files of a cell whose names match ``pattern``, sorted; [] for a link to another folder."""
         if _is_link(self.root / "cells" / cell_id):
             return []
@@ -200,7 +200,7 @@ class ResultStore:
         with suppress(KvbenchError, OSError):
             if self.cell(cell.id) is None:
                 # a cell that fails before it was opened still gets a record, so that lists can name it
-                with self._record(cell):
+                with self._editing_record(cell):
                     pass
             shard = 0
             if writer is not None:
@@ -223,10 +223,10 @@ class ResultStore:
         if of is None:
             # records of older versions lack the number of examples; the metrics have it, too
             of = self.metrics(cell_id).get("of")
-        earlier_marks = self._marks(cell_id)
+        earlier_marks = self._read_marks(cell_id)
         measuring = self.measuring(cell_id)
         # keep marks seen before and after the lock test: the others belong to a cell being opened or closed
-        marks = [m for m in self._marks(cell_id) if m in earlier_marks]
+        marks = [m for m in self._read_marks(cell_id) if m in earlier_marks]
         failed = [m for m in marks if m.get("status") == "failed"]
         # the first status that holds counts; a refusal goes first, since a refused cell must never be reported
         refusal = self.refusal(cell_id)
@@ -246,9 +246,9 @@ class ResultStore:
             status, reason = "done", None
         else:
             status, reason = "never", None
-        return Status(status, n, of, reason=reason, measuring=measuring, changed=self._changed(cell_id))
+        return Status(status, n, of, reason=reason, measuring=measuring, changed=self._find_last_change(cell_id))
 
-    def _changed(self, cell_id: str) -> float | None:
+    def _find_last_change(self, cell_id: str) -> float | None:
         """Return the last time when a file of the cell was changed, in seconds; None if the cell has no files."""
         folder = self.folder(cell_id)
         times = []
@@ -269,10 +269,10 @@ class ResultStore:
         paths = sorted(self.folder(cell_id).glob("lock-*"))
         return [p for p in paths if SHARD_LOCK.fullmatch(p.name) and not is_blocked(p)]
 
-    def _marks(self, cell_id: str) -> list[Line]:
+    def _read_marks(self, cell_id: str) -> list[Line]:
         """Return the marks of all shards, oldest first, without those that cannot be read."""
         marks = []
-        for path in self._files(cell_id, "state-*.json"):
+        for path in self._find_files(cell_id, "state-*.json"):
             with suppress(UsageError):
                 # a damaged mark tells nothing, so the cell's samples decide alone
                 marks.append(read_json(path) or {})
@@ -335,7 +335,7 @@ class ResultStore:
         If several lines are about one example, the one whose bytes sort first counts, whichever file it is in.
         """
         least: dict[str, tuple[bytes, Line]] = {}
-        for path in self._files(cell_id, "samples-*.jsonl"):
+        for path in self._find_files(cell_id, "samples-*.jsonl"):
             try:
                 lines = read_lines(path, cell_id)
             except UsageError:
@@ -349,9 +349,11 @@ class ResultStore:
                     least[example_id] = (text, line)
             wrong = []
             if lines.damaged:
-                wrong.append(_not_counted("damaged line", lines.damaged))
+                wrong.append(_describe_uncounted("damaged line", lines.damaged))
             if lines.foreign:
-                wrong.append(_not_counted("line of another result", lines.foreign, plural="lines of another result"))
+                wrong.append(
+                    _describe_uncounted("line of another result", lines.foreign, plural="lines of another result")
+                )
             if wrong:
                 self._warn(path, f"{'; '.join(wrong)}; kvbench clean sets them aside")
         return {example_id: line for example_id, (_, line) in sorted(least.items())}
@@ -366,7 +368,7 @@ class ResultStore:
 
     def refusal(self, cell_id: str) -> str | None:
         """Return the reason why the cell must not be reported, or None."""
-        for path in self._files(cell_id, "refused-*.json"):
+        for path in self._find_files(cell_id, "refused-*.json"):
             try:
                 reason = (read_json(path) or {}).get("reason")
             except UsageError:  # the cell was refused, whatever the reason was
@@ -408,7 +410,7 @@ class ResultStore:
         return [name for name in self.folders() if (self.folder(name) / "cell.json").exists()]
 
     @contextmanager
-    def _record(self, cell: Cell) -> Iterator[list[Line]]:
+    def _editing_record(self, cell: Cell) -> Iterator[list[Line]]:
         """Yield the provenance of the cell's record as a list to change. Write the record with it on exit.
 
         The record is locked for this process meanwhile. A cell without a record gets one.
@@ -421,7 +423,7 @@ class ResultStore:
         try:
             record = self.cell(cell.id)
             if record is None:
-                label = labels.label(cell.identity, cell.label)
+                label = labels.label_cell(cell.identity, cell.label)
                 record = CellRecord(
                     id=cell.id,
                     # results of an engine name their kind, those of kvbench have none
@@ -440,7 +442,7 @@ class ResultStore:
     def _register(self, cell: Cell, provenance: Mapping[str, object], mix: bool) -> int:
         """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
         facts = dict(provenance)
-        with self._record(cell) as recorded:
+        with self._editing_record(cell) as recorded:
             # each distinct set of facts is stored once, and samples refer to it by its index
             if facts not in recorded:
                 for old in recorded:
@@ -462,7 +464,7 @@ class ResultStore:
         self.warnings.append(f"{path}: {text}")
 
 
-def _not_counted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
+def _describe_uncounted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
     """Say that lines do not count, how many they are, and where they stand."""
     where = ", ".join(map(str, numbers))
     if len(numbers) == 1:

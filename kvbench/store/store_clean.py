@@ -50,13 +50,13 @@ def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> li
     for cell in cells:
         if not store.measuring(cell):
             if whole:
-                removals.append(_cell_removal(store, cell))
+                removals.append(_build_cell_removal(store, cell))
             else:
-                removals += _waste_removals(store, cell)
+                removals += _list_waste(store, cell)
     return removals
 
 
-def leftovers(store: ResultStore) -> list[Removal]:
+def list_leftovers(store: ResultStore) -> list[Removal]:
     """Return the folders that an earlier cleaning renamed and did not delete."""
     folder = store.root / "cells"
     paths = sorted(p for p in folder.glob(".removed-*") if not p.is_symlink())
@@ -70,7 +70,7 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
         with ExitStack() as stack:
             # a folder that an earlier cleaning renamed belongs to no cell, and nobody measures it
             if cell:
-                stack.enter_context(_cell_locked(store, cell))
+                stack.enter_context(_locking_cell(store, cell))
             for removal in group:
                 try:
                     _remove(store, removal)
@@ -78,7 +78,7 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
                     raise disk_error(error, removal.path) from None
 
 
-def _cell_removal(store: ResultStore, cell: str) -> Removal:
+def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
     """Return the removal of a whole cell."""
     try:
         n = len(store.lines(cell))
@@ -91,7 +91,7 @@ def _cell_removal(store: ResultStore, cell: str) -> Removal:
     return Removal("cell", cell, store.folder(cell), about)
 
 
-def _waste_removals(store: ResultStore, cell: str) -> Iterator[Removal]:
+def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     """Yield what can be removed of a cell without loss: all of it if it has no sample, else remains beside samples."""
     folder = store.folder(cell)
     status = store.status(cell)
@@ -196,7 +196,7 @@ def _set_aside(path: Path, cell: str) -> None:
 
 
 @contextmanager
-def _cell_locked(store: ResultStore, cell: str) -> Iterator[None]:
+def _locking_cell(store: ResultStore, cell: str) -> Iterator[None]:
     """Hold every lock of the cell, so that no process can start to measure it."""
     folder = store.folder(cell)
     with ExitStack() as stack:

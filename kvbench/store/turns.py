@@ -70,7 +70,7 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 """The answers to each context's questions, by the context's id."""
 
 
-def falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
+def find_falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
     """Return, by context, (score of the first question, score of the last question).
 
     Contexts with a single question, and contexts whose first or last question has no score, are left out.
@@ -99,14 +99,12 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     all_scores: list[float] = []
     for scores in scores_by_index:
         all_scores += scores
-    pairs = list(falls(contexts).values())
+    pairs = list(find_falls(contexts).values())
     # a score lies in [0, 1], hence a difference of two in [-1, 1]
-    fall, interval = _mean([last - first for first, last in pairs], 1.0)
+    fall, interval = _average([last - first for first, last in pairs], 1.0)
     if fall is not None:
         # ``show`` prints means and may be more than a factor; a difference is only scaled
         fall *= scale
-    if interval is not None:
-        interval = (scale * interval[0], scale * interval[1])
     return TurnsSummary(
         contexts=len(contexts),
         questions=sum(map(len, contexts.values())),
@@ -116,14 +114,14 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
         first=_shown(show, [first for first, _ in pairs]),
         last=_shown(show, [last for _, last in pairs]),
         fall=fall,
-        fall_ci=interval,
+        fall_ci=stats.scaled(interval, scale),
         bytes_compressed=fmean(compressed),
         bytes_last=fmean(turns[-1].bytes for turns in contexts.values()),
-        beside=_means_beside(contexts),
+        beside=_average_beside(contexts),
     )
 
 
-def _means_beside(contexts: Contexts) -> dict[str, float | None]:
+def _average_beside(contexts: Contexts) -> dict[str, float | None]:
     """Return the mean over contexts of the scores by each further metric, in printed units."""
     # a dict keeps the order in which the metrics first appear; a set would not
     names: dict[str, None] = {}
@@ -143,7 +141,7 @@ def _means_beside(contexts: Contexts) -> dict[str, float | None]:
     return means
 
 
-def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
+def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
     """Return the mean difference between a method's falls and the full cache's, with its interval, in printed units.
 
     contexts: the method's answers. full: the full cache's answers. Contexts with a fall in both are compared.
@@ -151,24 +149,22 @@ def fall_beside(contexts: Contexts, full: Contexts, name: str) -> tuple[float, s
 
     Returns None if no context can be compared.
     """
-    ends_of_full = falls(full)
+    ends_of_full = find_falls(full)
     differences = []
-    for context, (first, last) in falls(contexts).items():
+    for context, (first, last) in find_falls(contexts).items():
         # pair only contexts that both have answered
         if context in ends_of_full:
             full_first, full_last = ends_of_full[context]
             differences.append((last - first) - (full_last - full_first))
     # a difference of two falls lies in [-2, 2]
-    mean, interval = _mean(differences, 2.0)
+    mean, interval = _average(differences, 2.0)
     if mean is None:
         return None
     scale = metric(name).scale
-    if interval is not None:
-        interval = (scale * interval[0], scale * interval[1])
-    return scale * mean, interval
+    return scale * mean, stats.scaled(interval, scale)
 
 
-def _mean(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
+def _average(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
     """Return the mean of values between ``-most`` and ``most``, with its interval if there are enough of them."""
     if not values:
         return None, None

@@ -38,7 +38,7 @@ class Standing:
 
     method: the method's name with its knobs.
     withheld: whether the question came after the compression.
-    prompt: the prompt format, as ``labels.fields`` names it.
+    prompt: the prompt format, as ``labels.list_settings`` names it.
     answers: the scores in [0, 1] by task and example.
     score, ci: the mean over tasks in per cent, and its 95 % interval by ``mean_over_tasks``.
     behind, behind_ci: the mean paired difference to the full cache in points, and its interval.

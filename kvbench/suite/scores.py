@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kvbench.base.errors import UsageError
 from kvbench.kv.pages import PagesFreed
-from kvbench.report.summary import UNCHANGED, same_as_full
+from kvbench.report.unchanged import UNCHANGED, same_as_full
 from kvbench.store.fidelity import KINDS
 from kvbench.store.results import Sample
 from kvbench.suite.definition import CHANCE, CONTROL, KL, NEGATIVE, Suite, SuitePart

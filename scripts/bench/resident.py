@@ -31,7 +31,7 @@ from ratio import compared_methods, finish, in_process, options
 from kvbench.audit.accounting import bytes_held
 from kvbench.base.errors import unknown
 from kvbench.bench.layers import all_layers
-from kvbench.engine.decode_layer import RowLayer, allocated
+from kvbench.engine.decode_layer import RowLayer, count_allocated
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.segment import LayerCache
@@ -122,7 +122,7 @@ def decode(
             bytes_of_first_rows += bytes_held(state).total
     # when tokens are packed or evicted, an earlier step can have held more than the last
     accounted = rows_of_method * bytes_of_first_rows + max(payloads) - payloads[-1]
-    return {"grown": grown, "allocated": allocated(layers), "accounted": accounted}
+    return {"grown": grown, "allocated": count_allocated(layers), "accounted": accounted}
 
 
 def build_batch(chains: Sequence[Chain], rows: int, tokens: int, *, room: Room, shape: Shape) -> list[RowLayer]:

@@ -41,10 +41,10 @@ from kvbench.models import load
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
-from kvbench.run.forced import texts_of
+from kvbench.run.forced import choose_texts
 from kvbench.run.host import Host
 from kvbench.run.runner import run_groups
-from kvbench.store.provenance import provenance
+from kvbench.store.provenance import collect_provenance
 from kvbench.store.results import Sample
 from kvbench.store.store import ResultStore
 
@@ -110,7 +110,7 @@ def time_run(host: Host, run: RunPlan) -> tuple[float, list[list[Sample]]]:
     """Return the seconds of a run from an empty store, and the samples of each cell."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
-        facts = provenance(host.model, torch.get_num_threads())
+        facts = collect_provenance(host.model, torch.get_num_threads())
         start = time.perf_counter()
         for group in run.groups:
             run_groups(host, [group], store, facts)
@@ -319,7 +319,7 @@ def fidelity(model: str, examples: int) -> bool:
             reading += seconds(partial(host.model, ids[None, :prefix], logits_to_keep=1))
         full, *caches = prefill_chains(host.model, ids[:prefix], [cell.chain for cell in group.cells])
         texts: list[Sequence[int]] = [example.tokens[prefix:]]
-        texts.extend(texts_of(host, example, full).values())
+        texts.extend(choose_texts(host, example, full).values())
         for text in texts:
             rest = torch.tensor(text)
             for cache in caches:

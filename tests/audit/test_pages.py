@@ -195,7 +195,7 @@ def test_a_run_stores_and_shows_them(tmp_path, capsys):
 
 
 def test_a_report_of_older_results_has_no_table_of_pages():
-    assert pages.table([("snapkv kv_size=9", PagesFreed(0.104, 0.0, 1.0, 0.5))]).rows == (
+    assert pages.build_table([("snapkv kv_size=9", PagesFreed(0.104, 0.0, 1.0, 0.5))]).rows == (
         ("snapkv\nkv_size=9", "10.4", "0.0", "100.0", "50.0"),
     )
 

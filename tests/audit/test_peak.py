@@ -11,12 +11,13 @@ from support.families import build, heads_of, prompt
 import kvbench
 from kvbench.audit.decode_audit import Stored, check_bytes, check_peak
 from kvbench.base.errors import Refused
-from kvbench.engine.decode import Ending, extend_cache, extend_caches, generate_rows
-from kvbench.engine.decode_layer import RowLayer, allocated
+from kvbench.engine.decode import extend_cache, extend_caches, generate_rows
+from kvbench.engine.decode_layer import RowLayer, count_allocated
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import adapted
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
+from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import storage_bytes
 from kvbench.methods.cake import Cake
 from kvbench.methods.core.chain import Chain
@@ -223,13 +224,13 @@ def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
     token = 2 * kv_heads * head_dim * model.dtype.itemsize
     layers = len(rows[0].layers)
     batch = build_batch(model, rows, 11)
-    assert 0 <= allocated(batch.with_keys) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
-    before = allocated(batch.with_keys)
+    assert 0 <= count_allocated(batch.with_keys) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
+    before = count_allocated(batch.with_keys)
     feed(model, batch, rows)
-    assert 0 <= allocated(batch.with_keys) - before - layers * 2 * 9 * token < 64 * layers
+    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 9 * token < 64 * layers
     for i in range(10):
         feed(model, batch, rows, 1 + i)
-    assert 0 <= allocated(batch.with_keys) - before - layers * 2 * 11 * token < 64 * layers
+    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 11 * token < 64 * layers
 
 
 @pytest.mark.parametrize("method", [*METHODS, {"method": "qhitter", "kv_size": 12}, "kivi", "palu"], ids=str)
@@ -240,7 +241,7 @@ def test_a_batch_allocates_what_it_stores_and_never_the_models_weights(method):
         batch = build_batch(model, rows, 5)
         feed(model, batch, rows)
         payload = sum(sum(layer.payload()) for layer in batch.with_keys)
-    assert payload <= allocated(batch.with_keys) < 4 * payload
+    assert payload <= count_allocated(batch.with_keys) < 4 * payload
 
 
 def feed(model, batch, rows, fed=0):

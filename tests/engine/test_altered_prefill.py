@@ -74,13 +74,13 @@ def test_tokens_are_chosen_by_the_attention_that_read_quantised_tensors():
 
 def test_only_chains_that_read_alike_share_a_prefill(monkeypatch):
     model, ids, passes = build("llama"), prompt(40, 6), []
-    real = prefill._shared_pass
+    real = prefill._run_shared_pass
 
     def counted(model, ids, chains, *options):
         passes.append([c.name for c in chains])
         return real(model, ids, chains, *options)
 
-    monkeypatch.setattr(prefill, "_shared_pass", counted)
+    monkeypatch.setattr(prefill, "_run_shared_pass", counted)
     entries = [
         "full",
         ALIASED,

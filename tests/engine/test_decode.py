@@ -5,14 +5,14 @@ from support.families import build, generated, prompt
 from torch._subclasses import FakeTensorMode
 
 import kvbench
-from kvbench.engine.batch import by_layer
-from kvbench.engine.decode import Ending
+from kvbench.engine.batch import stack_layers
+from kvbench.engine.stopping import Ending
 
 
 def test_what_layers_on_several_devices_say_comes_together_on_one():
     with FakeTensorMode():
         actual = [torch.ones(5, device=f"cuda:{i}") for i in range(3)]
-        together = by_layer(actual, torch.device("cuda:2"))
+        together = stack_layers(actual, torch.device("cuda:2"))
         assert together.shape == (3, 5) and together.device == torch.device("cuda:2")
 
 

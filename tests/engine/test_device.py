@@ -118,7 +118,7 @@ def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
         requests.extend(waits[before:])
         return run
 
-    monkeypatch.setattr(cuda_graph, "recorded", recorded)
+    monkeypatch.setattr(cuda_graph, "record_operations", recorded)
     with pretended() as waits, torch.no_grad(), attached(model):
         chain = parsed(method) if method != "full" else Chain()
         batch = build(model, [prefill_chains(model, ids, [chain])[0] for _ in range(2)], NEW)

@@ -36,7 +36,7 @@ def slow_kl(full, row):
 
 def test_the_hand_example():
     p, q = torch.tensor([[0.5, 0.3, 0.2]]).log(), torch.tensor([[0.4, 0.4, 0.2]]).log()
-    (d,) = divergence.compare(p, q[None], torch.tensor([1]))
+    (d,) = divergence.compare_logits(p, q[None], torch.tensor([1]))
     assert d.kl.item() == pytest.approx(0.0252672, abs=1e-7)
     assert d.kl.item() / math.log(2) == pytest.approx(0.0364527, abs=1e-7)
     assert d.shift.item() == pytest.approx(0.1) and d.log_ratio.item() == pytest.approx(-0.287682, abs=1e-6)
@@ -47,9 +47,9 @@ def test_shifted_logits_are_the_same_distribution_and_close_ones_give_half_the_v
     z = torch.randn(70, 500, generator=torch.Generator().manual_seed(0))
     noise = 1e-4 * torch.randn(70, 500, generator=torch.Generator().manual_seed(1)).double()
     y = torch.arange(70)
-    equal, close = divergence.compare(z, torch.stack([z.double() + 3, z.double() + noise]), y)
+    equal, close = divergence.compare_logits(z, torch.stack([z.double() + 3, z.double() + noise]), y)
     padded = torch.tensor([[1.0, 2.0, -torch.inf, 0.0]])
-    (same,) = divergence.compare(padded, padded[None], torch.tensor([1]))
+    (same,) = divergence.compare_logits(padded, padded[None], torch.tensor([1]))
     assert same.kl.item() == 0 == same.log_ratio.item()
     assert equal.kl.abs().max() < 1e-15 and equal.same.all() and equal.log_ratio.abs().max() < 1e-14
     p = z.double().softmax(-1)
@@ -61,7 +61,7 @@ def test_shifted_logits_are_the_same_distribution_and_close_ones_give_half_the_v
 def test_on_text_drawn_from_the_full_cache_the_mean_log_ratio_is_the_mean_divergence():
     z, noise = (torch.randn(4000, 50, generator=torch.Generator().manual_seed(i)) for i in range(2))
     y = torch.multinomial(z.softmax(-1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
-    (d,) = divergence.compare(z, (z + noise / 2)[None], y)
+    (d,) = divergence.compare_logits(z, (z + noise / 2)[None], y)
     difference = d.log_ratio - d.kl
     assert difference.mean().abs() < 3 * difference.std() / 4000**0.5 < d.kl.mean() / 2
 
@@ -171,9 +171,9 @@ def test_logits_exist_of_one_chunk_alone(monkeypatch):
     full, row = kvbench.prefill(model, ids[:40], ["full", "snapkv"], kv_size=24, window=8)
     at_once, _ = diverge(model, full, [row], ids[40:])
     largest = []
-    compare = divergence.compare
+    compare = divergence.compare_logits
     monkeypatch.setattr(
-        "kvbench.engine.likelihood.compare", lambda f, r, y: (largest.append(r.shape), compare(f, r, y))[1]
+        "kvbench.engine.likelihood.compare_logits", lambda f, r, y: (largest.append(r.shape), compare(f, r, y))[1]
     )
     in_chunks, _ = diverge(model, full, [row], ids[40:], chunk_bytes=3 * 7 * model.config.vocab_size * 4)
     assert max(shape[1] for shape in largest) == 7

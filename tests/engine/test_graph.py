@@ -9,7 +9,7 @@ import kvbench
 from kvbench.base.errors import KvbenchError
 from kvbench.engine import cuda_graph
 from kvbench.engine.cuda_graph import Graph
-from kvbench.engine.step import build, feed, step
+from kvbench.engine.step import build, step
 from kvbench.methods.core.registry import knob_names
 from kvbench.models.interface import attached
 
@@ -63,7 +63,7 @@ def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
 def test_a_model_that_cannot_be_recorded_is_refused_in_words(monkeypatch):
     model = family("llama")
     cache = caches(model, ["full"], 1)
-    monkeypatch.setattr(cuda_graph, "feed", lambda *given: feed(*given) * float(feed(*given).max()))
+    monkeypatch.setattr(cuda_graph, "step", lambda *given: step(*given) * float(step(*given).max()))
     with (
         torch.no_grad(),
         attached(model),

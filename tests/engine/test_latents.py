@@ -13,10 +13,11 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
-from kvbench.engine.decode import Ending, extend_cache, generate_rows
+from kvbench.engine.decode import extend_cache, generate_rows
 from kvbench.engine.likelihood import diverge, forced_logits, teacher_force
-from kvbench.engine.prefill import observer, prefill_chains
+from kvbench.engine.prefill import make_observer, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
+from kvbench.engine.stopping import Ending
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs
 from kvbench.kv.own_values import NoValues, values_or_keys
@@ -272,7 +273,7 @@ def test_no_way_leads_past_the_tokens_that_an_indexer_chooses(family):
         lambda: teacher_force(model, [cache], prompt(13, 4), 4),
         lambda: diverge(model, cache, [cache], prompt(13, 4)),
         lambda: generate_rows(model, [cache], [Ending(20)]),
-        lambda: observer(model)(prompt(513), Needs(), lambda *given: None),
+        lambda: make_observer(model)(prompt(513), Needs(), lambda *given: None),
     ):
         with pytest.raises(UsageError, match=beyond):
             feed()

@@ -37,23 +37,23 @@ ONE = ["dataset=tiny/needle,tiny/hop", "length=256", "limit=1", "method=snapkv"]
     ],
 )
 def test_the_dtype_is_explained_and_noted_where_another_is_faster(speed, configured, dtype, reason, noted, monkeypatch):
-    monkeypatch.setattr(precision, "bf16_speed", lambda: speed)
-    assert reason in precision.dtype_reason(configured, dtype, CPU)
+    monkeypatch.setattr(precision, "measure_bf16_speed", lambda: speed)
+    assert reason in precision.explain_dtype(configured, dtype, CPU)
     assert precision.has_better_dtype(configured, dtype, CPU) == noted
 
 
 def test_products_are_tried_once(monkeypatch):
-    precision.bf16_speed.cache_clear()
+    precision.measure_bf16_speed.cache_clear()
     monkeypatch.setattr(precision, "TRIED_S", 0.0)
-    first = precision.bf16_speed()
+    first = precision.measure_bf16_speed()
     assert 0.001 < first < 1000
     monkeypatch.setattr(precision.torch, "randn", None)
-    assert precision.bf16_speed() == first
-    precision.bf16_speed.cache_clear()
+    assert precision.measure_bf16_speed() == first
+    precision.measure_bf16_speed.cache_clear()
 
 
 def test_a_gpu_is_left_as_it_is():
-    assert precision.dtype_reason("auto", "bfloat16", torch.device("cuda")) == "bfloat16: auto on a GPU"
+    assert precision.explain_dtype("auto", "bfloat16", torch.device("cuda")) == "bfloat16: auto on a GPU"
     assert not precision.has_better_dtype("auto", "bfloat16", torch.device("cuda"))
 
 

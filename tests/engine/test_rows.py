@@ -9,8 +9,8 @@ from support.families import build, generated, prompt
 
 import kvbench
 from kvbench.engine import step as stepping
-from kvbench.engine.decode import Ending
 from kvbench.engine.decode_layer import RowLayer
+from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.twilight import Twilight
 from kvbench.storage.format import Room, StoredRow
@@ -118,7 +118,7 @@ def test_a_batch_that_is_given_its_caches_frees_them_layer_by_layer(monkeypatch,
             super().__init__(*arguments)
 
     monkeypatch.setattr(stepping, "RowLayer", Watched)
-    batch = stepping.build(model, stepping.given_up(caches), 8)
+    batch = stepping.build(model, stepping.give_up_caches(caches), 8)
     assert not caches and alive[0] == len(seen[0]) > 2 * alive[1]
     for ours, peers_value in zip(batch.with_keys, stepping.build(model, cache, 8).with_keys, strict=True):
         assert ours.payload() == peers_value.payload()

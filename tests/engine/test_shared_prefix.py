@@ -13,7 +13,7 @@ from support.own_model import kept_by
 from kvbench.base.errors import UsageError
 from kvbench.engine import shared_prefix
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.prompt_pass import observe
+from kvbench.engine.prompt_pass import observe_prompt
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.kv.observation import Needs
 from kvbench.methods.core.resolve import chain_of
@@ -29,7 +29,7 @@ FIELDS = ("last_q", "first_q", "colsums", "hidden")
 def layers_of(model, ids, needs, plain, starts=()):
     """Return (observation, keys, values) of every layer of a prompt, and the logits that follow it."""
     layers = []
-    logits, _ = observe(model, ids, needs, lambda o, k, v: layers.append((o, k, v)), plain, starts=starts)
+    logits, _ = observe_prompt(model, ids, needs, lambda o, k, v: layers.append((o, k, v)), plain, starts=starts)
     return layers, logits[len(ids)]
 
 
@@ -41,9 +41,9 @@ def equal_bits(a, b):
 
 def watched(monkeypatch):
     """A list to which the end of each piece is written that is read from now on."""
-    ends, plain = [], shared_prefix.observe
+    ends, plain = [], shared_prefix.observe_prompt
     monkeypatch.setattr(
-        shared_prefix, "observe", lambda m, ids, *a, **k: ends.append(len(ids)) or plain(m, ids, *a, **k)
+        shared_prefix, "observe_prompt", lambda m, ids, *a, **k: ends.append(len(ids)) or plain(m, ids, *a, **k)
     )
     return ends
 

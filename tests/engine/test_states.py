@@ -14,7 +14,7 @@ from kvbench.base.errors import KvbenchError, Refused, UsageError
 from kvbench.bench import layers as bench_layers
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.decode import extend_cache
-from kvbench.engine.divergence import nudged
+from kvbench.engine.divergence import nudge_cache
 from kvbench.engine.likelihood import diverge, teacher_force
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -129,7 +129,7 @@ def test_decoding_leaves_the_states_of_the_cache_as_they_were(family):
     assert kvbench.generate(model, [cache], 8) == answer[:1] == answer[1:]
     twin = copy.deepcopy(cache)
     assert twin.states[0].tensors()[0].data_ptr() != cache.states[0].tensors()[0].data_ptr()
-    assert len(nudged(cache).states) == len(cache.states)
+    assert len(nudge_cache(cache).states) == len(cache.states)
 
 
 @pytest.mark.parametrize("family", SOME)

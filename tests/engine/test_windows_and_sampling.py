@@ -7,8 +7,8 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import kvbench
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import Ending, sample
 from kvbench.engine.prefill import prefill_chains
+from kvbench.engine.stopping import Ending, draw_token
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.methods.core.chain import Chain
 
@@ -78,14 +78,14 @@ def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
 def test_samples_follow_the_distribution_and_top_p_cuts_its_tail():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.tensor([sample(logits, 1.0, 1.0, generator) for _ in range(4000)])
+    drawn = torch.tensor([draw_token(logits, 1.0, 1.0, generator) for _ in range(4000)])
     shares = torch.bincount(drawn, minlength=4) / 4000
     torch.testing.assert_close(shares, logits.exp(), atol=0.03, rtol=0)
-    cut = {sample(logits, 1.0, 0.75, generator) for _ in range(500)}
+    cut = {draw_token(logits, 1.0, 0.75, generator) for _ in range(500)}
     assert cut == {0, 1}
-    assert {sample(logits, 1e-4, 1.0, generator) for _ in range(50)} == {0}
+    assert {draw_token(logits, 1e-4, 1.0, generator) for _ in range(50)} == {0}
     certain = torch.tensor([-torch.inf, 0.0, -torch.inf])
-    assert {sample(certain, 1.0, 1.0, generator) for _ in range(50)} == {1}
+    assert {draw_token(certain, 1.0, 1.0, generator) for _ in range(50)} == {1}
 
 
 def test_a_sampled_row_does_not_depend_on_its_batch():

@@ -45,7 +45,7 @@ def chain_of(**knobs):
 def cascade(chain, made):
     collected = CompressedLayers(chain)
     for _, _, dense, obs in made:
-        collected.add(dense, obs)
+        collected.add_layer(dense, obs)
     return collected.caches
 
 
@@ -113,7 +113,7 @@ def test_layers_shrink_as_others_come_in_and_dense_ones_go_at_once():
     chain, collected, sizes = chain_of(), None, []
     collected = CompressedLayers(chain)
     for _, _, dense, obs in layers("gqa"):
-        collected.add(dense, obs)
+        collected.add_layer(dense, obs)
         sizes.append([c.tokens for c in collected.caches])
         bound = (12 - W) * LAYERS + W * len(sizes[-1]) + len(sizes[-1])
         assert sum(sizes[-1]) <= bound * (1 + SLACK)
@@ -198,7 +198,7 @@ def test_the_audit_holds_the_sum_over_layers(per, evict):
     less = ops.select(cache.layers[0], torch.arange(1, cache.layers[0].tokens)[None])
     less = replace(less, decided=(less.tokens,) * heads)
     with pytest.raises(Refused, match="over all layers and heads"):
-        audit(replace(cache, layers=(less, *cache.layers[1:])), 2, 16, model.dtype)
+        audit(replace(cache, layers=(less, *cache.layers[1:])), cache_shape(model))
 
 
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])

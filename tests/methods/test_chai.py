@@ -12,8 +12,8 @@ from support.grids import grid
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused, UsageError
-from kvbench.engine.prefill import observer
-from kvbench.engine.weights_digest import weights_of
+from kvbench.engine.prefill import make_observer
+from kvbench.engine.weights_digest import digest_weights
 from kvbench.methods.chai import LISTS, Chai, divide_clusters, merge_clusters
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, digest
@@ -115,8 +115,8 @@ def calibrated(model, windows, **knobs):
     """Return the chain of CHAI calibrated on these windows."""
     (stage,) = chain_of({"method": "chai", "counts": "calibrated", **knobs}).stages
     recipe = stage.recipe().fill_tokens(None)
-    tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, lambda: None, observer(model)))
-    return Chain((stage.calibrated(Calibration("chai", digest(tensors), weights_of(model), tensors)),))
+    tensors = stage.calibrate(CalibrationRun(model, iter(windows), recipe, lambda: None, make_observer(model)))
+    return Chain((stage.calibrated(Calibration("chai", digest(tensors), digest_weights(model), tensors)),))
 
 
 def test_layers_of_like_heads_have_fewer_clusters_and_the_sum_is_the_share():
@@ -145,7 +145,7 @@ def test_calibrated_counts_are_not_guessed_and_need_five_tokens():
     with pytest.raises(UsageError, match=r"not calibrated.*counts=calibrated"):
         Chai(counts="calibrated").leading_heads(10, 0, 3, 4, 4)
     stage = Chai(counts="calibrated", tokens=4)
-    run = CalibrationRun(build("llama"), iter([]), stage.recipe(), lambda: None, observer(build("llama")))
+    run = CalibrationRun(build("llama"), iter([]), stage.recipe(), lambda: None, make_observer(build("llama")))
     with pytest.raises(UsageError, match="estimates 5 dimensions"):
         stage.calibrate(run)
     assert Chai().recipe() is None

@@ -17,9 +17,10 @@ from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused, UsageError
 from kvbench.cli.main import main
-from kvbench.engine.decode import Ending, extend_caches, generate_rows
-from kvbench.engine.decode_layer import allocated
+from kvbench.engine.decode import extend_caches, generate_rows
+from kvbench.engine.decode_layer import count_allocated
 from kvbench.engine.step import build as batch_of
+from kvbench.engine.stopping import Ending
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
@@ -345,7 +346,7 @@ def test_memory_is_flat():
     (cache,) = kvbench.prefill(model, prompt(N), [entry("snapkv")])
     for new in (60, 2000):
         batch = batch_of(model, [cache], new)
-        sizes.append(allocated(batch.with_keys))
+        sizes.append(count_allocated(batch.with_keys))
         assert all(rows.valid.shape[2] == 15 + EVERY + 3 for layer in batch.with_keys for _, rows in layer.formats)
     assert sizes[0] == sizes[1]
 

@@ -10,7 +10,7 @@ import torch
 from support.families import WHOLE, build, prompt
 from transformers import AttentionInterface
 
-from kvbench.engine.prefill import observer
+from kvbench.engine.prefill import make_observer
 from kvbench.methods.core import entropy
 from kvbench.methods.core.recipe import CalibrationRun
 
@@ -97,7 +97,7 @@ def captured(model, ids):
 
 def measure(model, windows, top, tick=lambda: None):
     recipe = entropy.entropy_recipe(top, samples=3, tokens=20)
-    return entropy.measure_entropy(CalibrationRun(model, windows, recipe, tick, observer(model)))
+    return entropy.measure_entropy(CalibrationRun(model, windows, recipe, tick, make_observer(model)))
 
 
 @pytest.mark.parametrize("family", WHOLE)

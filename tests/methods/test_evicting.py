@@ -11,9 +11,10 @@ from support.families import build, prompt
 import kvbench
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import generate_rows
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
+from kvbench.engine.stopping import Ending
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.evicting import EvictingSelector

@@ -192,8 +192,10 @@ def test_passes_are_shared_and_count_as_time_of_compression(monkeypatch):
     entries = [{"method": "kvzip", "kv_ratio": r, "chunk": 20} for r in (0.25, 0.5, 1.0)]
     entries.append({"method": "kvzip+think", "kv_ratio": 0.5, "chunk": 10})
     seconds = iter(range(0, 10_000, 7))
-    read = replay.replay
-    monkeypatch.setattr("kvbench.engine.prefill.replay", lambda *a, **more: passes.append(a[3]) or read(*a, **more))
+    read = replay.replay_prompt
+    monkeypatch.setattr(
+        "kvbench.engine.prefill.replay_prompt", lambda *a, **more: passes.append(a[3]) or read(*a, **more)
+    )
     monkeypatch.setattr("kvbench.engine.prefill.time.perf_counter", lambda: float(next(seconds)))
     quarter, half, whole, pruned = kvbench.prefill(model, prompt(N), entries)
     assert [p.chunk for p in passes] == [20, 10]

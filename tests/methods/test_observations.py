@@ -9,7 +9,7 @@ from support import method_reference as ref
 from support.families import FAMILIES, WITH_LATENTS, build, prompt
 
 from kvbench.engine import prefill, prompt_pass
-from kvbench.engine.prompt_pass import observe
+from kvbench.engine.prompt_pass import observe_prompt
 from kvbench.kv.exact_attention import causal_softmax, column_sums, row_blocks
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.kv.observation import Needs
@@ -20,7 +20,7 @@ from kvbench.methods.core.resolve import chain_of
 def observed(family, n, needs, dtype=torch.float32):
     """Return (observation, keys, values) of every layer of a prompt of n tokens."""
     layers = []
-    observe(build(family, dtype), prompt(n, 3), needs, lambda o, k, v: layers.append((o, k, v)))
+    observe_prompt(build(family, dtype), prompt(n, 3), needs, lambda o, k, v: layers.append((o, k, v)))
     return layers
 
 
@@ -114,8 +114,10 @@ def test_caches_of_the_first_tokens_come_from_the_pass_over_all(family, monkeypa
         names = [name for name in names if name not in ("expectedattention", "kvzip")]
     chains = [chain_of(name, {} if name in ("full", "kivi") else budget) for name in names]
     passes = []
-    plain = prefill._shared_pass
-    monkeypatch.setattr(prefill, "_shared_pass", lambda m, i, c, *rest: passes.append(len(c)) or plain(m, i, c, *rest))
+    plain = prefill._run_shared_pass
+    monkeypatch.setattr(
+        prefill, "_run_shared_pass", lambda m, i, c, *rest: passes.append(len(c)) or plain(m, i, c, *rest)
+    )
     both = prefill.prefill_chains(model, ids, [*chains, *chains], lengths=[61] * len(chains) + [40] * len(chains))
     shared = passes[0]
     assert shared > len(chains)  # those that compute the prompt their own way, or read it again, are read apart
@@ -142,7 +144,7 @@ def test_mlps_of_a_long_prompt_compute_a_part_of_its_tokens_at_a_time(family, mo
     def read():
         rows.clear()
         layers = []
-        logits, _ = observe(model, prompt(n, 3), Needs(), lambda o, k, v: layers.append((k, v)))
+        logits, _ = observe_prompt(model, prompt(n, 3), Needs(), lambda o, k, v: layers.append((k, v)))
         return logits[n], layers
 
     try:

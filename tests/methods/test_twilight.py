@@ -11,7 +11,8 @@ from support.families import build, prompt
 import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import generate_rows
+from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import Segment
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.twilight import Twilight

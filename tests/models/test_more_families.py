@@ -12,7 +12,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.engine.likelihood import teacher_force
-from kvbench.engine.patches import by_batch
+from kvbench.engine.patches import group_by_batch
 from kvbench.models import embedded
 from kvbench.models.traits import TESTED, of_model
 
@@ -143,7 +143,7 @@ def test_prompts_of_both_rotations_are_no_rows_of_one_batch():
     family, more = FAMILIES["phi3 128k, past its original context"]
     model = build(family, **more)
     caches = [c for n in (20, 60) for c in kvbench.prefill(model, prompt()[0, :n], ["full", "think"])]
-    assert by_batch(caches) == [[0, 1], [2, 3]]
+    assert group_by_batch(caches) == [[0, 1], [2, 3]]
     alone = [kvbench.generate(model, [c], 8)[0] for c in caches]
     assert kvbench.generate(model, caches, 8) == alone
     assert alone[0] == answer_of(model, prompt()[:, :20], 8) and alone[2] == answer_of(model, prompt(), 8)

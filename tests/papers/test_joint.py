@@ -1,5 +1,6 @@
 """Several tables as one run: no prompt is read twice, and every table finds its own cells."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from kvbench.papers.measured import our_table
@@ -22,7 +23,7 @@ def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path
     assert len(ids) == len(set(ids))
     assert set(ids) == {c.id for r in runs for g in r.groups for c in g.cells}
     assert len(run.groups) == len({g.task.id for r in runs for g in r.groups})
-    one = joint([experiment.replace(run, groups=run.groups[:1])])
+    one = joint([replace(run, groups=run.groups[:1])])
     experiment.measure(one[0], quiet=True)
     task = run.groups[0].task.id
     assert not [g for t in runs for g in t.groups if g.task.id == task and t.left(g)]

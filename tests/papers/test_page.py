@@ -255,13 +255,13 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     (found,) = cards.collect(store)
     assert (found.model, found.dataset, found.examples) == ("tiny", "2 tasks of tiny", "n = 8 a task")
     prepared = run_plan.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
-    judged = verdict.verdicts(of_run.report(prepared))
+    judged = verdict.judge_methods(of_run.report_run(prepared))
     by_label = {v.method.split()[0]: v for v, _ in found.verdicts}
     assert set(by_label) == {"snapkv", "h2o"}
     for expected in judged:
         actual = by_label[expected.method.split()[0]]
         assert actual.texts()[1:] == expected.texts()[1:]
-    runs = open_results.records(store)
+    runs = open_results.list_lines(store)
     of_papers = {run["cell"] for run in runs if run["method"].startswith(("h2o", "full"))}
     report = page.ReportPage("tiny", [], [], [], [], [], runs, verdicts=[found], paper_cells=of_papers)
     text = report.page()
@@ -310,7 +310,7 @@ def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     out = tmp_path / "shared" / "results.jsonl"
     assert main(["export", "jsonl", f"results={tmp_path}", "method=streamingllm", f"output={out}"]) == 0
     assert capsys.readouterr().out == f"{out} (2 results)\n"
-    shared = open_results.read(out.parent)
+    shared = open_results.read_lines(out.parent)
     assert (
         shared == [r for r in shown["runs"] if "streamingllm" in r["method"]] and shared[0]["protocol"]["query_aware"]
     )

@@ -15,8 +15,8 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.plan import config
-from kvbench.report import of_run, summary
-from kvbench.report.render import _kept_text, render
+from kvbench.report import collect, of_run
+from kvbench.report.render import _write_kept, render_report
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
 
@@ -105,8 +105,8 @@ def test_what_masks_shows_what_it_attends_and_only_tables_with_such_a_method_hav
 
 
 def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
-    assert _kept_text(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
-    assert _kept_text(25.0, 25.0, evicts=False) == "25.0"
+    assert _write_kept(25.04, 25.0, evicts=False) == "25.04\nasked 25.00"
+    assert _write_kept(25.0, 25.0, evicts=False) == "25.0"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
 )
 def test_bytes_of_batches_are_a_range_only_where_they_differ(factors, words):
     rows = [of(cells=[of(summary=of(timing=of(batch_factor=factor)))]) for factor in factors]
-    (note,) = summary._about_batches(rows)
+    (note,) = collect._note_batches(rows)
     assert words in note
 
 
@@ -161,7 +161,7 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
     assert status == {"full": {"measured"}, "liar": {"refused"}, "snapkv kv_ratio=0.25": {"measured"}}
     liar = next(r for r in report.rows if r.method == "liar")
     assert "keeps 256 tokens per head of 256, but the method declares exactly 32" in liar.cells[0].reason
-    text = render(report)
+    text = render_report(report)
     assert "✗ refused" in text
     assert "declares exactly 32" in text.replace("\n", " ")
 
@@ -196,7 +196,7 @@ def test_a_method_that_holds_too_much_while_decoding_is_refused_and_others_tell_
     full, hoards, stream = (r.cells[0] for r in report.rows)
     assert hoards.status == "refused"
     assert "layer 0 holds 41 tokens per head while decoding, declared are at most 40" in hoards.reason
-    assert "✗ refused" in render(report)
+    assert "✗ refused" in render_report(report)
     assert (full.status, stream.status, stream.summary.decode_peak) == ("measured", "measured", 40)
     lines = prepared.store.lines(full.cell).values()
     assert {s["decode_peak"] - s["new_tokens"] for s in lines} == {prompt - 1}
@@ -257,7 +257,7 @@ def test_settings_are_written_as_they_are_typed(tmp_path):
     (tmp_path / "text.txt").write_text("The harbour was quiet. " * 200)
     words = ["lengths=256", "depths=0,50", "repeats=1"]
     run = prepare("dataset=needle", f"haystack={tmp_path / 'text.txt'}", *words, f"results={tmp_path}")
-    assert " ".join(words) in of_run.settings(run)
+    assert " ".join(words) in of_run.describe_settings(run)
 
 
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):

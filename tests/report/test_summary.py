@@ -12,11 +12,13 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.plan.cells import Group
 from kvbench.report import render, verdict
+from kvbench.report.collect import _note_lengths, collect
 from kvbench.report.data import CellResult, Delta
-from kvbench.report.summary import _about_lengths, collect, shown_delta, summarise
-from kvbench.report.table import sizes
+from kvbench.report.report import Report
+from kvbench.report.summary import shown_delta, summarise
+from kvbench.report.table import format_sizes
 from kvbench.store.cell import Cell
-from kvbench.store.results import Sample
+from kvbench.store.results import Sample, Status
 from kvbench.store.turns import TurnAnswer
 from kvbench.tasks.base import Task
 from kvbench.tasks.metrics import metric
@@ -58,10 +60,9 @@ def measured(scores, metric_name="f1", of=None, tasks=("tiny/a",), **of_row):
         samples=lambda i: kept.get(i, {}),
         refusal=lambda i: None,
         damage=lambda i: None,
-        status=lambda i: None,
-        root="results",
+        status=lambda i: Status("done", len(kept.get(i, {})), None),
     )
-    return collect(groups, store)
+    return Report(model="", settings="", results="results", **vars(collect(groups, store)))
 
 
 def rows_of(report):
@@ -87,10 +88,10 @@ def test_the_difference_to_the_full_cache_is_ours_minus_full_in_points():
     assert worse.ci[0] < -25 < worse.ci[1]
     scores = {method: row.cells[0].summary.score for method, row in rows.items()}
     assert scores == {"full": 56.25, "snapkv": 87.5, "h2o": 31.25}
-    lines = {method: render._score_text(row.cells[0], render.EVERYTHING).split("\n") for method, row in rows.items()}
+    lines = {method: render._write_score(row.cells[0], render.EVERYTHING).split("\n") for method, row in rows.items()}
     assert lines["snapkv"][0] == "87.5" and lines["snapkv"][2] == "Δ +31.2*"
     assert lines["h2o"][0] == "31.2" and lines["h2o"][2] in ("Δ −25.0", "Δ −25.0*") and len(lines["full"]) == 2
-    record = {r["method"]: r for r in render.records(report)}
+    record = {r["method"]: r for r in render.list_records(report)}
     assert (record["snapkv"]["delta"], record["h2o"]["delta"]) == (better.mean, worse.mean)
     assert (record["snapkv"]["delta_ci_low"], record["snapkv"]["delta_ci_high"]) == better.ci
     assert (record["snapkv"]["ci_low"], record["snapkv"]["ci_high"]) == rows["snapkv"].cells[0].summary.ci
@@ -129,10 +130,10 @@ def test_only_examples_that_both_answered_are_compared_and_fewer_than_eight_have
 def test_a_difference_has_its_sign_and_a_star_where_its_interval_excludes_0(mean, ci, printed):
     summary = summarise([made(0, 0.5)], "f1", 1)
     cell = CellResult("tiny/a", "id", "measured", summary=summary, delta=Delta(mean, ci))
-    assert render._score_text(cell, render.EVERYTHING) == f"50.0\n{printed}"
+    assert render._write_score(cell, render.EVERYTHING) == f"50.0\n{printed}"
     # without intervals, the star alone says that there is a difference
-    assert render._score_text(cell, render.Detail()) == ("50.0*" if printed.endswith("*") else "50.0")
-    assert render._delta_text(cell.delta, render.Detail()) == printed.removeprefix("Δ ")
+    assert render._write_score(cell, render.Detail()) == ("50.0*" if printed.endswith("*") else "50.0")
+    assert render._write_delta(cell.delta, render.Detail()) == printed.removeprefix("Δ ")
 
 
 def test_perplexities_are_compared_as_they_are_shown():
@@ -209,7 +210,7 @@ def test_scores_by_length_are_means_of_what_is_scored():
 def test_intervals_of_a_score_are_in_points_and_in_order():
     s = summarise([made(i, x) for i, x in enumerate(FULL)], "f1", 8)
     assert 0 <= s.ci[0] < s.score == 56.25 < s.ci[1] <= 100 and s.ci[1] - s.ci[0] > 20
-    text = render._score_text(CellResult("a", "id", "measured", summary=s), render.EVERYTHING)
+    text = render._write_score(CellResult("a", "id", "measured", summary=s), render.EVERYTHING)
     assert text == f"56.2\n[{s.ci[0]:.0f}, {s.ci[1]:.0f}]"
 
 
@@ -279,7 +280,7 @@ def test_means_of_a_row_weigh_cells_by_their_prompts():
 def test_a_row_is_printed_with_its_means_under_their_heads():
     report = measured({"full": row_samples(), "snapkv": row_samples()}, tasks=("tiny/a", "tiny/b"))
     means = rows_of(report)["snapkv"].means
-    cells = dict(zip(render.STORAGE, render._storage_text(means, evicts=False), strict=True))
+    cells = dict(zip(render.STORAGE, render._write_storage(means, evicts=False), strict=True))
     assert cells == {
         "kept\n%": "21.9\nasked 23.8",
         render.ATTENDED: "15.6",
@@ -288,11 +289,11 @@ def test_a_row_is_printed_with_its_means_under_their_heads():
         render.SHARE: "37.5",
         "prefill\nms": "4000.0",
     }
-    scores, storage = render.sheets(report, render.Detail(notes=True))[1:]
+    scores, storage = render.build_sheets(report, render.Detail(notes=True))[1:]
     shown = dict(zip(scores.headers, scores.rows[1], strict=True))
     assert (shown["mean"], shown["Δ"], shown["size"]) == ("75.0", "+0.0", "1.5 KiB")
     assert storage.rows[1][-1] == "4000.0" and storage.headers[-1] == "prefill\nms"
-    assert len(render.sheets(report)) == 2  # storage is shown where it is asked for
+    assert len(render.build_sheets(report)) == 2  # storage is shown where it is asked for
 
 
 def test_notes_of_a_report_by_hand():
@@ -301,24 +302,26 @@ def test_notes_of_a_report_by_hand():
     (batches,) = (note for note in report.remarks if "a batch took" in note)
     assert "a batch took 1.2 to 1.7 times" in batches  # the means of cells
     assert not any("a batch took" in n for n in measured({"full": [[made(0, 1.0, s=(1, 1, 1, 1.04))]]}).remarks)
-    assert "a batch took" not in render.render(report)
-    assert "a batch took" in render.render(report, detail=render.EVERYTHING)
-    first, second = render.header(report)
+    assert "a batch took" not in render.render_report(report)
+    assert "a batch took" in render.render_report(report, detail=render.EVERYTHING)
+    first, second = render.write_header(report)
     assert first.startswith("! n = 2 a task: a smoke test") and second.endswith("n = 2 of 5 examples a task.")
     few = {"full": of_scores(FULL), "snapkv": of_scores(FULL[:4])}
-    first, second = render.header(measured(few))
+    first, second = render.write_header(measured(few))
     assert first.startswith("! n = 4 a task") and second.endswith("n = all 8 or 4 of 8 examples a task.")
     cut = [[made(i, 1.0, cut=3 * (i < 2), shrunk=i < 1) for i in range(8)]]
     report = measured({"full": cut, "snapkv": of_scores(FULL)})
-    assert render.header(report) == ["; n = all 8 examples a task."]
-    assert "Up to 1 prompts of a task were given a budget" in "\n".join(render.legend(report))
+    assert render.write_header(report) == ["; n = all 8 examples a task."]
+    assert "Up to 1 prompts of a task were given a budget" in "\n".join(render.write_legend(report))
     cuts = "Up to 2 prompts of a task were cut"
-    assert cuts not in "\n".join(render.legend(report)) and cuts in "\n".join(render.legend(report, render.EVERYTHING))
+    assert cuts not in "\n".join(render.write_legend(report)) and cuts in "\n".join(
+        render.write_legend(report, render.EVERYTHING)
+    )
 
 
 def verdict_texts(cells, **more):
     """The verdict on each method as one line of words."""
-    return [" ".join(filter(None, v.texts())) for v in verdict.verdicts(measured(cells, **more))]
+    return [" ".join(filter(None, v.texts())) for v in verdict.judge_methods(measured(cells, **more))]
 
 
 def test_a_verdict_says_what_is_saved_and_what_is_lost():
@@ -341,7 +344,7 @@ def test_a_verdict_names_up_to_three_tasks_and_counts_more():
     def outcome(*ours):
         names = tuple(f"tiny/{name}" for name in "abcdef"[: len(ours)])
         cells = {"full": [other] * len(ours), "snapkv": list(ours)}
-        return verdict.verdicts(measured(cells, tasks=names))[0].outcome
+        return verdict.judge_methods(measured(cells, tasks=names))[0].outcome
 
     assert outcome(zero, one_task, other).startswith("worse on a")
     assert outcome(zero, zero) == "worse on all 2"
@@ -361,19 +364,19 @@ def test_options_stand_beside_a_method_where_rows_differ_in_them():
 
 
 def test_sizes_have_one_unit():
-    assert sizes([3 * 2**20, 0.65 * 2**20, None, 12.5 * 2**20]) == ["3.0 MiB", "0.65 MiB", "—", "12.5 MiB"]
-    assert sizes([100, 7]) == ["100.0 B", "7.0 B"] and sizes([None]) == ["—"]
+    assert format_sizes([3 * 2**20, 0.65 * 2**20, None, 12.5 * 2**20]) == ["3.0 MiB", "0.65 MiB", "—", "12.5 MiB"]
+    assert format_sizes([100, 7]) == ["100.0 B", "7.0 B"] and format_sizes([None]) == ["—"]
 
 
 def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_of_all():
     row = rows_of(measured({"full": row_samples()}, tasks=("tiny/a", "tiny/b")))["full"]
-    (note,) = _about_lengths([row])
+    (note,) = _note_lengths([row])
     assert note.endswith("full 5.0 (at most 130 held).")  # (2 x 2 + 6 x 6) / 8
 
 
 @pytest.mark.parametrize(("shown", "stars"), [(9, None), (10, 1), (20, 1), (21, 2), (60, 3)])
 def test_stars_by_chance_are_one_in_twenty(shown, stars):
-    note = render._chance_note([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
+    note = render._note_chance([*[Delta(0.0, (-1.0, 1.0))] * shown, Delta(0.0, None)])
     assert note == ("" if stars is None else f"; of {shown} differences about {stars} would by chance alone")
 
 
@@ -438,7 +441,7 @@ def test_a_mean_has_its_interval_and_its_paired_difference():
     assert rows["snapkv"].record()["delta_ci"] == better.delta.ci
     tied = measured({"full": [*of_scores(FULL)] * 2, "snapkv": [*of_scores(FULL)] * 2}, tasks=("tiny/a", "tiny/b"))
     assert rows_of(tied)["snapkv"].means.delta.mean == 0  # equal to the full cache is a difference, too
-    (sheet,) = render.sheets(report, render.Detail(intervals=True))[1:]
+    (sheet,) = render.build_sheets(report, render.Detail(intervals=True))[1:]
     shown = dict(zip(sheet.headers, sheet.rows[1], strict=True))
     assert shown["mean"].splitlines()[0] == "71.9" and shown["Δ"].startswith("+15.6")
     assert shown["Δ"].splitlines()[1] == f"[{low * 100:.1f}, {high * 100:.1f}]".replace("-", "−")

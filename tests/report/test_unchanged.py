@@ -10,8 +10,9 @@ from kvbench.cli.main import main
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.plan.estimate import keeps_everything
 from kvbench.report import open_results
-from kvbench.report.summary import is_unchanged
+from kvbench.report.unchanged import is_unchanged
 from kvbench.run import experiment
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("runs whole tables")
@@ -75,21 +76,24 @@ def test_one_other_answer_in_a_hundred_is_too_few(tmp_path):
     stored = prepared.store.samples(h2o.id)
     (first, *_) = stored
 
-    class Store:
-        def samples(self, cell_id):
-            return {f"{i}/{k}": s for i in range(25) for k, s in prepared.store.samples(cell_id).items()}
+    class Repeated(SampleReader):
+        def read(self, cell_id):
+            samples = super().read(cell_id)
+            return {f"{i}/{k}": s for i in range(25) for k, s in samples.items()}
+
+    repeated = Repeated(prepared.store)
 
     def unchanged(count, **changes):
-        samples = Store().samples(h2o.id)
+        samples = repeated.read(h2o.id)
         for name in list(samples)[:count]:
             samples[name] = replace(samples[name], **changes)
-        return is_unchanged(h2o, samples, Store())
+        return is_unchanged(h2o, samples, repeated)
 
     assert unchanged(0) and unchanged(1, prediction="another") and not unchanged(2, prediction="another")
     assert not unchanged(2, kept=stored[first].n - 1.0)
     assert not unchanged(2, payload16=stored[first].payload16 - 1)
     assert not unchanged(2, decode_peak=stored[first].decode_peak - 1)
-    assert not is_unchanged(full, Store().samples(full.id), Store())
+    assert not is_unchanged(full, repeated.read(full.id), repeated)
 
 
 def test_what_never_reaches_its_budget_is_known_beforehand():
@@ -127,7 +131,7 @@ def measured(tmp_path, capsys):
 def test_stored_results_and_the_open_format_say_it(measured, tmp_path, capsys):
     assert main(["list", "runs", f"results={measured}", "--json"]) == 0
     listed = {r["label"].split()[0]: r for r in json.loads(capsys.readouterr().out)["runs"]}
-    lines = {line["method"].split()[0]: line for line in open_results.records(ResultStore(measured))}
+    lines = {line["method"].split()[0]: line for line in open_results.list_lines(ResultStore(measured))}
     for cells in (listed, lines):
         assert cells["h2o"]["nothing_compressed"] is True and cells["h2o"]["score"] == cells["full"]["score"]
         assert "nothing_compressed" not in cells["snapkv"] and "nothing_compressed" not in cells["full"]
@@ -139,7 +143,7 @@ def test_stored_results_and_the_open_format_say_it(measured, tmp_path, capsys):
     # a run that does not ask for the full cache finds its answers in the store
     assert main(["run", *RUN, *IDLE, "baseline=false", f"results={measured}"]) == 0
     assert "nothing_compressed" in next(
-        line for line in open_results.records(ResultStore(measured)) if "h2o" in line["method"]
+        line for line in open_results.list_lines(ResultStore(measured)) if "h2o" in line["method"]
     )
 
 
@@ -200,11 +204,12 @@ def test_distributions_that_differ_are_not_the_full_caches(tmp_path):
     (group,) = prepared.groups
     _, h2o = group.cells
     stored = prepared.store.samples(h2o.id)
-    assert is_unchanged(h2o, stored, prepared.store)
+    reader = SampleReader(prepared.store)
+    assert is_unchanged(h2o, stored, reader)
     far = {
         kind: replace(text, kl=tuple(x + 0.1 for x in text.kl))
         for s in stored.values()
         for kind, text in s.fidelity.items()
     }
     changed = {name: replace(s, fidelity=far) for name, s in stored.items()}
-    assert not is_unchanged(h2o, changed, prepared.store)
+    assert not is_unchanged(h2o, changed, reader)

@@ -14,8 +14,9 @@ from kvbench.audit.accounting import bytes_after_decoding
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.engine import batch
-from kvbench.engine.decode import Ending, generate_rows
-from kvbench.engine.memory import in_parts
+from kvbench.engine.decode import generate_rows
+from kvbench.engine.memory import run_in_parts
+from kvbench.engine.stopping import Ending
 from kvbench.models.interface import cache_shape
 from kvbench.run.answers import DecodeQueue, QueuedRow
 
@@ -66,9 +67,9 @@ def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
         prompts, chains, most = prompts[FAMILIES.index(family) % 2 :][:1], CHAINS[FAMILIES.index(family) % 3 :: 3], 10
     model, rows = rows_of(family, [c for c in chains if supported(c, family)], prompts, per)
     queue, entries = DecodeQueue(model, most, ROOMY), []
-    original = batch.DecodeBatch._step
+    original = batch.DecodeBatch._step_rows
     monkeypatch.setattr(
-        batch.DecodeBatch, "_step", lambda b: entries.append(len({r.entry for r in b.rows})) or original(b)
+        batch.DecodeBatch, "_step_rows", lambda b: entries.append(len({r.entry for r in b.rows})) or original(b)
     )
     for row in rows:
         queue.add(row)
@@ -94,10 +95,10 @@ def test_the_limit_of_bytes_holds_and_one_row_always_runs():
     model, rows = some_rows()
     for most in (2 * max(r.cost for r in rows), 1):
         queue = DecodeQueue(model, 100, most)
-        assert queue.takes(100)
+        assert queue.has_room(100)
         for row in rows:
             queue.add(row)
-        assert not queue.takes(1)
+        assert not queue.has_room(1)
         collected = {}
         while len(queue):
             collected.update(queue.advance())
@@ -227,7 +228,7 @@ def test_parts_shrink_until_what_fails_is_alone():
             raise ValueError("five")
         return [10 * i for i in items]
 
-    actual = in_parts(range(8), work)
+    actual = run_in_parts(range(8), work)
     assert [(i, x) for i, x in actual if i != 5] == [(i, 10 * i) for i in range(8) if i != 5]
     assert str(dict(actual)[5]) == "five"
     assert calls[:3] == [list(range(8)), [0, 1, 2, 3], [0, 1]]
@@ -238,9 +239,9 @@ def test_rows_of_both_rotations_of_a_model_are_never_decoded_together(monkeypatc
     model, rows = rows_of("llama", ["snapkv", "think", "tova"])
     rows = [replace(r, cache=replace(r.cache, long=i % 3 == 0)) for i, r in enumerate(rows)]
     want, queue, kinds = [alone(model, r) for r in rows], DecodeQueue(model, 24, ROOMY), []
-    original = batch.DecodeBatch._step
+    original = batch.DecodeBatch._step_rows
     monkeypatch.setattr(
-        batch.DecodeBatch, "_step", lambda b: kinds.append({r.key.cache.long for r in b.rows}) or original(b)
+        batch.DecodeBatch, "_step_rows", lambda b: kinds.append({r.key.cache.long for r in b.rows}) or original(b)
     )
     for row in rows:
         queue.add(row)

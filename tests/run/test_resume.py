@@ -162,7 +162,7 @@ def test_interrupt_is_one_message_and_status_130(tmp_path, capsys, monkeypatch):
 
 
 def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypatch):
-    read = runner.GroupRun.read
+    read = runner.GroupRun.read_prompt
 
     def stored_when_read(name, at_risk_s):
         """Return how many answers are stored when each prompt is about to be read, and all answers in the end."""
@@ -177,7 +177,7 @@ def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypat
             counts.append(sum(len(prepared.store.lines(c.id)) for c in cells))
             read(self, *prompt)
 
-        monkeypatch.setattr(runner.GroupRun, "read", counting)
+        monkeypatch.setattr(runner.GroupRun, "read_prompt", counting)
         experiment.measure(prepared, quiet=True)
         answers = [{i: (s.prediction, s.score) for i, s in prepared.store.samples(c.id).items()} for c in cells]
         return counts, answers
@@ -189,14 +189,14 @@ def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypat
 
 def test_an_interrupt_says_how_many_prompts_are_read_again(tmp_path, monkeypatch):
     prepared = prepare("dataset=tiny/needle", "length=256", "limit=4", "method=snapkv", f"results={tmp_path}")
-    read = runner.GroupRun.read
+    read = runner.GroupRun.read_prompt
 
     def interrupted(self, example, *rest):
         if example.id == prepared.groups[0].examples[3].id:
             raise KeyboardInterrupt("stopped by Ctrl-C")
         read(self, example, *rest)
 
-    monkeypatch.setattr(runner.GroupRun, "read", interrupted)
+    monkeypatch.setattr(runner.GroupRun, "read_prompt", interrupted)
     with pytest.raises(KeyboardInterrupt) as interrupt:
         experiment.measure(prepared, quiet=True)
     (note,) = interrupt.value.__notes__
@@ -396,7 +396,7 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     for shard in shards:
         experiment.measure(shard, quiet=True)
     complete = prepare(*base, chains=chains)
-    (cell,) = of_run.report(complete).rows[0].cells
+    (cell,) = of_run.report_run(complete).rows[0].cells
     assert cell.status == "refused"
     assert bad.id in cell.reason
     LiesOnce.lies.clear()

@@ -44,9 +44,11 @@ def test_beginnings_that_prompts_share_are_read_once_and_change_no_score(tmp_pat
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["dataset=file", f"path={tmp_path / 'rows.jsonl'}", "method=h2o", "kv_ratio=0.9", "max_new_tokens=4"]
     run_json(capsys, *arguments, f"results={tmp_path / 'a'}")
-    read, original = [], shared_prefix.observe
+    read, original = [], shared_prefix.observe_prompt
     monkeypatch.setattr(
-        shared_prefix, "observe", lambda model, ids, *a, **k: read.append(len(ids)) or original(model, ids, *a, **k)
+        shared_prefix,
+        "observe_prompt",
+        lambda m, ids, *a, **k: read.append(len(ids)) or original(m, ids, *a, **k),
     )
     arguments.append(f"results={tmp_path / 'b'}")
     status, report = run_json(capsys, *arguments, "shared_prefix=32")

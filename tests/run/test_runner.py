@@ -150,7 +150,7 @@ def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path
         "method=snapkv,h2o,streamingllm",
         "max_new_tokens=40",
     ]
-    want, remade, short = undisturbed(*arguments), runner.remade, []
+    want, remade, short = undisturbed(*arguments), runner.remake_rows, []
     steps.rows.clear()
 
     def fail_once(rows):
@@ -164,7 +164,7 @@ def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path
         return remade(home, rows)
 
     steps.before = fail_once
-    monkeypatch.setattr(runner, "remade", only_alone)
+    monkeypatch.setattr(runner, "remake_rows", only_alone)
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
     assert short and metrics_of(tmp_path / "b") == want
 
@@ -198,7 +198,7 @@ def test_the_beginning_of_a_prompt_is_given_up_where_memory_runs_out(where, tmp_
     want = undisturbed(*arguments)
     prefixes, read, short = [], [], []
     made, prefill = experiment.SharedPrefix, host.prefill_chains
-    home, name = (shared_prefix, "observe") if where == "reading" else (batch, "step")
+    home, name = (shared_prefix, "observe_prompt") if where == "reading" else (batch, "step")
     work = getattr(home, name)
 
     def fails(*args, **options):
@@ -249,7 +249,7 @@ def test_a_launcher_that_ends_its_worker_leaves_a_reason_in_words(tmp_path, monk
     def add(self, *args):
         raise SystemExit(1)  # Ray's worker on SIGTERM
 
-    monkeypatch.setattr(runner.GroupRun, "add", add)
+    monkeypatch.setattr(runner.GroupRun, "store_answer", add)
     with pytest.raises(SystemExit):
         experiment.measure(prepared, quiet=True)
     status = [prepared.store.status(c.id) for c in prepared.groups[0].cells]
@@ -260,7 +260,7 @@ def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys
     arguments = [*SMALL, "limit=3", f"results={tmp_path}"]
     assert run_json(capsys, *arguments, "method=snapkv", "baseline=false")[0] == 0
     both = prepare(*arguments, "method=snapkv,h2o", "batch_rows=1")
-    original, stored = runner.GroupRun.add, []
+    original, stored = runner.GroupRun.store_answer, []
 
     def add(self, row, *rest):
         original(self, row, *rest)
@@ -268,7 +268,7 @@ def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys
         if stored.count("full") == 3:
             raise KeyboardInterrupt("stopped by Ctrl-C")
 
-    monkeypatch.setattr(runner.GroupRun, "add", add)
+    monkeypatch.setattr(runner.GroupRun, "store_answer", add)
     with pytest.raises(KeyboardInterrupt):
         experiment.measure(both, quiet=True)
     status = {c.label.split()[0]: both.store.status(c.id) for c in both.groups[0].cells}

@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.report import turns as turns_table
 from kvbench.run import answers, experiment
-from kvbench.store.turns import TurnAnswer, fall_beside, summarise_turns
+from kvbench.store.turns import TurnAnswer, compare_falls, summarise_turns
 
 pytestmark = pytest.mark.e2e("whole answers")
 
@@ -97,7 +97,7 @@ def test_two_equal_contexts_of_a_file_are_compressed_once(tmp_path, monkeypatch)
 def test_turns_equal_a_loop_that_feeds_one_cache_token_by_token(turns, new, other, tmp_path):
     run, samples = measured(tmp_path / "a", ROWS[:1], f"turns={turns}", f"max_new_tokens={new}", "batch_rows=2")
     model, tokenizer = kvbench.load_model("tiny")
-    stop = experiment.stop_tokens(run)
+    stop = experiment.collect_stop_tokens(run)
 
     def whole(state, tokens):
         state = [*state, *tokens]
@@ -221,9 +221,9 @@ def test_the_fall_by_hand():
     assert [(x.n, x.score) for x in summary.by_index] == [(3, pytest.approx(200 / 3)), (2, 50.0)]
     assert summary.question_mean == 60.0 and summary.beside == {"f1": 50.0} and summary.bytes_compressed == 20
     assert summarise_turns(full, "squad_f1", [1]).fall == 0.0
-    assert fall_beside(ours, full, "squad_f1") == (-50.0, None)
+    assert compare_falls(ours, full, "squad_f1") == (-50.0, None)
     del ours["alone"], full["alone"]
-    assert summarise_turns(ours, "squad_f1", [1]).fall == -50.0 and fall_beside(ours, full, "squad_f1")[0] == -50.0
+    assert summarise_turns(ours, "squad_f1", [1]).fall == -50.0 and compare_falls(ours, full, "squad_f1")[0] == -50.0
     many = {str(i): answered(1.0, i % 2) for i in range(10)}
     low, high = summarise_turns(many, "squad_f1", [1]).fall_ci
     assert -100 < low < -50 < high < 0

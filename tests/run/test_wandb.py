@@ -16,9 +16,9 @@ from support.runs import SMALL, metrics_of, prepare
 from kvbench.cli.main import main
 from kvbench.papers.figures import registry
 from kvbench.plan.config import LoggerConfig
-from kvbench.report.heatmap import BAR, COUNTED, DEPTH, draw, empty_score, heat_map
+from kvbench.report.heatmap import BAR, COUNTED, DEPTH, build_map, draw_map, score_silence
 from kvbench.run import experiment
-from kvbench.run.wandb_logger import flat_names, listeners, run_id
+from kvbench.run.wandb_logger import flatten_names, listeners, name_run
 from kvbench.tasks.needle import EMPTY_SCORES
 
 pytestmark = pytest.mark.e2e("starts W&B")
@@ -122,7 +122,7 @@ def test_a_needle_that_silence_scores_is_counted_as_in_the_figure(tmp_path):
     needle = ["dataset=needle", f"haystack={tmp_path / 'essay.txt'}", "lengths=448", "depths=0,100", "repeats=2"]
     prepared = measure(*needle, "phrasing=completion", "method=keynorm", f"results={tmp_path}", *OFFLINE)
     (task,) = [group.task for group in prepared.groups]
-    assert empty_score(task) == pytest.approx(EMPTY_SCORES["completion"])
+    assert score_silence(task) == pytest.approx(EMPTY_SCORES["completion"])
     ((heat,),) = [runs for name, runs in wandb_files.runs(tmp_path).items() if name.startswith("needle-")]
     logged = table(heat, "heatmap_values")
     data = pd.DataFrame(logged["data"], columns=logged["columns"]).rename(columns={"method": "series"})
@@ -184,22 +184,22 @@ def test_shards_have_runs_of_their_own_and_the_whole_has_the_cells(tmp_path, cap
 def test_metrics_become_flat_names():
     metrics = {"score": 50.0, "ci": [40.0, 60.0], "attended": None, "buckets": {"0-4k": {"n": 3, "score": 1.0}}}
     flat = {"score": 50.0, "ci_low": 40.0, "ci_high": 60.0, "buckets/0-4k/n": 3, "buckets/0-4k/score": 1.0}
-    assert flat_names(metrics) == flat
-    assert flat_names({"ci": None}) == {}
+    assert flatten_names(metrics) == flat
+    assert flatten_names({"ci": None}) == {}
 
 
 def test_run_ids_are_cell_ids_except_for_shards():
     cell = prepare("dataset=tiny/needle", "length=256", "examples=1", "method=full").groups[0].cells[0]
-    assert run_id(cell, 0, 1) == cell.id and run_id(cell, 1, 4) == f"{cell.id}-1of4"
+    assert name_run(cell, 0, 1) == cell.id and name_run(cell, 1, 4) == f"{cell.id}-1of4"
 
 
 def test_a_heat_map_averages_per_place_and_leaves_the_rest_blank():
-    heat = heat_map([(512, 0, 100.0), (512, 0, 0.0), (1024, 50, 80.0)])
+    heat = build_map([(512, 0, 100.0), (512, 0, 0.0), (1024, 50, 80.0)])
     assert (heat.lengths, heat.depths) == ((512, 1024), (0, 50))
     assert np.array_equal(heat.scores, [[50, np.nan], [np.nan, 80]], equal_nan=True)
     assert list(heat.rows()) == [(512, 0, 50.0, 2), (1024, 50, 80.0, 1)]
     assert heat.mean() == 60, "over three samples, not over two places"
-    picture = draw(heat, "snapkv")
+    picture = draw_map(heat, "snapkv")
     assert picture.ndim == 3 and picture.shape[2] == 3 and picture.min() < 100 < picture.max()
 
 

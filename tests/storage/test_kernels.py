@@ -17,7 +17,7 @@ from kvbench.kv.segment import Segment
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
 from kvbench.storage.row_segments import Ragged, flat
-from kvbench.store.provenance import provenance
+from kvbench.store.provenance import collect_provenance
 
 pytestmark = pytest.mark.e2e("compiles kernels")
 
@@ -150,9 +150,9 @@ def test_provenance_says_which_attention_it_was(monkeypatch):
     for on_gpu, on_cpu, name in ((False, False, "plain"), (True, False, "triton"), (False, True, "c")):
         monkeypatch.setattr(kernels, "serves", lambda device, found=on_gpu: found)
         monkeypatch.setattr(kernels.on_cpu, "installed", lambda found=on_cpu: found)
-        assert provenance(model, 1)["attention"] == name
+        assert collect_provenance(model, 1)["attention"] == name
     monkeypatch.setenv(SWITCH, "off")
-    assert provenance(model, 1)["attention"] == "plain"
+    assert collect_provenance(model, 1)["attention"] == "plain"
 
 
 @pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import worked
 
-from kvbench.engine.decode_layer import RowLayer, allocated
+from kvbench.engine.decode_layer import RowLayer, count_allocated
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import registry
 from kvbench.storage.format import Room, StoredRow
@@ -47,7 +47,7 @@ def test_rows_of_a_new_format_decode_beside_exact_ones(monkeypatch, shapes):
         assert mixed.held().tolist() == exact.held().tolist()
         sizes = zip(rows, mixed.payload(), exact.payload(), strict=True)
         assert all(ours == (peers_value if row == 1 else peers_value // 2) for row, ours, peers_value in sizes)
-        assert allocated([mixed]) > 0
+        assert count_allocated([mixed]) > 0
         if step == 1:
             for layer in (exact, mixed):
                 layer.keep(torch.tensor([1, 2]))

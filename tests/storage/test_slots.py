@@ -9,7 +9,7 @@ from support.families import build, prompt
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
-from kvbench.engine.step import rotation, step
+from kvbench.engine.step import find_rotary, step
 from kvbench.storage.roles import Rotary
 
 RULES = {
@@ -81,7 +81,7 @@ def test_h2o_that_evicts_after_a_step_equals_a_slow_simulation():
 
 def test_turning_keys_equals_rotating_them_at_their_new_position():
     model = build("llama")
-    inv = rotation(model).inv_freq
+    inv = find_rotary(model).inv_freq
     k = torch.randn(2, 5, 2 * len(inv) + 3)
     rotary = Rotary(inv)
     at = torch.arange(5).expand(2, 5)
@@ -100,7 +100,7 @@ def test_turning_back_undoes_what_the_model_did_at_far_positions(far):
     cos, sin = inner(x, at)
     half = torch.cat((-x[..., 8:], x[..., :8]), dim=-1)
     near_cos, near_sin = inner(x, torch.arange(100, 106)[None])
-    turned = rotation(model).turn(x * cos + half * sin, at, torch.arange(100, 106)[None])
+    turned = find_rotary(model).turn(x * cos + half * sin, at, torch.arange(100, 106)[None])
     torch.testing.assert_close(turned, x * near_cos + half * near_sin, atol=2e-6, rtol=0)
 
 

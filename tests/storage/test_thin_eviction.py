@@ -12,8 +12,9 @@ import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import Ending, generate_rows, step
+from kvbench.engine.decode import generate_rows, step
 from kvbench.engine.step import build as build_batch
+from kvbench.engine.stopping import Ending
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import attached, cache_shape
 

@@ -13,8 +13,9 @@ from transformers import AttentionInterface
 import kvbench
 from kvbench.audit.decode_audit import check_peak
 from kvbench.audit.prompt_audit import audit
-from kvbench.engine.decode import Ending, generate_rows
+from kvbench.engine.decode import generate_rows
 from kvbench.engine.likelihood import teacher_force
+from kvbench.engine.stopping import Ending
 from kvbench.kv.segment import storage_bytes
 from kvbench.models.interface import cache_shape
 

@@ -79,7 +79,7 @@ def test_csv_and_dashboards_have_the_numbers_of_json(tmp_path, capsys):
         assert numbers == {name: told[kind][name] for name in numbers}
         assert [float(row[f"{kind}_kl_{end}"]) for end in ("low", "high")] == told[kind]["ci"]
     assert [float(row[f"reference_ppl_ratio_{end}"]) for end in ("low", "high")] == told["reference"]["ppl_ratio_ci"]
-    flat = wandb_logger.flat_names({"fidelity": told})
+    flat = wandb_logger.flatten_names({"fidelity": told})
     assert flat["fidelity/reference/kl_mean"] == told["reference"]["kl_mean"]
     assert flat["fidelity/reference/ci_low"] == told["reference"]["ci"][0]
 

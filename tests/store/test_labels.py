@@ -11,9 +11,9 @@ from kvbench.cli.main import main
 from kvbench.cli.runs import _fold
 from kvbench.methods.core import registry
 from kvbench.plan import config, words
-from kvbench.report.listing import rows
+from kvbench.report.listing import list_cells
 from kvbench.store import archive
-from kvbench.store.labels import differences, fields, label
+from kvbench.store.labels import describe_differences, label_cell, list_settings
 from kvbench.store.store import ResultStore
 
 TABLES = Path(__file__).parents[2] / "results" / "samples"
@@ -66,14 +66,14 @@ def test_the_label_of_a_cell_is_the_one_in_the_table_of_its_run(method):
     (overrides,) = words.read([*method.split(), "dataset=tiny/needle"])
     for chain in config.parse(overrides).chains:
         read = json.loads(json.dumps({"chain": chain.chain.identity()}))
-        assert label(read) == label({"chain": chain.chain.identity()}) == chain.label
+        assert label_cell(read) == label_cell({"chain": chain.chain.identity()}) == chain.label
 
 
 def test_a_knob_of_two_stages_says_whose_it_is():
     known = identity()
     known["chain"]["stages"].append({"id": "other", "revision": 1, "knobs": {"window": 3, "list": []}})
-    assert label(known) == "snapkv+other kv_size=16 snapkv.window=12 other.window=3 list=none"
-    assert label({"model": "m"}, "imported 64") == "imported 64"
+    assert label_cell(known) == "snapkv+other kv_size=16 snapkv.window=12 other.window=3 list=none"
+    assert label_cell({"model": "m"}, "imported 64") == "imported 64"
 
 
 @pytest.mark.parametrize("path", sorted(TABLES.glob("*.samples.jsonl.gz"))[:4], ids=lambda p: p.name.split(".")[0])
@@ -81,7 +81,7 @@ def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path
     store = ResultStore(tmp_path)
     chains = [store.cell(c).identity["chain"] for c in archive.unpack(path, store)]
     printed = {
-        json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label({"chain": c}) for c in chains
+        json.dumps([[[s["id"], s["knobs"]] for s in c["stages"]], c["per"]]): label_cell({"chain": c}) for c in chains
     }
     assert len(set(printed.values())) == len(printed) > 1
     assert not any(";" in text for text in printed.values())
@@ -89,7 +89,7 @@ def test_committed_cells_of_different_knobs_have_different_labels(path, tmp_path
 
 def test_labels_of_other_tables_are_not_repeated(tmp_path, capsys):
     store = stored(tmp_path, identity(), identity(knobs={"kv_size": 64}))
-    assert [r.label for r in rows(store, {})] == ["snapkv kv_size=16 window=12", "snapkv kv_size=64 window=12"]
+    assert [r.label for r in list_cells(store, {})] == ["snapkv kv_size=16 window=12", "snapkv kv_size=64 window=12"]
     assert "block" not in called(store, capsys, "list", "runs")
     shown = called(store, capsys, "show", f"{0:016x}")
     assert shown.startswith("result 0000000000000000: snapkv kv_size=16 window=12 on tiny/needle\n")
@@ -127,9 +127,9 @@ def test_a_cell_says_in_what_it_differs_if_only_a_revision_or_a_calibration_does
     old, new = identity(), identity()
     new["chain"]["stages"][0] |= {"revision": 2, "code": "ab12"}
     new["chain"]["calibration"] = {"palu": {"samples": 32}}
-    assert differences([old, new]) == ["revision=1 code=null samples=null", "revision=2 code=ab12 samples=32"]
+    assert describe_differences([old, new]) == ["revision=1 code=null samples=null", "revision=2 code=ab12 samples=32"]
     scored = [identity() | {"metric": {"name": name}} for name in ("f1", "rouge_l")]
-    assert differences(scored) == ["metric=f1", "metric=rouge_l"]
+    assert describe_differences(scored) == ["metric=f1", "metric=rouge_l"]
 
 
 @pytest.mark.parametrize("text", ["/home/me/smollm2", "a/b", "/" + "x" * 60 + "/y", "/"])
@@ -147,4 +147,4 @@ def test_a_run_says_what_its_cells_are(tmp_path, capsys):
     assert (ours["dtype"], ours["prompt"]["template"]) == ("float32", False)
     known = ResultStore(tmp_path).cell(ours["cell"])
     assert known.label == report["rows"][1]["method"] == "snapkv kv_size=64 per=query_head"
-    assert fields(known.identity) == {k: ours[k] for k in ("knobs", "per", "prompt", "query_aware", "dtype")}
+    assert list_settings(known.identity) == {k: ours[k] for k in ("knobs", "per", "prompt", "query_aware", "dtype")}

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from kvbench.store import provenance
-from kvbench.store.provenance import git_commit, local_changes
+from kvbench.store.provenance import describe_local_changes, read_commit
 from kvbench.store.results import CellRecord
 
 
@@ -25,16 +25,16 @@ def clone(tmp_path):
 
 
 def test_only_what_measures_makes_a_clone_unclean(clone):
-    assert len(git_commit(clone)) == 12
+    assert len(read_commit(clone)) == 12
     (clone / "README.md").write_text("new words")
     (clone / "results.json").write_text("")
-    assert not git_commit(clone).endswith("+")
+    assert not read_commit(clone).endswith("+")
     (clone / "kvbench" / "new.py").write_text("")  # not tracked, and imported all the same
-    assert git_commit(clone).endswith("+")
+    assert read_commit(clone).endswith("+")
 
 
 def test_without_a_clone_there_is_no_commit(tmp_path):
-    assert git_commit(tmp_path) is None
+    assert read_commit(tmp_path) is None
 
 
 def test_the_commit_is_that_of_the_folder_of_the_package():
@@ -43,6 +43,6 @@ def test_the_commit_is_that_of_the_folder_of_the_package():
 
 def test_a_table_says_which_cells_no_commit_can_make_again():
     clean, changed, none = (CellRecord(provenance=({"commit": c},)) for c in ("abc", "def+", None))
-    assert local_changes([clean, none, CellRecord()]) == ""
-    printed = local_changes([clean, changed, changed, none])
+    assert describe_local_changes([clean, none, CellRecord()]) == ""
+    printed = describe_local_changes([clean, changed, changed, none])
     assert printed.startswith("2 of 4 results were measured with local changes to the code (behind commit def)")

@@ -67,8 +67,8 @@ def test_the_tables_show_each_protocol_and_what_withholding_costs():
 
 def test_its_lines_are_of_the_open_format(tmp_path):
     lines = leaderboard.records([entry("snapkv kv_ratio=0.25", True, 20, 25)], "m", "c")
-    assert open_results.write(lines, tmp_path / open_results.NAME) == 1
-    (line,) = open_results.read(tmp_path)
+    assert open_results.write_lines(lines, tmp_path / open_results.NAME) == 1
+    (line,) = open_results.read_lines(tmp_path)
     assert line["protocol"]["query_aware"] is False and line["n"] == 8 and line["score"] == 20
 
 

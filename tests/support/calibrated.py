@@ -8,8 +8,8 @@ from functools import cache
 from support.families import prompt
 from transformers import PreTrainedModel
 
-from kvbench.engine.prefill import observer
-from kvbench.engine.weights_digest import weights_of
+from kvbench.engine.prefill import make_observer
+from kvbench.engine.weights_digest import digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, Recipe, digest
 from kvbench.methods.core.stage import Stage
@@ -41,6 +41,6 @@ def calibration(model: PreTrainedModel, stage: Stage, recipe: Recipe) -> Calibra
     settled = replace(recipe, samples=SAMPLES, tokens=TOKENS)
     windows = (prompt(TOKENS, 100 + i) for i in range(SAMPLES))
     ticks: list[None] = []
-    tensors = stage.calibrate(CalibrationRun(model, windows, settled, lambda: ticks.append(None), observer(model)))
+    tensors = stage.calibrate(CalibrationRun(model, windows, settled, lambda: ticks.append(None), make_observer(model)))
     assert len(ticks) == SAMPLES + stage.calibration_steps(model)  # or the time left would be wrong
-    return Calibration(recipe.kind, digest(tensors), weights_of(model), tensors)
+    return Calibration(recipe.kind, digest(tensors), digest_weights(model), tensors)

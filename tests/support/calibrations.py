@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from support.calibrated import measured
 
-from kvbench.engine.weights_digest import weights_of
+from kvbench.engine.weights_digest import digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration, digest
 from kvbench.methods.core.resolve import chain_of
@@ -45,4 +45,4 @@ def ready(model, entry, per: str = "kv_head") -> Chain:
     entry = {"method": entry} if isinstance(entry, str) else entry
     chain = entry if isinstance(entry, Chain) else chain_of({"per": per, **entry})
     chain = replace(chain, stages=tuple(measured(model, s) if s.adapts else s for s in chain.stages))
-    return bound(chain, model.config.num_hidden_layers, model.config.num_attention_heads, weights_of(model))
+    return bound(chain, model.config.num_hidden_layers, model.config.num_attention_heads, digest_weights(model))

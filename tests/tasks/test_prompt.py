@@ -328,7 +328,7 @@ def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
     monkeypatch.setattr(experiment.load, "end_tokens", lambda cfg, source: {7, 8})
     cfg = SimpleNamespace(model=SimpleNamespace(stop=("a b",)))
     prepared = SimpleNamespace(tokenizer=tok, source=None, cfg=cfg, model=None)
-    assert experiment.stop_tokens(prepared) == {99, 7, 8, 2}
+    assert experiment.collect_stop_tokens(prepared) == {99, 7, 8, 2}
 
 
 def test_vicunas_template_is_the_one_it_was_trained_with():

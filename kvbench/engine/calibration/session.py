@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from kvbench.base.progress import progress
 from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
-from kvbench.engine.prefill import observer
-from kvbench.engine.weights_digest import check_weights, weights_of
+from kvbench.engine.prefill import make_observer
+from kvbench.engine.weights_digest import check_weights, digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import is_own
 from kvbench.methods.core.recipe import CalibrationRun, Request
@@ -116,7 +116,7 @@ class Session:
             calibration = files.load(self.folder, request)
         else:
             tensors = self._compute(stage, request, model, quiet)
-            calibration = files.save(self.folder, request, tensors, weights_of(model))
+            calibration = files.save(self.folder, request, tensors, digest_weights(model))
         check_weights(calibration, model, self.path(request))
         return stage.calibrated(calibration)
 
@@ -144,7 +144,7 @@ class Session:
             def tick_step() -> None:
                 tick(label, 1)
 
-            run = CalibrationRun(model, windows, recipe, tick_step, observer(model))
+            run = CalibrationRun(model, windows, recipe, tick_step, make_observer(model))
             # code of the user's own may fail or run long in a calibration, as it may in a stage
             with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
                 return stage.calibrate(run)

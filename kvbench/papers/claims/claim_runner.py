@@ -14,7 +14,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
-from kvbench.store.provenance import local_changes
+from kvbench.store.provenance import describe_local_changes
 
 Outcomes = Mapping[str, Sequence[Verdict]]
 """The verdicts on all claims of a ledger, in order, by measure."""
@@ -110,7 +110,7 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outc
                 notes.append(f"{group.task.note}.")
         # tables share cells, so count a cell with local changes once
         cell_records.update({record.id: record for record in run.records()})
-    notes.append(local_changes(cell_records.values()))
+    notes.append(describe_local_changes(cell_records.values()))
     # each measure has the claims in the ledger's order
     records = []
     for verdicts in zip(*outcomes.values(), strict=True):

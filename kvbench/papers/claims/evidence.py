@@ -24,9 +24,10 @@ from kvbench.papers.claims.claims import (
 from kvbench.papers.measured.our_table import OurTable, TableLine, scores
 from kvbench.plan import advice
 from kvbench.plan.cells import Group
-from kvbench.report.summary import nothing_compressed
+from kvbench.report.unchanged import is_unchanged
 from kvbench.store.cell import Cell
-from kvbench.store.labels import label
+from kvbench.store.labels import label_cell
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics import metric, stats
 
@@ -113,7 +114,7 @@ class _Sides:
         cells: dict[str, None] = {}
         for first, second in pairs:
             cells |= {first.id: None, second.id: None}
-        ran = [f"{label(first.identity)} against {label(second.identity)}" for first, second in pairs]
+        ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in pairs]
         return Evidence(
             differences=differences,
             floors=tuple(floors),
@@ -209,8 +210,14 @@ def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str
         for pair in way.pairs:
             for cell in pair:
                 sides[cell.id] = (way.group, cell)
-    labels = [label(cell.identity) for group, cell in sides.values() if nothing_compressed(group, cell, store)]
-    return list(dict.fromkeys(labels))
+    labels: dict[str, None] = {}
+    for group, cell in sides.values():
+        reader = SampleReader(store)
+        ids = {example.id for example in group.examples}
+        samples = {i: sample for i, sample in reader.read(cell.id).items() if i in ids}
+        if is_unchanged(cell, samples, reader):
+            labels[label_cell(cell.identity)] = None
+    return list(labels)
 
 
 def _why_absent(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> list[str]:

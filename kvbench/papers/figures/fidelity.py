@@ -21,7 +21,7 @@ from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.sweep import FULL, Point
 from kvbench.plan.cells import Group
 from kvbench.run import experiment
-from kvbench.run.forced import texts_of
+from kvbench.run.forced import choose_texts
 from kvbench.run.host import Host
 from kvbench.store.fidelity import MeanDivergence, TextFidelity, mean_divergence, summarise_texts
 from kvbench.store.results import Sample, share
@@ -152,7 +152,7 @@ def _prompt_divergences(
     # one pass over the prompt fills the full cache and that of each method
     caches = host.prefill(ids, [Chain()] + list(chains))
     full = caches[0]
-    texts = texts_of(host, example, full)
+    texts = choose_texts(host, example, full)
     if example.tokens:
         # the text itself continues behind its prefix
         texts["reference"] = list(example.tokens[len(ids) :])

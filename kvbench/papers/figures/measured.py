@@ -27,11 +27,13 @@ from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
-from kvbench.report import of_run, summary
+from kvbench.report import of_run
+from kvbench.report.collect import report_cell
 from kvbench.report.scatter import line_of
 from kvbench.run import experiment
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, share
+from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.metrics import metric, stats
 
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
@@ -142,7 +144,7 @@ class Ran:
         """Return the results of a point's cells, without refused cells and those that have no answer."""
         results = []
         for group, cell in cells:
-            means = summary.measured(group, cell, self.run.store).summary
+            means = report_cell(group, cell, SampleReader(self.run.store)).summary
             if means is not None:
                 own_scores = scores(self.run.store, group, cell)
                 results.append(_TaskResult(group, means, self._pairs(group, cell), own_scores))
@@ -178,7 +180,7 @@ class Ran:
             return store.status(cell.id).reason or "not measured"
         if len(measured) < len(group.examples):
             return f"{len(measured)} of {len(group.examples)} examples measured"
-        if summary.measured(group, cell, store).unchanged:
+        if report_cell(group, cell, SampleReader(store)).unchanged:
             return "nothing was compressed"
         return None
 
@@ -211,7 +213,7 @@ class MeasuredFigure:
         counts: set[int] = set()
         omissions: list[str] = []
         for ran in self.ran:
-            settings[of_run.settings(ran.run).removesuffix(".")] = None
+            settings[of_run.describe_settings(ran.run).removesuffix(".")] = None
             # points without a place of their own are methods that the user named
             own_methods += [point.method for point in ran.sweep.points if math.isnan(point.x)]
             counts.update(len(group.examples) for group in ran.run.groups)

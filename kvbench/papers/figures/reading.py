@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from kvbench.base.errors import UsageError
 from kvbench.engine.limits import check_capacity
-from kvbench.engine.prefill import as_prompt
-from kvbench.engine.prompt_pass import observe
+from kvbench.engine.prefill import prepare_ids
+from kvbench.engine.prompt_pass import observe_prompt
 from kvbench.kv.model_shape import Shape, from_config
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.chain import Chain
@@ -56,7 +56,7 @@ class Reading:
         Raises UsageError if fewer than ``least`` tokens are left, with ``why`` as the reason, or if there are more than
         the model reads with full attention.
         """
-        ids = as_prompt(self.model, prompt.ids)
+        ids = prepare_ids(self.model, prompt.ids)
         if self.knobs.get("tokens") is not None:
             # attention is causal: the first tokens of a prompt are computed as if it ended there
             ids = ids[: self.knobs["tokens"]]
@@ -75,7 +75,7 @@ class Reading:
     def read(self, ids: Tensor, needs: Needs, on_layer: OnLayer, chain: Chain | None = None) -> None:
         """Hand every layer of one pass over ``ids`` to ``on_layer``: observation, keys and values [Hk, n, D]."""
         # one layer's activations are held at a time, so that long prompts fit
-        observe(self.model, ids, needs, on_layer, chain=chain)
+        observe_prompt(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
         """Return the numbers of the layers that the knob ``layers`` names, or of those at ``depths`` without this knob.

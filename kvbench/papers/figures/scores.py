@@ -276,11 +276,11 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
         for point, group, cell in ran.cells():
             cell_samples = list(ran.run.samples(group, cell).values())
             if group.task.category == "needle" and cell_samples and ran.run.store.refusal(cell.id) is None:
-                shown_points = heatmap.points(cell_samples, metric(group.task.metric).show)
+                shown_points = heatmap.read_points(cell_samples, metric(group.task.metric).show)
                 points.setdefault(point.series, []).extend(shown_points)
     rows = []
     for series, series_points in points.items():
-        for length, depth, score, n in heatmap.heat_map(series_points).rows():
+        for length, depth, score, n in heatmap.build_map(series_points).rows():
             rows.append((series, length, depth, score, n))
     return pd.DataFrame(rows, columns=["series", "length", "depth", "score", "n"])
 
@@ -295,7 +295,7 @@ def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
     named = re.search(r"phrasing=(\w+)", facts.get("runs", ""))
     if named:
         silence = EMPTY_SCORES.get(named.group(1), 0.0)
-    return data.assign(silence=silence, found=heatmap.found(data["score"], silence))
+    return data.assign(silence=silence, found=heatmap.rescale_score(data["score"], silence))
 
 
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:

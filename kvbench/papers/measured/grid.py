@@ -14,10 +14,10 @@ from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse
 from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import labels
+from kvbench.report.collect import MANY_EMPTY
 from kvbench.report.render import EVICTING, EVICTS
-from kvbench.report.summary import MANY_EMPTY
 from kvbench.report.table import Bold, Table
-from kvbench.store.provenance import local_changes
+from kvbench.store.provenance import describe_local_changes
 from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
 SHOWS = ("both", "ours", "published", "delta")
@@ -354,7 +354,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
         yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
     yield from _empty_answers(view)
     if ours.run is not None:
-        changed = local_changes(ours.run.records())
+        changed = describe_local_changes(ours.run.records())
         if changed:
             yield changed
     if EVICTS in shown:

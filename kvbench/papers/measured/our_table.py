@@ -25,9 +25,11 @@ from kvbench.plan import presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, context_of
-from kvbench.report import summary
+from kvbench.report.collect import report_cell
 from kvbench.report.data import CellResult
+from kvbench.report.summary import summarise
 from kvbench.store.cell import Cell
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
@@ -121,8 +123,8 @@ class OurTable:
         if not cells:
             return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
         assert self.run is not None
-        store = self.run.store
-        results = [summary.measured(group, cell, store) for group, cell in cells]
+        reader = SampleReader(self.run.store)
+        results = [report_cell(group, cell, reader) for group, cell in cells]
         measured = []
         for part, result in zip(cells, results, strict=True):
             if result.status in ("refused", "failed"):
@@ -134,10 +136,10 @@ class OurTable:
         # the tasks of one dataset are pooled: each of their examples counts the same
         samples = []
         for group, cell in measured:
-            stored = store.samples(cell.id)
+            stored = reader.read(cell.id)
             samples += [stored[e.id] for e in group.examples if e.id in stored]
         total = sum(len(group.task.examples) for group, _ in cells)
-        pooled = summary.summarise(samples, cells[0][0].task.metric, total)
+        pooled = summarise(samples, cells[0][0].task.metric, total)
         unchanged = all(result.unchanged for result in results if result.status == "measured")
         ids = " ".join(cell.id for _, cell in cells)
         return CellResult("", ids, "measured", summary=pooled, unchanged=unchanged)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from kvbench.report import listing, verdict
 from kvbench.report.data import CellResult, ReportColumn, ReportData, ReportRow
 from kvbench.report.looks import look_of
-from kvbench.report.summary import paired_delta, row_means, summarise
+from kvbench.report.summary import paired_delta, summarise, summarise_row
 from kvbench.report.table import range_text
 from kvbench.report.verdict import MethodVerdict
 from kvbench.store.results import Sample
@@ -61,7 +61,7 @@ def collect(store: ResultStore) -> list[VerdictSet]:
     """Return the verdicts on all stored methods that stand beside a full cache, by model and dataset."""
     # keys are model, dataset and prompt, then everything but the method: such results differ in the method alone
     comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
-    for cell in listing.rows(store, {}):
+    for cell in listing.list_cells(store, {}):
         identity = cell.record.identity
         # imported results say nothing of their chain
         if cell.record.kind is not None or "chain" not in identity:
@@ -119,7 +119,7 @@ def _judge(
             baseline = None
             if label != FULL:
                 baseline = [_scores(samples_of[name].get(FULL, {})) for name in names]
-            means = row_means(summaries, [_scores(samples_of[name].get(label, {})) for name in names], baseline)
+            means = summarise_row(summaries, [_scores(samples_of[name].get(label, {})) for name in names], baseline)
         rows.append(ReportRow(label, False, tuple(cells_of_row), means, is_full=label == FULL))
     report = ReportData(
         model=model,
@@ -129,7 +129,7 @@ def _judge(
         notes=(),
         results=str(store.root),
     )
-    pairs = zip(verdict.verdicts(report), rows[1:], strict=True)
+    pairs = zip(verdict.judge_methods(report), rows[1:], strict=True)
     found = tuple((each, row) for each, row in pairs if each.outcome)
     if not found:
         return None

@@ -88,9 +88,9 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     if count:
         answers = samples.collect(run_plan.prepare(config.parse(request)), count)
     store = ResultStore(results)
-    runs = open_results.records(store)
+    runs = open_results.list_lines(store)
     for place in places:
-        for line in open_results.read(place):
+        for line in open_results.read_lines(place):
             line["from"] = str(place)
             runs.append(line)
     report = page.ReportPage(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
 from kvbench.plan.keys import Key, one_of, pairs, values
-from kvbench.run.console import format_argument
+from kvbench.run.console import add_format_option
 
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
@@ -57,7 +57,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", help="method that made the answers, the same as method=")
     parser.add_argument("--store", action="store_true", help="store each dataset as a result; needs model= and method=")
     parser.add_argument("--timing", action="store_true", help="add the seconds of each dataset to the table")
-    format_argument(parser)
+    add_format_option(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -65,7 +65,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
                 experiment.fill(run, quiet=args.json)
         if stop.status is not None:
             return stop.status
-    reports = [of_run.report(run) for run in runs]
+    reports = [of_run.report_run(run) for run in runs]
     statuses: set[str] = set()
     for report in reports:
         statuses |= {cell.status for cell in report.cells}

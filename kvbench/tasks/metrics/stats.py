@@ -244,9 +244,15 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
 
 def in_percent(interval: Interval | None) -> Interval | None:
     """Return an interval of shares in per cent; None for None."""
+    return scaled(interval, 100)
+
+
+def scaled(interval: Interval | None, scale: float) -> Interval | None:
+    """Return an interval with both ends multiplied by ``scale``; None for None."""
     if interval is None:
         return None
-    return 100 * interval[0], 100 * interval[1]
+    low, high = interval
+    return scale * low, scale * high
 
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:

@@ -16,7 +16,8 @@ from kvbench.papers.figures import measured, registry, scores, think
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure
 from kvbench.papers.figures.sweep import Point, Sweep
 from kvbench.plan import keys
-from kvbench.report import summary
+from kvbench.report.collect import report_cell
+from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("draws every measured figure twice")
@@ -99,7 +100,7 @@ def test_rows_are_what_the_store_holds(ran):
         held_bytes += sum(s["overhead16"] for s in samples)
         assert row["bytes"] == pytest.approx(100 * held_bytes / all_of_it)
         assert np.isnan(row["low"]), "three examples say nothing about an interval"
-        assert row["score"] == summary.measured(group, cell, sweep_run.run.store).summary.score
+        assert row["score"] == report_cell(group, cell, SampleReader(sweep_run.run.store)).summary.score
     for (_, _), rows in data.groupby(["series", "x"]):
         each = rows[rows["task"] != MEAN]
         mean = rows[rows["task"] == MEAN].iloc[0]

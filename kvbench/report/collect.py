@@ -1,0 +1,336 @@
+"""Collect a report's columns, rows and notes from stored samples. Each cell's samples are read from disk once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from kvbench.plan.advice import LITTLE_LEFT, about_floors, at_floor
+from kvbench.plan.cells import Group
+from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow
+from kvbench.report.summary import answers_by_context, paired_delta, summarise, summarise_row
+from kvbench.report.unchanged import is_unchanged
+from kvbench.store.cell import Cell
+from kvbench.store.labels import list_settings
+from kvbench.store.results import CellSummary, Sample
+from kvbench.store.sample_reader import SampleReader
+from kvbench.store.store import ResultStore
+from kvbench.store.turns import compare_falls
+from kvbench.tasks.metrics import metric
+
+MANY_EMPTY = 0.25
+"""The share of empty answers of the full cache from which a note says so."""
+NO_SUMMARIES: Mapping[str, CellSummary] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The parts of a report that stored samples give. ``ReportData`` describes the fields."""
+
+    columns: tuple[ReportColumn, ...]
+    rows: tuple[ReportRow, ...]
+    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
+    apart: tuple[str, ...]
+
+
+def collect(
+    groups: Sequence[Group], store: ResultStore, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
+) -> Collected:
+    """Return the columns, rows and notes of a report on these groups.
+
+    Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
+    cell and the full cache both have.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
+    # the samples of one task are in memory at a time: a reader keeps all that it has read
+    tasks = [_collect_task(group, SampleReader(store), summaries) for group in groups]
+    # rows in the order in which the groups name them first
+    labels: dict[str, None] = {}
+    for group in groups:
+        labels |= dict.fromkeys(cell.label for cell in group.cells)
+    rows = [_build_row(label, groups, tasks) for label in labels]
+    columns = []
+    for i, group in enumerate(groups):
+        # only the full cache's cell says whether its scores are at the floor
+        floor = any(bool(row.cells[i].floor) for row in rows)
+        columns.append(ReportColumn(group.column, group.task.metric, group.task.category, floor))
+    notes = []
+    if len(rows) > 1:
+        notes += about_floors([c.task for c in columns if c.floor], len(columns))
+    for task in tasks:
+        notes += task.about_cuts
+    notes += _note_unscored(rows)
+    notes += _note_empty(groups, rows)
+    for task in tasks:
+        notes += task.about_unended
+    # a budget while decoding shows its effect over a long answer, and in when the answer ends
+    evictors = []
+    for group in groups:
+        evictors += [cell.chain.evictor for cell in group.cells]
+    if any(evictor is not None and evictor.every for evictor in evictors):
+        notes += _note_lengths(rows)
+    apart: dict[str, None] = {}
+    for task in tasks:
+        apart |= dict.fromkeys(task.apart)
+    return Collected(
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=tuple(notes),
+        remarks=tuple(_note_batches(rows)),
+        apart=tuple(apart),
+    )
+
+
+@dataclass(frozen=True)
+class _TaskResults:
+    """All that a report takes from the samples of one task.
+
+    cells: each method's entry of the table, by label.
+    scores: each method's scores by example, by label; empty for a refused cell.
+    full_scores: the full cache's scores by example; empty without a full cache.
+    about_cuts, about_unended: the notes on cut prompts, and on answers that were cut off.
+    apart: the labels of the cells that did not share the prefill of the first cell.
+    """
+
+    cells: Mapping[str, CellResult]
+    scores: Mapping[str, Mapping[str, float]]
+    full_scores: Mapping[str, float]
+    about_cuts: Sequence[str]
+    about_unended: Sequence[str]
+    apart: Sequence[str]
+
+
+def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, CellSummary]) -> _TaskResults:
+    """Return all that a report takes from the samples of one task."""
+    cells: dict[str, CellResult] = {}
+    scores: dict[str, dict[str, float]] = {}
+    first_measured = None
+    for cell in group.cells:
+        # of several cells with one label, the first stands in the table
+        if cell.label in cells:
+            continue
+        cells[cell.label] = report_cell(group, cell, reader, summaries)
+        scores[cell.label] = _read_scores(group, cell, reader)
+        if first_measured is None and cells[cell.label].summary is not None:
+            first_measured = cell
+    full_scores: dict[str, float] = {}
+    full = next((c for c in group.cells if not c.chain.stages), None)
+    if full is not None:
+        full_scores = _read_scores(group, full, reader)
+    about_cuts: list[str] = []
+    if first_measured is not None:
+        # all cells read the same prompts
+        about_cuts = _note_cuts(group, reader.read(first_measured.id))
+    return _TaskResults(
+        cells=cells,
+        scores=scores,
+        full_scores=full_scores,
+        about_cuts=about_cuts,
+        about_unended=_note_unended(group, reader),
+        apart=_find_apart(group, reader),
+    )
+
+
+def report_cell(
+    group: Group, cell: Cell, reader: SampleReader, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
+) -> CellResult:
+    """Return the table entry of one cell: its summary over this run's examples, or the reason why it has no summary.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
+    store = reader.store
+    result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, list_settings(cell.identity))
+    damage = store.damage(cell.id)
+    if damage is not None:
+        return replace(result, status="failed", reason=damage, damaged=True)
+    refusal = store.refusal(cell.id)
+    if refusal is not None:
+        return replace(result, status="refused", reason=refusal)
+    ids = {e.id for e in group.examples}
+    samples = {i: s for i, s in reader.read(cell.id).items() if i in ids}
+    if len(samples) < len(ids):
+        status = store.status(cell.id)
+        if status.status == "failed":
+            return replace(result, status="failed", reason=status.reason)
+    if not samples:
+        return result
+    floor = None
+    if not cell.chain.stages:
+        floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
+    summary = summaries.get(cell.id)
+    # the store may hold examples that this run leaves out, which such a summary counts
+    if summary is None or summary.n != len(samples):
+        summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    delta, fall = None, None
+    full = next((c for c in group.cells if not c.chain.stages), None)
+    if full is not None and cell.chain.stages and store.refusal(full.id) is None:
+        full_samples = reader.read(full.id)
+        delta = paired_delta(samples, full_samples, group.task.metric)
+        fall = _compare_falls(group, samples, full_samples)
+    return replace(
+        result,
+        status="measured",
+        floor=floor,
+        summary=summary,
+        delta=delta,
+        fall_beside_full=fall,
+        unchanged=is_unchanged(cell, samples, reader),
+    )
+
+
+def _compare_falls(group: Group, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample]) -> Delta | None:
+    """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
+    contexts, full_contexts = answers_by_context(samples.values()), answers_by_context(full_samples.values())
+    difference = compare_falls(contexts, full_contexts, group.task.metric)
+    if difference is None:
+        return None
+    mean, interval = difference
+    return Delta(mean, interval)
+
+
+def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, float]:
+    """Return the scores of a cell by example, for this run's examples; {} for a refused cell."""
+    if reader.store.refusal(cell.id) is not None:
+        return {}
+    samples = reader.read(cell.id)
+    scores = {}
+    for example in group.examples:
+        sample = samples.get(example.id)
+        if sample is not None and sample.score is not None:
+            scores[example.id] = sample.score
+    return scores
+
+
+def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults]) -> ReportRow:
+    """Return the row of the method with a label, over all groups."""
+    compresses = False
+    for group in groups:
+        cell = next(cell for cell in group.cells if cell.label == label)
+        compresses = compresses or bool(cell.chain.stages)
+    cells = tuple(task.cells[label] for task in tasks)
+    summaries = [c.summary for c in cells if c.summary is not None]
+    means = None
+    if summaries:
+        full_scores = None
+        if compresses:
+            full_scores = [task.full_scores for task in tasks]
+        means = summarise_row(summaries, [task.scores[label] for task in tasks], full_scores)
+    return ReportRow(label, any(c.evicts for c in cells), cells, means, is_full=not compresses)
+
+
+def _note_cuts(group: Group, samples: Mapping[str, Sample]) -> list[str]:
+    """Return the note that a task's prompts were cut to a small part of their tokens; [] if they were not."""
+    cut = [samples[e.id] for e in group.examples if e.id in samples and samples[e.id].cut]
+    tokens_left = sum(s.n for s in cut)
+    tokens_before = sum(s.n + s.cut for s in cut)
+    if tokens_left >= LITTLE_LEFT * tokens_before:
+        return []
+    return [
+        f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {tokens_left:,} of "
+        f"{tokens_before:,} tokens (the model's context or max_length=): what is asked for may be cut out."
+    ]
+
+
+def _note_unscored(rows: Sequence[ReportRow]) -> list[str]:
+    """Return a note for each task with references that its metric cannot score."""
+    most_unscored: dict[str, CellSummary] = {}
+    for row in rows:
+        for cell in row.cells:
+            if cell.summary is None or not cell.summary.unscored:
+                continue
+            known = most_unscored.get(cell.task)
+            if known is None or cell.summary.unscored > known.unscored:
+                most_unscored[cell.task] = cell.summary
+    return [
+        f"{task}: {s.unscored} of {s.n} answers have no score: {s.metric} ({metric(s.metric).description}) cannot read "
+        "their references. Means are of the others."
+        for task, s in most_unscored.items()
+    ]
+
+
+def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:
+    """Return a note for each task with many empty answers of the full cache. The model fails there."""
+    notes = []
+    for i, group in enumerate(groups):
+        full = next((c.label for c in group.cells if not c.chain.stages), None)
+        summary = next((r.cells[i].summary for r in rows if r.method == full), None)
+        if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].tokens:
+            notes.append(
+                f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "
+                "asks for one; prompt=chat may help a chat model."
+            )
+    return notes
+
+
+def _note_unended(group: Group, reader: SampleReader) -> list[str]:
+    """Return the note that answers of worked solutions were cut off, and may lack a result; [] if none was."""
+    if not metric(group.task.metric).lengths:
+        return []
+    most = {example.id: example.max_new_tokens for example in group.examples}
+    counts = []
+    for cell in group.cells:
+        if reader.store.damage(cell.id) is not None:
+            continue
+        reached: list[bool] = []
+        for i, sample in reader.read(cell.id).items():
+            # the store may have samples of examples that this run leaves out
+            if i in most:
+                reached += [length >= most[i] for length in sample.answer_lengths]
+        if any(reached):
+            counts.append(f"{cell.label} {sum(reached)} of {len(reached)}")
+    if not counts:
+        return []
+    return [
+        f"{group.column}: answers that reach max_new_tokens={max(most.values())} are cut off there and may "
+        f"lack a final result: {', '.join(counts)}."
+    ]
+
+
+def _find_apart(group: Group, reader: SampleReader) -> list[str]:
+    """Return the labels of cells that did not share the prefill of the first cell with the same key."""
+    labels: dict[str, None] = {}
+    first: dict[str, dict[str, float]] = {}
+    for cell in group.cells:
+        times = {i: sample.timing.prefill_s for i, sample in reader.read(cell.id).items()}
+        # a user's methods read the prompts apart from all others
+        key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
+        shared = first.setdefault(key, times)
+        if any(shared.get(i, seconds) != seconds for i, seconds in times.items()):
+            labels[cell.label] = None
+    return list(labels)
+
+
+def _note_batches(rows: Sequence[ReportRow]) -> list[str]:
+    """Return the note that decode batches took more memory than their rows' tokens; [] if they did not."""
+    factors = []
+    for row in rows:
+        for cell in row.cells:
+            if cell.summary is not None and cell.summary.timing.batch_factor:
+                factors.append(cell.summary.timing.batch_factor)
+    if not factors or max(factors) < 1.05:
+        return []
+    least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    times = most
+    if least != most:
+        times = f"{least} to {most}"
+    return [
+        f"While decoding, a batch took {times} times the key and value bytes of its "
+        "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."
+    ]
+
+
+def _note_lengths(rows: Sequence[ReportRow]) -> list[str]:
+    """Return the note on the length of each method's answers, and the most tokens that a head held."""
+    lengths = []
+    for row in rows:
+        summaries = [c.summary for c in row.cells if c.summary is not None]
+        if summaries:
+            tokens = sum((s.new_tokens or 0) * s.n for s in summaries) / sum(s.n for s in summaries)
+            peak = max(s.decode_peak or 0 for s in summaries)
+            lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
+    if not lengths:
+        return []
+    return [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]

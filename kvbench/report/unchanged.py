@@ -1,0 +1,65 @@
+"""Find methods that compressed nothing: their cache and their answers are the full cache's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvbench.methods.core.chain import Chain
+from kvbench.store.cell import Cell
+from kvbench.store.fidelity import diverges
+from kvbench.store.results import Sample
+from kvbench.store.sample_reader import SampleReader
+
+UNCHANGED = 0.99
+"""The share of prompts on which a method must do what the full cache does for its row to say so."""
+
+
+def is_unchanged(cell: Cell, samples: Mapping[str, Sample], reader: SampleReader) -> bool:
+    """Return True if a method compressed nothing: for UNCHANGED of prompts, cache and answer equal the full cache's.
+
+    samples: the cell's samples by example. The full cache's are read from the store, whichever run measured them.
+
+    Return False if no prompt has an answer of the full cache, and for a method that fails ``only_compresses``.
+    """
+    if not only_compresses(cell.chain):
+        return False
+    if not any(_keeps_all_tokens(sample) for sample in samples.values()):
+        # most methods drop tokens of every prompt: then the full cache's answers need not be read
+        return False
+    full_samples = reader.read(cell.full.id)
+    by_query_head = cell.chain.per == "query_head"
+    equal = []
+    for example, sample in samples.items():
+        if example in full_samples:
+            equal.append(same_as_full(sample, full_samples[example], by_query_head))
+    return bool(equal) and sum(equal) >= UNCHANGED * len(equal)
+
+
+def only_compresses(chain: Chain) -> bool:
+    """Return True if a method did nothing whenever it holds all tokens and bytes and answers as the full cache.
+
+    A method that attends only some of the tokens it holds, or shares logits among heads, does something else.
+    """
+    if not chain.stages or chain.masks or chain.sharer is not None:
+        return False
+    # the most tokens held belong to the layer that holds most; if some layers are spared, they hide the others
+    return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
+
+
+def _keeps_all_tokens(sample: Sample) -> bool:
+    """Return True if a method kept every token of a prompt."""
+    return sample.kept >= sample.n
+
+
+def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> bool:
+    """Return True if a method's sample holds no fewer tokens and bytes than the full cache's, and answers alike.
+
+    With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.
+    """
+    keeps_all = _keeps_all_tokens(sample) and (sample.decode_peak or 0) >= (full.decode_peak or 0)
+    size = full.payload16
+    if by_query_head and full.payload_kv_head and full.payload_query_head:
+        size *= full.payload_query_head / full.payload_kv_head
+    same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)
+    differs = any(map(diverges, (sample.fidelity or {}).values()))
+    return keeps_all and sample.payload16 >= size and same_answer and not differs
