@@ -46,7 +46,7 @@ WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/"
 WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
 """Pages whose tables need the space of both sidebars."""
 CLAIMS = "results/claims.md"
-TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.papers())})-(\d+)\.md")
+TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.paper_ids())})-(\d+)\.md")
 """Pages of a paper's table: the paper, and the number of the table."""
 TABLE_OF_TINY = re.compile(r"results/tiny/tiny-([\w-]+)\.md")
 """Pages of a measurement on the tiny model: what is varied."""
@@ -139,7 +139,7 @@ def _introduced(text: str, name: str) -> str:
     of_paper, of_tiny = TABLE_OF_PAPER.fullmatch(name), TABLE_OF_TINY.fullmatch(name)
     if of_paper:
         paper, number = of_paper.groups()
-        link = f"[{catalogue.paper(paper).name}](../../docs/papers/{paper}.md)"
+        link = f"[{catalogue.read_paper(paper).name}](../../docs/papers/{paper}.md)"
         about = (
             f"This is table {number} of {link} as kvbench measures it. The notes below the table explain its entries."
         )

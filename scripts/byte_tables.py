@@ -51,7 +51,7 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
     reports = [of_run.report_run(run) for run in runs]
-    own = own_tables.read(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
+    own = own_tables.read_own_table(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"kvbench table {name}{model} {TABLES[table]}".strip()
     heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"

@@ -160,7 +160,7 @@ def mean_holds(x: Data, truth: float, bounds: stats.Bounds = (0.0, 1.0)) -> bool
 
 def share_holds(x: Data) -> bool:
     """Tell whether the interval of a share holds 80 %."""
-    return holds(stats.share([x]).ci, 80.0)
+    return holds(stats.share_of_full([x]).ci, 80.0)
 
 
 def ratio_holds(x: Data, truth: float) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbench.methods.core.kvpress_package import installed_version, listing
+from kvbench.methods.core.kvpress_package import installed_version, press_records
 from kvbench.report import writers
 
 PAGE = Path(__file__).parent.parent / "docs" / "kvpress.md"
@@ -14,7 +14,7 @@ START = "| method |"
 def table() -> str:
     """Return the table of all presses as Markdown, with the version that has them."""
     rows = []
-    for item in listing():
+    for item in press_records():
         knobs = " ".join(f"`{knob}={_text(default)}`" for knob, default in item["knobs"].items())
         rows.append((f"`{item['id']}`", item["there"], item["here"], knobs))
     text = writers.table(("method", "what it drops, in kvpress", "here", "options"), rows)

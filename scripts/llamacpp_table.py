@@ -25,7 +25,7 @@ from kvbench.engines import divergence, llamacpp
 from kvbench.engines.llamacpp import CacheType
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.methods.core.resolve import resolve
-from kvbench.models.fetch import gguf_file, packages
+from kvbench.models.fetch import gguf_file, packages_by_name
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report import writers
@@ -91,7 +91,7 @@ def prepare(results: str) -> tuple[RunPlan, EngineRun]:
             "results": results,
         }
     )
-    package = packages()[MODEL]
+    package = packages_by_name()[MODEL]
     digest = package.sha256[package.gguf][: llamacpp.DIGITS]
     rows = [_row(digest, pair.cache_type) for pair in pairs()] + [_row(digest, FLOOR)]
     plan = run_plan.prepare(cfg)

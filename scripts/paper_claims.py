@@ -36,13 +36,13 @@ from kvbench.store.store import ResultStore
 
 def samples(goal: Target) -> Path:
     """Return the path of the samples behind the tiny model's ledger. ``committed`` has a pretrained model's samples."""
-    return ledger.ledger_path(goal.model, goal.root, claims.papers()).with_suffix(".samples.jsonl.gz")
+    return ledger.ledger_path(goal.model, goal.root, claims.papers_with_claims()).with_suffix(".samples.jsonl.gz")
 
 
 def restore(goal: Target, store: ResultStore) -> None:
     """Put the committed samples of a ledger into ``store`` if they are missing there."""
     if goal.scored:
-        for paper in claims.papers():
+        for paper in claims.papers_with_claims():
             committed.restore(paper, store, goal.packs)
     elif samples(goal).exists():
         archive.unpack(samples(goal), store)
@@ -61,28 +61,30 @@ def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: Result
 
 def decided(goal: Target, prepared: Mapping[str, Sequence[OurTable]]) -> ledger.Ledger:
     """Return the ledger of the measured claims."""
-    return json.loads(json.dumps(claim_runner.plain(prepared, goal.model, claim_runner.settle(prepared, goal.model))))
+    return json.loads(
+        json.dumps(claim_runner.as_plain(prepared, goal.model, claim_runner.reach_verdicts(prepared, goal.model)))
+    )
 
 
 def page(root: Path) -> str:
     """Return all ledgers committed in ``root`` side by side, as Markdown."""
-    written = ledger.read(root)
+    written = ledger.read_ledgers(root)
     if not written:
         raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
-    tallies = [f"{one['model']}: {ledger.tally(one)}" for one in written]
+    tallies = [f"{one['model']}: {ledger.tally_verdicts(one)}" for one in written]
     return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md", above=tallies)
 
 
 def write(goal: Target, results: str) -> None:
     """Write a ledger, its samples, and the page of all ledgers."""
-    prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={results}", *goal.arguments])
+    prepared = claim_runner.prepare(claims.papers_with_claims(), goal.model, [f"results={results}", *goal.arguments])
     for tables in prepared.values():
         for rows in tables:
             if rows.run is not None:
                 experiment.settle(rows.run)
     pack(goal, prepared, ResultStore(Path(results)))
-    ledger.write(decided(goal, prepared), ledger.ledger_path(goal.model, goal.root, claims.papers()))
+    ledger.write_ledger(decided(goal, prepared), ledger.ledger_path(goal.model, goal.root, claims.papers_with_claims()))
     (goal.root / "claims.md").write_text(page(goal.root), encoding="utf-8")
 
 
@@ -91,10 +93,10 @@ def same(goal: Target) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         restore(goal, store)
-        prepared = claim_runner.prepare(claims.papers(), goal.model, [f"results={folder}", *goal.arguments])
+        prepared = claim_runner.prepare(claims.papers_with_claims(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
         verification.check(store, runs, goal.model)
-        path = ledger.ledger_path(goal.model, goal.root, claims.papers())
+        path = ledger.ledger_path(goal.model, goal.root, claims.papers_with_claims())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 
 
@@ -107,7 +109,7 @@ def same_page(root: Path) -> bool:
 def verify(found: Verification, models: Sequence[str] = (), root: Path = shards.COMMITTED) -> None:
     """Add to ``found`` whether samples give each ledger committed in ``root``, and ledgers the page of all."""
     for model in models or (PRETRAINED, stand_ins.MODEL):
-        path = ledger.ledger_path(model, root, claims.papers())
+        path = ledger.ledger_path(model, root, claims.papers_with_claims())
         if path.exists():
             remedy = f"python scripts/paper_claims.py --model {model}"
             found.add(str(path.relative_to(root)), partial(same, target(model, root)), remedy)
@@ -130,7 +132,9 @@ def _do(args: argparse.Namespace) -> int:
     if not args.pack:
         if not goal.scored:
             restore_tables(goal.tables(["all"]), goal, args.results)  # many rows of claims are also rows of tables
-        shares = [(p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers()]
+        shares = [
+            (p, ((f"claims/{p}",), goal.model, args.results, goal.arguments)) for p in claims.papers_with_claims()
+        ]
         rounds = shards.ROUNDS if goal.scored else (None,)
         shards.measure(shares, rounds, args.workers, lambda: write(goal, args.results))
     write(goal, args.results)

@@ -31,7 +31,7 @@ ORDER = (*MARKS, "not decidable here", "not measured yet", "not testable here")
 
 def pages() -> dict[str, str]:
     """Return the page of each paper and their index, by the name of the page."""
-    papers = [catalogue.paper(name) for name in catalogue.papers()]
+    papers = [catalogue.read_paper(name) for name in catalogue.paper_ids()]
     texts = {"papers/index.md": _index(papers)}
     for paper in papers:
         texts[f"papers/{paper.id}.md"] = _page(paper)
@@ -41,8 +41,8 @@ def pages() -> dict[str, str]:
 def navigation() -> list[dict[str, str]]:
     """Return the navigation of the papers: their index, and the page of each."""
     entries = [{"All papers": "papers/index.md"}]
-    for name in catalogue.papers():
-        entries.append({catalogue.paper(name).name: f"papers/{name}.md"})
+    for name in catalogue.paper_ids():
+        entries.append({catalogue.read_paper(name).name: f"papers/{name}.md"})
     return entries
 
 

@@ -27,7 +27,7 @@ import verification
 from verification import Verification
 
 from kvbench.papers.measured import coverage, our_table, page
-from kvbench.papers.measured.cell_view import View, view
+from kvbench.papers.measured.cell_view import View, build_view
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
@@ -72,7 +72,7 @@ class Target:
 
     def tables(self, wanted: Sequence[str]) -> list[TableSpec]:
         """Return the tables named in ``wanted`` that this target writes."""
-        specs = {t.id: t for name in wanted for t in table_spec.find(name)}.values()
+        specs = {t.id: t for name in wanted for t in table_spec.find_tables(name)}.values()
         return [t for t in specs if t.measurable or not self.scored]
 
 
@@ -120,7 +120,7 @@ def cost(ours: OurTable) -> str:
 def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
     """Return the table's run with its results in ``results``. A timed table's results are the committed ones."""
     if table.kind == timings.KIND:
-        return our_table.timed(timings.read(table, "", goal.root))
+        return our_table.timed_table(timings.read_timings(table, "", goal.root))
     return shards.prepare(table, goal.model, results, *goal.arguments, *more)
 
 
@@ -128,7 +128,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
     """Write the table from its measured cells, and its samples. ``time_it`` measures a timed table first."""
     ours = prepare(table, goal, results)
     if ours.timings is not None and time_it:
-        measuring.measure(ours.timings)
+        measuring.measure_missing(ours.timings)
         ours = prepare(table, goal, results)
     elif ours.run is not None:
         experiment.settle(ours.run)
@@ -137,11 +137,11 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
         else:
             cells = {c.id for g in ours.run.groups for c in g.cells if ours.run.store.samples(c.id)}
             archive.pack(ours.run.store, cells, goal.samples(table))
-    seen = view(ours)
+    seen = build_view(ours)
     goal.page(table).parent.mkdir(parents=True, exist_ok=True)
     goal.page(table).write_text(rendered(seen, goal), encoding="utf-8")
     if _counted(table):
-        coverage.write(goal.folder, coverage.count(seen))
+        coverage.write_counts(goal.folder, coverage.count_cells(seen))
 
 
 def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
@@ -187,13 +187,13 @@ def same(table: TableSpec, goal: Target) -> bool:
             archive.unpack(goal.samples(table), store)
         ours = prepare(table, goal, folder)
         verification.check(store, [ours.run] if ours.run is not None else [], goal.model)
-        seen = view(ours)
+        seen = build_view(ours)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal):
             # the page itself names the cells that were missing when it was written
             verification.need_texts((w.name for w, why in ours.absent.items() if why not in page_text), goal.model)
             return False
-        return not _counted(table) or coverage.read(goal.folder).get(table.id) == coverage.count(seen)
+        return not _counted(table) or coverage.read_counts(goal.folder).get(table.id) == coverage.count_cells(seen)
 
 
 def verify(

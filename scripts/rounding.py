@@ -22,6 +22,7 @@ import torch
 import verification
 from verification import Verification
 
+from kvbench.base.example import scored_text
 from kvbench.base.visible import say
 from kvbench.engine.likelihood import diverge
 from kvbench.engine.prefill import prefill_chains
@@ -58,8 +59,8 @@ def measure() -> str:
     (group,) = plan.groups
     records: list[dict[str, Any]] = []
     for i, example in enumerate(group.examples):
-        prefix = int(example.meta["prefix"])
-        ids, rest = torch.tensor(example.tokens[:prefix]), torch.tensor(example.tokens[prefix:])
+        window = scored_text(example)
+        ids, rest = torch.tensor(window.ids[: window.prefix]), torch.tensor(window.ids[window.prefix :])
         ways = []
         for plain, chunk_bytes in ((False, 2**28), (True, 2**26)):
             full, *caches = prefill_chains(model, ids, [Chain(), *chains], plain=plain)

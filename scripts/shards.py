@@ -23,7 +23,7 @@ from kvbench.engine import memory
 from kvbench.models import load
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table
-from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
@@ -46,7 +46,7 @@ Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 def find(name: str, model: str) -> Sequence[TableSpec]:
     """Return the tables of a name; ``claims/<paper>`` names the tables of rows that the paper's claims compare."""
     first, _, paper = name.partition("/")
-    return claim_runner.tables([paper], model) if first == claims.TABLE else table_spec.find(name)
+    return claim_runner.tables_of_claims([paper], model) if first == claims.TABLE else table_spec.find_tables(name)
 
 
 def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:
@@ -85,7 +85,7 @@ def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
     names, model, results, table_arguments = shard_tables
     options = (*table_arguments, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
     runs = [prepare(t, model, results, *options).run for name in names for t in find(name, model)]
-    return joint(r for r in runs if r is not None)
+    return join_runs(r for r in runs if r is not None)
 
 
 def _few(group: Group, most: int | None) -> Group:

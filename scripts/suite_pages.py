@@ -34,7 +34,7 @@ def page(folder: Path = FOLDER) -> str:
     """Return the page of the leaderboard as Markdown."""
     parts = ["# Leaderboard", *_introduction()]
     committed = rows(folder)
-    for name in definition.names():
+    for name in definition.suite_names():
         if name == TRIAL:
             continue
         of_suite = [row for row in committed if row["suite"] == name]

@@ -52,7 +52,7 @@ def smol():
     from kvbench.models import fetch
 
     try:
-        return fetch.located(SMOL)
+        return fetch.folder_of(SMOL)
     except UsageError as error:
         if os.environ.get("KVBENCH_REQUIRE_MODELS") == "1":
             pytest.fail(str(error))

@@ -88,10 +88,10 @@ def top_level() -> dict[str, Any]:
 @cache
 def entries(group: str) -> dict[str, dict[str, Any]]:
     """Return the entries of one config group by id. Entries of datasets come without their outer key."""
-    return {path.stem: entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
+    return {path.stem: read_entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
-def entry(group: str, path: Path) -> dict[str, Any]:
+def read_entry(group: str, path: Path) -> dict[str, Any]:
     """Return the entry in one YAML file of a config group. Raises UsageError if the file is malformed."""
     if group == "method":
         content = entry_of(path)
@@ -104,7 +104,7 @@ def entry(group: str, path: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in ("default_limit", "hub")}
 
 
-def commented(name: str) -> str:
+def keys_with_comments(name: str) -> str:
     """Return the keys in the file ``name`` of conf/ with their comments, without blocks that nobody types."""
     text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     # all of it is typed
@@ -135,14 +135,14 @@ def key_help(topic: str) -> str:
     blocks = []
     for name in names:
         whole: list[str] = []
-        for line in commented(name).strip().splitlines():
+        for line in keys_with_comments(name).strip().splitlines():
             # a comment on a line of its own goes on from a comment above it
             above = whole[-1] if whole else ""
             if line.lstrip().startswith("# ") and "# " in above and line.startswith("#") == above.startswith("#"):
                 whole[-1] += line.lstrip()[1:]
             else:
                 whole.append(line)
-        lines = [part for line in whole for part in _fit(line)]
+        lines = [part for line in whole for part in _wrap_line(line)]
         # conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")
@@ -150,7 +150,7 @@ def key_help(topic: str) -> str:
     return "\n".join(blocks)
 
 
-def _fit(line: str) -> list[str]:
+def _wrap_line(line: str) -> list[str]:
     """Return a line of YAML in lines of HELP_WIDTH characters: its comment goes on below its beginning."""
     code, mark, comment = line.partition("# ")
     if len(line) <= HELP_WIDTH or not mark:
@@ -179,5 +179,10 @@ def is_whole(value: object) -> bool:
 
 def check(key: str, value: object, ok: bool, allowed: str) -> None:
     """Raise UsageError that names the key, its value and the allowed values, unless ``ok``."""
-    if not ok:
-        raise UsageError(f"{key}={value!r} is not possible: {allowed} (see conf/config.yaml)")
+    if ok:
+        return
+    place = ""
+    # the file explains its own keys, and not those of methods, datasets and models
+    if key in whole_config():
+        place = " (see conf/config.yaml)"
+    raise UsageError(f"{key}={value!r} is not possible: {allowed}{place}")

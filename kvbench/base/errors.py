@@ -69,7 +69,7 @@ def headline(error: BaseException) -> str:
     return text
 
 
-def nearest(value: object, names: Iterable[str]) -> str | None:
+def nearest_name(value: object, names: Iterable[str]) -> str | None:
     """Return the name among ``names`` that is spelt most like ``value``, or None if all are spelt too differently."""
     # 0.5: about half of the letters in common; below that, a suggestion misleads
     near = difflib.get_close_matches(str(value), sorted(names), n=1, cutoff=0.5)
@@ -80,7 +80,7 @@ def nearest(value: object, names: Iterable[str]) -> str | None:
 
 def did_you_mean(value: object, names: Iterable[str]) -> str:
     """Return " Did you mean NAME?" with the nearest of ``names``; '' if none is near. The text begins with a space."""
-    near = nearest(value, names)
+    near = nearest_name(value, names)
     if near is None:
         return ""
     return f" Did you mean {near}?"

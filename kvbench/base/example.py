@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 
@@ -17,6 +17,36 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class ScoredText:
+    """A text that is scored token by token, by its likelihood, and has no answer.
+
+    ids: the exact token ids.
+    prefix: the number of tokens that are read and compressed first. All tokens behind them are fed.
+    chunk: the number of tokens that are fed at once.
+    divisor: the number by which the text's loss is divided: its tokens, words or bytes.
+    scored_from: the first token whose prediction counts, in windows of a long text; None: all tokens behind the prefix
+        count.
+    document: the name of the document that the text is from; '' if it is not named.
+    """
+
+    ids: tuple[int, ...]
+    prefix: int
+    divisor: float
+    chunk: int = 1
+    scored_from: int | None = None
+    document: str = ""
+
+    def facts(self) -> dict[str, Any]:
+        """Return all but the ids by name, without those that are not set."""
+        facts: dict[str, Any] = {"prefix": self.prefix, "chunk": self.chunk, "divisor": self.divisor}
+        if self.scored_from is not None:
+            facts["scored_from"] = self.scored_from
+        if self.document:
+            facts["document"] = self.document
+        return facts
+
+
+@dataclass(frozen=True)
 class Example:
     """One prompt with its references, or one context with several questions.
 
@@ -24,7 +54,7 @@ class Example:
     answers: the acceptable references.
     classes: the closed set of labels of a classification task.
     question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
-    tokens: the exact ids of a text that is scored by its likelihood, from ``meta["prefix"]`` on. It has no answer.
+    scored: the text, if the example is scored by its likelihood. ``prompt`` and ``answers`` are then empty.
     meta: facts about the example (length, depth, ...) that reports use.
     answer_prefix: the beginning of the answer. The model reads it last, behind the chat template if there is one.
     turns: the questions about the context ``prompt``, in order. ``question`` and ``answers`` are then empty.
@@ -36,10 +66,31 @@ class Example:
     max_new_tokens: int
     classes: tuple[str, ...] = ()
     question: str = ""
-    tokens: tuple[int, ...] = ()
+    scored: ScoredText | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
     answer_prefix: str = ""
     turns: tuple[Turn, ...] = ()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts that are stored with an answer: ``meta``, and how a scored text is read."""
+        if self.scored is None:
+            return dict(self.meta)
+        return self.scored.facts() | dict(self.meta)
+
+    def size(self) -> int:
+        """Return the length of a scored text in tokens, or of a prompt in characters, to compare a task's examples."""
+        if self.scored is not None:
+            return len(self.scored.ids)
+        return len(self.prompt)
+
+    def content(self) -> dict[str, Any]:
+        """Return all that the example holds by name, for hashes of the data."""
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scored"}
+        content["turns"] = [asdict(turn) for turn in self.turns]
+        # hashes name a scored text's ids and facts as they did before it had a record of its own
+        content["tokens"] = self.scored.ids if self.scored is not None else ()
+        content["meta"] = self.facts()
+        return content
 
     def asked(self, turn: int) -> Example:
         """Return one of the context's questions as a prompt of its own; ``turn`` counts from 0."""
@@ -56,3 +107,9 @@ class Example:
             answer_prefix=question.prefix or self.answer_prefix,
             turns=(),
         )
+
+
+def scored_text(example: Example) -> ScoredText:
+    """Return the text of an example that is scored by its likelihood."""
+    assert example.scored is not None, f"{example.id} has a prompt and an answer"
+    return example.scored

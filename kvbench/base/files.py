@@ -246,7 +246,7 @@ def lock(path: Path, wait_s: float) -> int | None:
         # O_NOFOLLOW: through a link, two names would lock one file
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         # a file removed between opening and locking locks nothing any more
-        if _take(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
+        if _try_lock(fd, fcntl.LOCK_EX, path) and _is_still_at(path, fd):
             return fd
         os.close(fd)
         if time.monotonic() > end:
@@ -262,7 +262,7 @@ def locked(path: Path) -> bool:
         return False
     # a shared lock is granted unless a process has the exclusive one
     try:
-        return not _take(fd, fcntl.LOCK_SH, path)
+        return not _try_lock(fd, fcntl.LOCK_SH, path)
     finally:
         os.close(fd)
 
@@ -290,7 +290,7 @@ def disk_error(error: OSError, path: Path) -> KvbenchError:
     return KvbenchError(f"{path} could not be written ({error.strerror}). Everything before is safe")
 
 
-def _take(fd: int, kind: int, path: Path) -> bool:
+def _try_lock(fd: int, kind: int, path: Path) -> bool:
     """Take a lock without waiting, and return False if another process holds it.
 
     Raises UsageError if the file system has no locks.

@@ -10,6 +10,8 @@ from typing import IO, Any
 
 # match control characters other than newline and tab, and characters that reorder a line; our own bold text stays
 STEERS = re.compile(r"(?!\x1b\[[01]m)[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069]")
+JSON_ESCAPES = "json"
+"""The name under which ``_json_escapes`` is registered as an error handler of streams."""
 
 
 def visible(text: str) -> str:
@@ -42,7 +44,7 @@ class VisibleStream:
         if hasattr(stream, "reconfigure"):
             errors = "replace"
             if as_json:
-                errors = "json"
+                errors = JSON_ESCAPES
             stream.reconfigure(errors=errors)
 
     def write(self, text: str) -> int:
@@ -59,7 +61,7 @@ def _json_escapes(error: UnicodeError) -> tuple[str, int]:
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
-codecs.register_error("json", _json_escapes)
+codecs.register_error(JSON_ESCAPES, _json_escapes)
 
 
 def describe_duration(seconds: float) -> str:

@@ -43,10 +43,10 @@ def model_config(cfg: ModelConfig) -> PretrainedConfig:
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         }
     # without rotary positions the family has learned ones (OPT), and its configuration knows none of these four keys
-    return load.scaled(cfg, AutoConfig.for_model(family, **sizes, **settings))
+    return load.config_with_scaling(cfg, AutoConfig.for_model(family, **sizes, **settings))
 
 
-def build(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
+def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
     """Return the model in eval mode on ``device``, cut to its first ``layers``. Random weights are drawn there.
 
     Raises UsageError if a checkpoint is to be cut, and KvbenchError if the model does not fit into memory.

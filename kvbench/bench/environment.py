@@ -20,7 +20,7 @@ GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "powe
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
 
 
-def facts(device: torch.device) -> dict[str, object]:
+def machine_facts(device: torch.device) -> dict[str, object]:
     """Return device, threads, versions and more by name, and on a GPU its clocks if they can be read."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
@@ -28,11 +28,11 @@ def facts(device: torch.device) -> dict[str, object]:
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     result: dict[str, object] = {
         "device": name,
-        "processor": _processor(),
+        "processor": _processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": load,
-        "paths": paths(device),
+        "paths": attention_path(device),
         "kvbench": version(),
         "commit": read_commit(),
         "python": platform.python_version(),
@@ -42,7 +42,7 @@ def facts(device: torch.device) -> dict[str, object]:
     if on_gpu:
         result["memory"] = torch.cuda.get_device_properties(device).total_memory
         result["cuda"] = torch.version.cuda
-        result["clocks"] = clocks(device)
+        result["clocks"] = read_clocks(device)
     return result
 
 
@@ -53,10 +53,10 @@ def under_load(device: torch.device) -> dict[str, object]:
     """
     if device.type != "cuda":
         return {}
-    return {"clocks_after": clocks(device)}
+    return {"clocks_after": read_clocks(device)}
 
 
-def paths(device: torch.device) -> str:
+def attention_path(device: torch.device) -> str:
     """Return ``kernels`` if decode attention runs in kernels on this device, else ``plain`` for plain PyTorch."""
     # on a CPU, kernels run only in Triton's interpreter, and its speed is not worth reporting
     if device.type != "cpu" and kernels.serves(device):
@@ -64,7 +64,7 @@ def paths(device: torch.device) -> str:
     return "plain"
 
 
-def clocks(device: torch.device) -> dict[str, str]:
+def read_clocks(device: torch.device) -> dict[str, str]:
     """Return the device's clocks from nvidia-smi, or {} if it cannot be run."""
     if shutil.which("nvidia-smi") is None:
         return {}
@@ -79,7 +79,7 @@ def clocks(device: torch.device) -> dict[str, str]:
     return dict(zip(GPU_FACTS, values, strict=False))
 
 
-def _processor() -> str:
+def _processor_name() -> str:
     """Return the processor's name, or '' if it is unknown."""
     # platform.processor() is empty on most Linux systems
     try:

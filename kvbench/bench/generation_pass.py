@@ -7,8 +7,8 @@ generates all of its tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.accounting import bytes_held
 from kvbench.bench.clock import Clock, timed_attention
-from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
+from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, stretch_starts, summarise_stretches
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
@@ -27,6 +27,9 @@ from kvbench.kv.segment import storage_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import NAME, attached
+
+NextLogits = Callable[[Tensor, Tensor], Tensor]
+"""A decode step: tokens [B, 1] at positions [B, 1] to logits [B, 1, V]."""
 
 
 @dataclass(frozen=True)
@@ -80,83 +83,140 @@ def run(
     Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
     """
     clock = Clock(model.device)
-    clock.wait()
-    began = time.perf_counter()
+    attention_timing: AbstractContextManager[None] = nullcontext()
     # a recorded step calls no attention function that could be timed
-    attention_timing = nullcontext() if graph else timed_attention(NAME, clock)
+    if not graph:
+        attention_timing = timed_attention(NAME, clock)
     with torch.no_grad(), attention_timing:
-        caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-        # greedy tokens [B, 1]
-        first = torch.stack([cache.logits for cache in caches]).argmax(dim=-1)[:, None]
-        clock.wait()
-        prompts_s = time.perf_counter() - began
-        prompt_attention_s = clock.attention_seconds()
+        prompts = _read_prompts(model, chain, ids, clock)
+        caches = prompts.caches
         cache_bytes = _bytes_held(caches)
         prefill_s = sum(cache.prefill_s for cache in caches)
         compress_s = sum(cache.compress_s for cache in caches)
-        starts = None
-        if sample is not None and moves(caches):
-            starts = windows(new - 1, sample)
+        # all steps are one stretch, unless only samples of them run
+        starts, width = [0], new - 1
+        sampled_starts = None
+        if sample is not None and can_be_lengthened(caches):
+            sampled_starts = stretch_starts(new - 1, sample)
+            if sampled_starts is not None:
+                starts, width = sampled_starts, sample
         with adapted(model, chain), attached(model):
             build_start = time.perf_counter()
             seen = caches[0].seen
             batch = build(model, give_up_caches(caches), new - 1)
-            next_logits = Graph(model, batch).step if graph else partial(step, model, batch)
+            next_logits: NextLogits = partial(step, model, batch)
+            if graph:
+                next_logits = Graph(model, batch).step
             clock.wait()
-            build_end = time.perf_counter()
+            build_s = time.perf_counter() - build_start
             payload_before = _payload(batch)
-            # bytes were counted twice, after the prompts and just now; leave the time of counting out
-            counting_s = build_start - began - prompts_s + time.perf_counter() - build_end
-            tokens, spans = [first], []
-            # all steps are one stretch, unless only samples of them run
-            stretches, stretch_steps = [0], new - 1
-            if starts is not None and sample is not None:
-                stretches, stretch_steps = starts, sample
-            for start in stretches:
-                skip(model, batch, start - batch.used)
-                for _ in range(stretch_steps):
-                    step_start = clock.mark()
-                    # rows that evict are not brought to a later length, so only the batch knows how many tokens have
-                    # come
-                    positions = torch.full_like(first, seen + batch.used)
-                    # the next token stays on the device, without a copy to the processor
-                    next_token = next_logits(tokens[-1], positions)[:, -1].argmax(dim=-1)[:, None]
-                    spans.append((step_start, clock.mark()))
-                    tokens.append(next_token)
-            clock.wait()
-            ended = time.perf_counter()
+            decoded = _decode(
+                model, batch, next_logits, prompts.tokens, seen=seen, starts=starts, width=width, clock=clock
+            )
             payload_after = _payload(batch)
-    steps = tuple(clock.seconds(start, end) for start, end in spans)
-    decode_attention_s = clock.attention_seconds()
-    ttft = prompts_s + build_end - build_start
-    if starts is None:
-        estimate = None
-        decode_s = sum(steps)
-        total_s = ended - began - counting_s
-    else:
-        estimate = sampled(new - 1, starts, steps)
+    ttft = prompts.seconds + build_s
+    estimate = None
+    # the time in which bytes were counted, before the batch was built and after it, is left out
+    total_s = ttft + decoded.seconds
+    decode_s = sum(decoded.steps)
+    if sampled_starts is not None:
+        estimate = summarise_stretches(new - 1, sampled_starts, decoded.steps)
         decode_s = estimate.seconds
         total_s = ttft + decode_s
     attention_s = None
     if not graph:
         # assume that attention has the same share of all steps as of the steps that ran
-        attention_s = prompt_attention_s + decode_attention_s * decode_s / sum(steps)
+        attention_s = prompts.attention + decoded.attention * decode_s / sum(decoded.steps)
     return Pass(
         ttft=ttft,
         prefill=prefill_s,
         compress=compress_s,
-        build=build_end - build_start,
+        build=build_s,
         decode=decode_s,
         tpot=decode_s / (new - 1),
         attention=attention_s,
         total=total_s,
-        steps=steps,
+        steps=decoded.steps,
         cache_bytes=cache_bytes,
         # the payload grows about evenly with the steps
         read_bytes=(payload_before + payload_after) / 2,
         sampled=estimate,
-        tokens=torch.cat(tokens, dim=1).cpu(),
+        tokens=decoded.tokens.cpu(),
     )
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts that were read and compressed.
+
+    tokens: the first token of each answer [B, 1].
+    seconds, attention: the time that all prompts took, and the part of it in attention.
+    """
+
+    caches: list[PromptCache]
+    tokens: Tensor
+    seconds: float
+    attention: float
+
+
+def _read_prompts(model: PreTrainedModel, chain: Chain, ids: Tensor, clock: Clock) -> _Prompts:
+    """Read and compress the prompts ``ids`` [B, n] one after the other."""
+    clock.wait()
+    start = time.perf_counter()
+    caches = [prefill_chains(model, row, [chain])[0] for row in ids]
+    tokens = torch.stack([cache.logits for cache in caches]).argmax(dim=-1)[:, None]
+    clock.wait()
+    seconds = time.perf_counter() - start
+    return _Prompts(caches, tokens, seconds, clock.attention_seconds())
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """The steps of a decode batch that ran.
+
+    tokens: the first token and that of each step [B, 1 + steps].
+    steps: the time of each step, by its own marks.
+    seconds, attention: the time around all steps, with what lies between them, and the part of it in attention.
+    """
+
+    tokens: Tensor
+    steps: tuple[float, ...]
+    seconds: float
+    attention: float
+
+
+def _decode(
+    model: PreTrainedModel,
+    batch: BatchLayers,
+    next_logits: NextLogits,
+    first: Tensor,
+    *,
+    seen: int,
+    starts: Sequence[int],
+    width: int,
+    clock: Clock,
+) -> _Decoded:
+    """Run stretches of ``width`` steps of a batch whose rows have read ``seen`` tokens each.
+
+    first: the tokens [B, 1] with which the first step begins.
+    starts: the first step of each stretch. The batch is brought to its length without the model.
+    """
+    start = time.perf_counter()
+    tokens, marks = [first], []
+    for stretch_start in starts:
+        lengthen(model, batch, stretch_start - batch.used)
+        for _ in range(width):
+            step_start = clock.mark()
+            # rows that evict are not brought to a later length, so only the batch knows how many tokens have come
+            positions = torch.full_like(first, seen + batch.used)
+            # the next token stays on the device, without a copy to the processor
+            next_token = next_logits(tokens[-1], positions)[:, -1].argmax(dim=-1)[:, None]
+            marks.append((step_start, clock.mark()))
+            tokens.append(next_token)
+    clock.wait()
+    seconds = time.perf_counter() - start
+    steps = tuple(clock.seconds(step_start, step_end) for step_start, step_end in marks)
+    return _Decoded(torch.cat(tokens, dim=1), steps, seconds, clock.attention_seconds())
 
 
 def _bytes_held(caches: Sequence[PromptCache]) -> int:

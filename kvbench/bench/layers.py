@@ -145,7 +145,7 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
     return layers.caches
 
 
-def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
+def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
     """Return (number, cache, count) of one layer of each kind. ``count`` layers of the model are of that kind.
 
     Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
@@ -174,9 +174,9 @@ def compressed(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[t
     return built
 
 
-def measure(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
+def measure_bytes(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
     """Return the bytes of real caches and of the formulas. Raises Refused for unsound positions or storages."""
-    layers = compressed(chain, shape, n, dtype)
+    layers = compress_layers(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     total = HeldBytes()
     payload, overhead, tokens, total16 = 0, 0, 0, 0

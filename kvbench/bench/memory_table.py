@@ -10,7 +10,7 @@ import torch
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
-from kvbench.bench.layers import MeasuredLayers, measure, working_bytes
+from kvbench.bench.layers import MeasuredLayers, measure_bytes, working_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.pages import PagesFreed
@@ -147,7 +147,7 @@ def default_methods() -> list[str]:
     return names
 
 
-def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
+def account_for(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
     """Return the account of one chain at a prompt of n tokens. Build a cache if ``build`` and memory allow it."""
     # None means that the prompt's text decides how many tokens stay
     declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
@@ -180,10 +180,10 @@ def account(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: boo
 def _measure_if_possible(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype) -> tuple[MeasuredLayers | None, str]:
     """Return (the layers of one chain, ''), or (None, why they were not built)."""
     need = working_bytes(c.chain, shape, n, dtype.itemsize)
-    if need > room():
+    if need > room_for_layer():
         return None, LAYERWISE.format(need=need / 2**30)
     try:
-        return measure(c.chain, shape, n, dtype), ""
+        return measure_bytes(c.chain, shape, n, dtype), ""
     except KvbenchError as error:
         return None, str(error)
     except Exception as error:
@@ -193,7 +193,7 @@ def _measure_if_possible(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtyp
         return None, f"failed: {type(error).__name__}: {error}"
 
 
-def room() -> float:
+def room_for_layer() -> float:
     """Return the bytes that a layer may take: half of the free memory."""
     return free_bytes(torch.device("cpu")) / 2
 
@@ -260,7 +260,9 @@ def _cells_by_head(account: Account, size: int) -> dict[str, str]:
     else:
         parts = [_five_characters(part / size) for part in built.held.parts()]
         # print a difference with its sign; a minus is U+2212
-        verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
+        verdict = f"{built.off:+d} B".replace("-", "−")
+        if built.agrees:
+            verdict = "✓"
     cells = [name, _five_characters(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
     cells.append(_five_characters(sums.overhead / size))

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, generation_pass, peers
-from kvbench.bench.sampling import moves, skip
-from kvbench.bench.workload import Workload, parse, prompts
+from kvbench.bench.sampling import can_be_lengthened, lengthen
+from kvbench.bench.workload import Workload, parse_workload, random_prompts
 from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
@@ -48,8 +48,8 @@ class Peak:
     reserved: int
 
 
-def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]:
-    """Return (result of ``run``, its peak memory). The peak is None on a CPU, where ``ask`` measures it."""
+def watch_memory(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]:
+    """Return (result of ``run``, its peak memory). The peak is None on a CPU, where ``ask_child`` measures it."""
     release()
     if device.type != "cuda":
         return run(), None
@@ -58,7 +58,7 @@ def watched(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | None]
     return result, Peak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
 
-def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
+def find_largest_batch(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
     """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row fits."""
     # low rows fit; high rows do not fit, or exceed the limit
     low, high = 0, 1
@@ -74,11 +74,11 @@ def largest(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
     return low
 
 
-def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
+def fits_memory(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
     """Return True if ``workload`` fits into memory: all its caches, the read of its last prompt, its last step."""
     try:
-        prompt = prompts(workload.sized(1), int(model.config.vocab_size), seed)[0]
-        _fill(model, chain, workload, prompt)
+        prompt = random_prompts(workload.sized(1), int(model.config.vocab_size), seed)[0]
+        _fill_memory(model, chain, workload, prompt)
         fitting = True
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -90,7 +90,7 @@ def fits(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) ->
 
 
 @torch.no_grad()
-def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tensor) -> None:
+def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tensor) -> None:
     """Allocate the memory of ``workload``. ``prompt`` [n] is read twice, and its cache copied for the other rows."""
     assert workload.batch is not None
     (cache,) = prefill_chains(model, prompt, [chain])
@@ -99,18 +99,18 @@ def _fill(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tens
     # read the last row beside all other caches, since a read's scratch memory counts, too
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
-        can_skip = moves(caches)
+        can_skip = can_be_lengthened(caches)
         seen = caches[0].seen
         batch = build(model, give_up_caches(caches), workload.new - 1)
         if can_skip:
             # the last of new - 1 steps runs over the longest cache
-            skip(model, batch, workload.new - 2)
+            lengthen(model, batch, workload.new - 2)
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)
         step(model, batch, token, torch.full_like(token, seen + batch.used))
 
 
 @contextmanager
-def limited(limit: float | None, device: torch.device) -> Iterator[None]:
+def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
     """Limit the memory of this process to ``limit`` GiB until exit.
 
     On a GPU the limit includes the weights. On a CPU it limits the further growth of the process's data.
@@ -172,7 +172,7 @@ class PeakAnswer(TypedDict, total=False):
     error: str
 
 
-def ask(
+def ask_child(
     what: str,
     overrides: Sequence[str],
     label: str,
@@ -232,14 +232,14 @@ def _send_answer(writer: Connection, request: PeakRequest) -> None:
     sys.stdout = sys.stderr
     # a parent that was interrupted does not read
     with suppress(BrokenPipeError):
-        writer.send(_answer(request))
+        writer.send(_answer_request(request))
 
 
-def _answer(request: PeakRequest) -> PeakAnswer:
+def _answer_request(request: PeakRequest) -> PeakAnswer:
     """Return the answer to ``request``. Errors are part of it, since the parent cannot catch them."""
     torch.set_num_threads(request.threads)
     try:
-        return _measure(request)
+        return _measure_request(request)
     except KvbenchError as error:
         return {"error": str(error)}
     except Exception as error:
@@ -248,35 +248,35 @@ def _answer(request: PeakRequest) -> PeakAnswer:
         return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
 
 
-def _measure(request: PeakRequest) -> PeakAnswer:
+def _measure_request(request: PeakRequest) -> PeakAnswer:
     """Build the model in this process, and return the largest batch or the peak bytes of one pass."""
     cfg = config.read(request.overrides)
     chains = {"full": Chain()}
     chains |= {c.label: c.chain for c in cfg.chains}
     what, label, seed = request.what, request.label, request.seed
-    workload, device = parse(request.workload), torch.device("cpu")
+    workload, device = parse_workload(request.workload), torch.device("cpu")
     # building the model without storage imports all of its code, so imports do not count as memory of the pass
     model_config = architecture.model_config(cfg.model)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(model_config)
     if what == "peak of a peer":
-        for package in peers.find(label).packages:
+        for package in peers.find_peer(label).packages:
             import_module(package)
     release()
     imported = process_memory("VmRSS")
-    with limited(request.limit, device):
-        model = architecture.build(cfg.model, device, request.layers)
+    with limit_memory(request.limit, device):
+        model = architecture.build_model(cfg.model, device, request.layers)
         if what == "largest":
 
             def rows_fit(rows: int) -> bool:
-                return fits(model, chains[label], workload.sized(rows), seed)
+                return fits_memory(model, chains[label], workload.sized(rows), seed)
 
-            return {"batch": largest(rows_fit)}
-        ids = prompts(workload, int(model.config.vocab_size), seed)
+            return {"batch": find_largest_batch(rows_fit)}
+        ids = random_prompts(workload, int(model.config.vocab_size), seed)
         if what == "peak":
             chain = chains[label]
             generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
         else:
-            peers.run(model, peers.find(label), ids, workload.new)
+            peers.run(model, peers.find_peer(label), ids, workload.new)
         peak_bytes = process_memory("VmHWM")
         return {"allocated": peak_bytes - imported, "reserved": peak_bytes}

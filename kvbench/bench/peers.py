@@ -187,7 +187,7 @@ _PEERS = (
 PEERS = {peer.name: peer for peer in _PEERS}
 
 
-def find(name: str) -> Peer:
+def find_peer(name: str) -> Peer:
     """Return a peer by name. Raises UsageError with the known names for any other."""
     if name not in PEERS:
         raise unknown("peer", name, (*PEERS, "all", "none"))
@@ -210,7 +210,9 @@ class _TokenRecorder(StoppingCriteria):
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Record the end of a token, and return False for every row of ``input_ids`` [B, tokens]."""
         token_end = self.clock.mark()
-        if not self.gaps:
+        is_first = not self.gaps
+        if is_first:
+            # count the cache's bytes once; the time that it takes is subtracted later
             start = time.perf_counter()
             self.first_bytes = cache_bytes(self.cache)
             self.counting_s = time.perf_counter() - start

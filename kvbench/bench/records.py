@@ -30,14 +30,14 @@ class RepeatSpread(TypedDict):
     n: int
 
 
-def key(identity: Mapping[str, object]) -> str:
+def key_of_identity(identity: Mapping[str, object]) -> str:
     """Return the hash of the facts that decide a row's numbers, as 12 hexadecimal digits."""
     # sort the keys, so that the order of collecting facts does not matter
     text = json.dumps(identity, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     """Return all rows of a file in order, without a torn last line. Raises KvbenchError for any other damage."""
     if not path.exists():
         return []
@@ -56,7 +56,7 @@ def read(path: Path) -> list[Row]:
     return rows
 
 
-def append(path: Path, rows: Sequence[Row]) -> None:
+def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append rows to the file and sync it. A torn last line is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as f:
@@ -73,12 +73,12 @@ def append(path: Path, rows: Sequence[Row]) -> None:
         os.fsync(f.fileno())
 
 
-def latest(rows: Sequence[Row]) -> dict[str, Row]:
+def latest_by_key(rows: Sequence[Row]) -> dict[str, Row]:
     """Return the last row of each key, by key."""
     return {row["key"]: row for row in rows}
 
 
-def spread(values: Sequence[float]) -> RepeatSpread:
+def spread_of(values: Sequence[float]) -> RepeatSpread:
     """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
     if len(values) == 1:
         low, high = values[0], values[0]
@@ -88,7 +88,7 @@ def spread(values: Sequence[float]) -> RepeatSpread:
     return {"median": median(values), "q1": low, "q3": high, "n": len(values)}
 
 
-def value(row: Row, quantity: str) -> float | None:
+def median_of(row: Row, quantity: str) -> float | None:
     """Return the median of one quantity of a row, or None if the row lacks that quantity."""
     statistics = row.get("quantities", {}).get(quantity)
     if statistics is None:
@@ -96,7 +96,7 @@ def value(row: Row, quantity: str) -> float | None:
     return float(statistics["median"])
 
 
-def base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
+def row_of_base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
     """Return the last row of ``method`` with the same session, model and workload as ``row``, or None.
 
     Only times of one session are compared, since machines differ and drift.
@@ -108,14 +108,14 @@ def base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
     return None
 
 
-def ratio(row: Row, to: Row | None, quantity: str) -> float | None:
+def ratio_of_medians(row: Row, to: Row | None, quantity: str) -> float | None:
     """Return the median of the row's quantity divided by the median of the same quantity of the row ``to``.
 
     Returns None if a median is missing or the divisor is 0.
     """
     if to is None:
         return None
-    numerator, denominator = value(row, quantity), value(to, quantity)
+    numerator, denominator = median_of(row, quantity), median_of(to, quantity)
     if numerator is None or not denominator:
         return None
     return numerator / denominator

@@ -13,10 +13,10 @@ from kvbench.base.conf import top_level
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
-from kvbench.bench.peers import PEERS, Peer, find
+from kvbench.bench.peers import PEERS, Peer, find_peer
 from kvbench.bench.records import NOT_RUN, Row
 from kvbench.bench.timing import Entrant, Settings, is_finished, row_key, why_not
-from kvbench.bench.workload import Workload, parse
+from kvbench.bench.workload import Workload, parse_workload
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load
@@ -48,7 +48,7 @@ STEP_KINDS = ("plain", "graph")
 
 
 def _read_workloads(text: str) -> list[Workload]:
-    return [parse(word) for word in split_list(text)]
+    return [parse_workload(word) for word in split_list(text)]
 
 
 def _read_steps(text: str) -> list[str]:
@@ -59,7 +59,7 @@ def _read_peers(text: str) -> list[Peer]:
     names = GROUPS.get(text)
     if names is None:
         names = split_list(text)
-    return [find(name) for name in names]
+    return [find_peer(name) for name in names]
 
 
 OWN = {
@@ -117,7 +117,7 @@ class RequestedRow:
     key: str
 
 
-def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[Row], Path]:
+def measure_rows(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[Row], Path]:
     """Measure the missing rows that ``bench time``'s words ask for. Return (all rows asked for, the file with them).
 
     With ``plan``, only print the rows that would be measured. With ``beside``, each older row comes with the full cache
@@ -130,7 +130,7 @@ def measure(words: Sequence[str], plan: bool = False, beside: bool = True) -> tu
     own_values = values(OWN.values(), arguments)
     folder, name = own_values.pop("folder"), own_values.pop("name")
     options = TimeOptions(**own_values)
-    run_words = [alias(word) for word in words if word.partition("=")[0] not in OWN]
+    run_words = [with_full_dtype(word) for word in words if word.partition("=")[0] not in OWN]
     if "method" not in arguments:
         run_words.append(f"method={METHODS}")
     # a step's time does not depend on the values of weights, so none need be downloaded
@@ -164,17 +164,17 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
-    entrants = _entrants(cfg, options.peers, options.step)
+    entrants = _list_entrants(cfg, options.peers, options.step)
     one_of("value of over", [entrant.name for entrant in entrants], options.over)
     base_names = [records.FULL, options.over]
-    settings = _settings(cfg, request.words, options, device)
+    settings = _session_settings(cfg, request.words, options, device)
     requested = []
     for workload in options.workloads:
         for entrant in entrants:
             requested.append(RequestedRow(workload, entrant, row_key(entrant, workload, settings)))
     stored: dict[str, Row] = {}
     if not options.again:
-        stored = records.latest(records.read(path))
+        stored = records.latest_by_key(records.read_rows(path))
     finished = set()
     for target in requested:
         if is_finished(stored.get(target.key), target.entrant, target.workload, settings):
@@ -191,16 +191,16 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
             continue
         if model is None:
             say(f"building {cfg.model.name}")
-            model = architecture.build(cfg.model, device, settings.layers)
+            model = architecture.build_model(cfg.model, device, settings.layers)
         # base rows are measured again, since ratios compare only rows of one session
         names = missing + base_names
         chosen = [entrant for entrant in entrants if entrant.name in names]
-        rows = timing.measure(model, chosen, workload, settings)
+        rows = timing.measure_entrants(model, chosen, workload, settings)
         # append after each workload, so that an interruption loses one at most
-        records.append(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
+        records.append_rows(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
     # read the file again, with the rows just appended
-    all_rows = records.read(path)
-    latest = records.latest(all_rows)
+    all_rows = records.read_rows(path)
+    latest = records.latest_by_key(all_rows)
     rows = [latest[target.key] for target in requested if target.key in latest]
     if older:
         rows += _older_base_rows(rows, all_rows, base_names)
@@ -219,7 +219,7 @@ def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: C
     return older
 
 
-def _entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) -> list[Entrant]:
+def _list_entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) -> list[Entrant]:
     """Return the entrants to time: the full cache, then the methods, with each kind of step, then the peers.
 
     The full cache by plain steps is always among them: all ratios need it.
@@ -241,7 +241,7 @@ def _entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[str]) 
     return entrants
 
 
-def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
+def _session_settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
     """Return the settings of a session with the facts about the model and the machine."""
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
     facts: dict[str, object] = {
@@ -249,7 +249,7 @@ def _settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, de
         "weights": cfg.model.weights,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    facts |= environment.facts(device)
+    facts |= environment.machine_facts(device)
     return Settings(
         tuple(overrides),
         facts,
@@ -290,7 +290,7 @@ def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: 
             raise unknown(f"key of bench {what}", key, allowed)
 
 
-def alias(override: str) -> str:
+def with_full_dtype(override: str) -> str:
     """Return an override with a short dtype (fp16, bf16, fp32) written in full."""
     key, sign, value = override.partition("=")
     if sign and key in ("dtype", "model.dtype"):

@@ -54,17 +54,21 @@ class Sampled:
         return total
 
 
-def sampled(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
-    """Summarise the seconds of all steps that ran, in order, by the mean of each stretch.
+def summarise_stretches(steps: int, starts: Sequence[int], spans: Sequence[float]) -> Sampled:
+    """Summarise a generation of which only stretches of steps ran, by the mean time of a step in each stretch.
 
     It takes means, not medians: the occasional step that packs tokens takes longer and must count.
+
+    steps: the steps of the whole generation.
+    starts: the first step of each stretch that ran.
+    spans: the seconds of every step that ran, stretch after stretch. All stretches are equally long.
     """
     width = len(spans) // len(starts)
     times = [fmean(spans[i * width : (i + 1) * width]) for i in range(len(starts))]
     return Sampled(steps, width, starts=tuple(starts), times=tuple(times))
 
 
-def windows(steps: int, width: int) -> list[int] | None:
+def stretch_starts(steps: int, width: int) -> list[int] | None:
     """Return the first steps of LENGTHS stretches of ``width`` steps, spread evenly over ``steps``.
 
     Return None if there are no more steps than the stretches would run.
@@ -74,7 +78,7 @@ def windows(steps: int, width: int) -> list[int] | None:
     return [round(i * (steps - width) / (LENGTHS - 1)) for i in range(LENGTHS)]
 
 
-def moves(caches: Sequence[PromptCache]) -> bool:
+def can_be_lengthened(caches: Sequence[PromptCache]) -> bool:
     """Return True if the decode batch of ``caches`` can be brought to a later length without the model.
 
     Caches that grow take random tokens. Caches that evict while decoding choose by attention, and only a step computes
@@ -99,7 +103,7 @@ def moves(caches: Sequence[PromptCache]) -> bool:
     return True
 
 
-def skip(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
+def lengthen(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
     """Add ``tokens`` random tokens to every row of ``batch``, without the model."""
     if tokens < 1:
         return

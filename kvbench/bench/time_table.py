@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, base, ratio, value
+from kvbench.bench.records import FULL, MEASURED, NOT_RUN, Row, median_of, ratio_of_medians, row_of_base
 from kvbench.report.table import Table, format_size
 from kvbench.report.writers import compose
 
@@ -21,7 +21,7 @@ def render(rows: Sequence[Row], over: str = FULL) -> str:
         rows_by_block.setdefault((row["model"], row["workload"]), []).append(row)
     parts = []
     for (model, workload), block_rows in rows_by_block.items():
-        bases = [base(row, block_rows, over) for row in block_rows]
+        bases = [row_of_base(row, block_rows, over) for row in block_rows]
         sheets = compose(list(_sheets(block_rows, bases)), [], "text")
         parts.append(f"{model}: prompt + new tokens x rows {workload}\n\n{sheets}")
     parts.append(compose([], list(_notes(rows, over)), "text"))
@@ -36,11 +36,11 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
         # rows that were not run are explained only in the notes
         if row["status"] == NOT_RUN:
             continue
-        cells = [_label(row), str(row["batch"] or "max")]
+        cells = [_label_of_row(row), str(row["batch"] or "max")]
         if row["status"] == MEASURED:
             measured.append((row, base_row))
-            cells += [_time(row, quantity, base_row) for quantity in TIMES]
-            cells.append(_throughput(row, base_row))
+            cells += [_time_text(row, quantity, base_row) for quantity in TIMES]
+            cells.append(_throughput_text(row, base_row))
         else:
             # the status replaces the first number, and all others stay empty
             cells.append(str(row["status"]))
@@ -51,17 +51,17 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
         return
     body = []
     for row, base_row in measured:
-        cells = [_label(row)]
-        cells += [_time(row, quantity, base_row) for quantity in PARTS]
+        cells = [_label_of_row(row)]
+        cells += [_time_text(row, quantity, base_row) for quantity in PARTS]
         body.append(tuple(cells))
     # the parts of TTFT, and attention in all passes
     yield Table(("method", "prefill", "compress", "build", "attention"), tuple(body))
     body = []
     for row, base_row in measured:
-        cells = [_label(row)]
-        cells += [_bytes(row, quantity, base_row) for quantity in BYTES]
+        cells = [_label_of_row(row)]
+        cells += [_bytes_text(row, quantity, base_row) for quantity in BYTES]
         roof = row["roofline"]
-        cells += [format_size(roof["moved"]), _seconds(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
+        cells += [format_size(roof["moved"]), _seconds_text(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
         body.append(tuple(cells))
     yield Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
 
@@ -78,7 +78,7 @@ def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
         # the estimated total over the total of a generation in which all steps ran
         checks = []
         for row in measured:
-            share = value(row, "check")
+            share = median_of(row, "check")
             if share is not None:
                 checks.append(f"{row['method']} {share:.3f}")
         if checks:
@@ -126,7 +126,7 @@ def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
     )
 
 
-def _label(row: Row) -> str:
+def _label_of_row(row: Row) -> str:
     """Return the method's name, one word a line, with a mark if the row is interpolated."""
     label: str = row["method"]
     if "integrated" in row["marks"]:
@@ -134,29 +134,29 @@ def _label(row: Row) -> str:
     return label.replace(" ", "\n")
 
 
-def _time(row: Row, quantity: str, base_row: Row | None) -> str:
+def _time_text(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return the text of a time: the median, its quartiles if there are several repeats, and its ratio."""
-    median = value(row, quantity)
+    median = median_of(row, quantity)
     if median is None:
         return "—"
-    text = _seconds(median)
+    text = _seconds_text(median)
     spread = row["quantities"][quantity]
     if spread["n"] > 1:
-        text += f"\n[{_plain(spread['q1'])}, {_plain(spread['q3'])}]"
+        text += f"\n[{_plain_number(spread['q1'])}, {_plain_number(spread['q3'])}]"
     return text + _ratio_line(row, quantity, base_row)
 
 
-def _throughput(row: Row, base_row: Row | None) -> str:
+def _throughput_text(row: Row, base_row: Row | None) -> str:
     """Return the text of the column throughput: the new tokens of all rows per second."""
-    median = value(row, "throughput")
+    median = median_of(row, "throughput")
     if median is None:
         return "—"
     return f"{median:.1f}" + _ratio_line(row, "throughput", base_row)
 
 
-def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
+def _bytes_text(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return the text of a number of bytes."""
-    median = value(row, quantity)
+    median = median_of(row, quantity)
     if median is None:
         return "—"
     return format_size(median) + _ratio_line(row, quantity, base_row)
@@ -164,20 +164,20 @@ def _bytes(row: Row, quantity: str, base_row: Row | None) -> str:
 
 def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return a cell's line with its ratio to the base row. Return '' without a base row and in the base row itself."""
-    share = ratio(row, base_row, quantity)
+    share = ratio_of_medians(row, base_row, quantity)
     if share is None or base_row is row:
         return ""
     return f"\n{share:.2f}x"
 
 
-def _seconds(s: float) -> str:
+def _seconds_text(s: float) -> str:
     """Return a time with its unit: seconds from 1 s on, else milliseconds."""
     unit = "s" if s >= 1 else "ms"
-    return f"{_plain(s)} {unit}"
+    return f"{_plain_number(s)} {unit}"
 
 
-def _plain(s: float) -> str:
-    """Return the number alone, in the unit of ``_seconds``: seconds from 1 s on, else milliseconds."""
+def _plain_number(s: float) -> str:
+    """Return the number alone, in the unit of ``_seconds_text``: seconds from 1 s on, else milliseconds."""
     if s >= 1:
         return f"{s:.2f}"
     milliseconds = 1000 * s
@@ -191,10 +191,10 @@ def as_json(rows: Sequence[Row], over: str = FULL) -> list[Row]:
     """Return the rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
     records = []
     for row in rows:
-        base_row = base(row, rows, over)
+        base_row = row_of_base(row, rows, over)
         ratios = {}
         for quantity in row["quantities"]:
-            share = ratio(row, base_row, quantity)
+            share = ratio_of_medians(row, base_row, quantity)
             if share is not None:
                 ratios[quantity] = share
         records.append(row | {"ratios": ratios})

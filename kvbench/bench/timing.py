@@ -18,8 +18,19 @@ from kvbench.bench import environment, generation_pass, peak, peers, roofline
 from kvbench.bench.architecture import weight_bytes
 from kvbench.bench.generation_pass import Pass
 from kvbench.bench.peak import Peak, PeakAnswer
-from kvbench.bench.records import FAILED, FINISHED, MEASURED, NOT_RUN, OOM, REFUSED, RepeatSpread, Row, key, spread
-from kvbench.bench.workload import Workload, prompts
+from kvbench.bench.records import (
+    FAILED,
+    FINISHED,
+    MEASURED,
+    NOT_RUN,
+    OOM,
+    REFUSED,
+    RepeatSpread,
+    Row,
+    key_of_identity,
+    spread_of,
+)
+from kvbench.bench.workload import Workload, random_prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.methods.core.resolve import ChainConfig
 
@@ -102,7 +113,7 @@ def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     identity |= settings.identity()
     for name in ("model", "weights", "dtype", "device", "threads", "paths"):
         identity[name] = settings.facts.get(name)
-    return key(identity)
+    return key_of_identity(identity)
 
 
 def why_not(entrant: Entrant, workload: Workload) -> str:
@@ -119,7 +130,7 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 class Trial:
     """The trial of one entrant on one workload, with its passes so far.
 
-    ask_process: measures memory in a process of its own, as ``peak.ask`` does.
+    ask_process: measures memory in a process of its own, as ``peak.ask_child`` does.
     full: the pass in which all steps ran, beside passes that only sampled steps.
     """
 
@@ -127,7 +138,7 @@ class Trial:
     entrant: Entrant
     workload: Workload
     settings: Settings
-    ask_process: Callable[..., PeakAnswer] = peak.ask
+    ask_process: Callable[..., PeakAnswer] = peak.ask_child
     status: str = MEASURED
     reason: str = ""
     peak: Peak | None = None
@@ -210,9 +221,9 @@ class Trial:
         chain, seed = self.entrant.chain.chain, self.settings.seed
 
         def rows_fit(rows: int) -> bool:
-            return peak.fits(self.model, chain, self.workload.sized(rows), seed)
+            return peak.fits_memory(self.model, chain, self.workload.sized(rows), seed)
 
-        return peak.largest(rows_fit)
+        return peak.find_largest_batch(rows_fit)
 
     def ready(self) -> None:
         """Measure the peak of memory in a child process on a CPU, and warm up."""
@@ -236,7 +247,7 @@ class Trial:
 
     def generate(self, sample: int | None) -> Pass:
         """Run the workload once and return its pass. ``sample``: how many steps run at each cache length; None: all."""
-        ids = prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
+        ids = random_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
         assert self.entrant.chain is not None
@@ -247,7 +258,7 @@ class Trial:
         """Run the workload as it is timed and return its pass. The first time, also measure a GPU's peak of memory."""
         if self.peak is not None:
             return self.generate(self.settings.sample)
-        cost, self.peak = peak.watched(lambda: self.generate(self.settings.sample), self.model.device)
+        cost, self.peak = peak.watch_memory(lambda: self.generate(self.settings.sample), self.model.device)
         return cost
 
     def row(self, bandwidth: float) -> Row:
@@ -305,15 +316,15 @@ class Trial:
         if self.full is not None:
             # the estimated total over the total of a generation in which all steps ran
             values["check"] = [cost.total / self.full.total for cost in self.passes]
-        return {name: spread(samples) for name, samples in values.items()}
+        return {name: spread_of(samples) for name, samples in values.items()}
 
 
-def measure(
+def measure_entrants(
     model: PreTrainedModel,
     entrants: Sequence[Entrant],
     workload: Workload,
     settings: Settings,
-    ask_process: Callable[..., PeakAnswer] = peak.ask,
+    ask_process: Callable[..., PeakAnswer] = peak.ask_child,
 ) -> list[Row]:
     """Return one row per entrant, measured in turns in this process.
 
@@ -326,7 +337,7 @@ def measure(
     trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
-    with peak.limited(limit, model.device):
+    with peak.limit_memory(limit, model.device):
         for trial in trials:
             trial.enter()
         bandwidth = roofline.copy_bandwidth(model.device)

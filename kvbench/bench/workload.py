@@ -36,7 +36,7 @@ class Workload:
         return Workload(self.prompt, self.new, batch)
 
 
-def parse(text: str) -> Workload:
+def parse_workload(text: str) -> Workload:
     """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed text."""
     match = WRITTEN.fullmatch(text.strip())
     # at least two new tokens: the prompt gives the first, and only later ones come from a decode step
@@ -48,7 +48,7 @@ def parse(text: str) -> Workload:
     return Workload(prompt, new, batch=int(batch))
 
 
-def prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
+def random_prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
     """Return random token ids [batch, prompt]. Each row has a prompt of its own; every method gets the same prompts."""
     assert workload.batch is not None, "the largest batch must be found first"
     # draw on the processor, so that a seed gives the same prompts on every device

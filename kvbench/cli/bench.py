@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.bench import request, time_table
     from kvbench.store.labels import explain_budgets
 
-    rows, path = request.measure(args.overrides, args.plan, beside=not args.json)
+    rows, path = request.measure_rows(args.overrides, args.plan, beside=not args.json)
     if args.plan:
         return 0
     over = request.OWN["over"].value(pairs(args.overrides))

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.plan import config
 
     # n= is this verb's own key: a run has no prompt sizes
-    run_words = [request.alias(word) for word in args.overrides if not word.startswith("n=")]
+    run_words = [request.with_full_dtype(word) for word in args.overrides if not word.startswith("n=")]
     if "method" not in options:
         run_words.append(f"method={','.join(memory_table.default_methods())}")
     known_keys = ["model", "method", "n", "paper", "preset", "dtype"]
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     results = []
     for run in words.read(run_words):
         cfg = config.parse(run)
-        result = _measure(cfg, sizes, build=not args.formula, quiet=args.json, named="method" in options)
+        result = _measure_model(cfg, sizes, build=not args.formula, quiet=args.json, named="method" in options)
         results.append(result)
     if args.json:
         # one model's result stands alone, without a list around it
@@ -73,7 +73,7 @@ class MemoryResult(TypedDict):
     matched: list[dict[str, object]]
 
 
-def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool, named: bool) -> MemoryResult:
+def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool, named: bool) -> MemoryResult:
     """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``.
 
     With ``build`` caches are built and their bytes compared with the formulas. Methods that have no meaning on the
@@ -115,7 +115,7 @@ def _measure(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool, nam
         accounts = []
         with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
             for chain in matched_cfg.chains:
-                accounts.append(memory_table.account(chain, shape, n, dtype=dtype, build=build))
+                accounts.append(memory_table.account_for(chain, shape, n, dtype=dtype, build=build))
                 tick(f"{n} tokens", 1)
         rows += [account.as_json() for account in accounts]
         matches += [{"n": n} | asdict(match) for match in matched]

@@ -148,10 +148,10 @@ def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRec
     ids: Sequence[int]
     after: Sequence[int]
     questions: Sequence[Sequence[int]] = ()
-    if example.tokens:
-        # a text that is scored: the tokens before ``prefix`` are compressed, those from it on are scored
-        prefix = int(example.meta["prefix"])
-        ids, after = example.tokens[:prefix], example.tokens[prefix:]
+    text = example.scored
+    if text is not None:
+        # the tokens before ``prefix`` are compressed, and those from it on are scored
+        ids, after = text.ids[: text.prefix], text.ids[text.prefix :]
         cut = 0
         max_new_tokens = 0
     else:
@@ -174,7 +174,7 @@ def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRec
         "question": example.question,
         "answer_prefix": example.answer_prefix,
         "answers": list(example.answers),
-        "meta": dict(example.meta),
+        "meta": example.facts(),
         "max_new_tokens": max_new_tokens,
     }
     if example.turns:
@@ -191,7 +191,7 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
 
     # no id does not mean all: together they are a long download
     if not ids:
-        fetchable = sorted(name for name, file_source in fetch.sources().items() if file_source)
+        fetchable = sorted(name for name, file_source in fetch.sources_by_dataset().items() if file_source)
         raise UsageError(f"data fetch needs a dataset: {', '.join(fetchable)}")
     # all ids are looked up before the first file is downloaded
     sources = [fetch.source_of(name) for name in ids]
@@ -233,7 +233,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
 
     # without a data folder, all files are missing
     root = source.data_root(folder)
-    sources = fetch.sources()
+    sources = fetch.sources_by_dataset()
     for name in ids:
         if name not in sources:
             raise unknown("dataset", name, sources, listed_by="kvbench list datasets")
@@ -249,10 +249,10 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         states: dict[str, str] = {}
         if file_source is not None:
             for file in file_source.files:
-                state = fetch.state(root, file, lock)
+                state = fetch.state_of_file(root, file, lock)
                 states[file.destination] = state
                 if root and state == "changed":
-                    changed_files.append(fetch.changed(root, file))
+                    changed_files.append(fetch.changed_error(root, file))
         record = _dataset_record(name, file_source, states, lock)
         # one file of another layout can replace the missing files of some datasets
         instead = ""
@@ -340,11 +340,13 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
     state = record["state"]
     if not record["files"]:
         # kvbench generates some datasets, and others are a file of the user's
-        state = "nothing to download" if file_source is None else "no download listed, put the file there yourself"
+        state = "no download listed, put the file there yourself"
+        if file_source is None:
+            state = "nothing to download"
     print(f"  {record['dataset']:<17} {state}")
     if file_source is None:
         return
-    origin = ", ".join(dict.fromkeys(_site(file.url) for file in file_source.files if file.url))
+    origin = ", ".join(dict.fromkeys(_site_of(file.url) for file in file_source.files if file.url))
     if record["repo"]:
         origin = f"{record['repo']} at {record['revision']}"
         # the first digits of a commit tell it from others, as git abbreviates it
@@ -359,7 +361,7 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
         _print_detail(f"missing: {', '.join(missing)}")
 
 
-def _site(url: str) -> str:
+def _site_of(url: str) -> str:
     """Return the host of an address, with the first two parts of its path: on GitHub, the owner and the repository."""
     parts = urlsplit(url)
     return "/".join([parts.netloc, *parts.path.split("/")[1:3]])

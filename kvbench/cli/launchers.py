@@ -15,7 +15,7 @@ LAUNCHERS = {
 """The launchers, each with the package that it needs."""
 
 
-def check(request: RunRequest) -> None:
+def check_launcher(request: RunRequest) -> None:
     """Raise UsageError, naming the extra, for a launcher that is unknown or not installed."""
     # without a word on it, Hydra runs jobs one after another in its own process
     name = "basic"

@@ -13,10 +13,10 @@ from textwrap import fill, shorten
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.visible import say
-from kvbench.cli.verbs import load_plugin, plugins
+from kvbench.cli.verbs import load_plugin, plugin_names
 from kvbench.plan import presets
 
-LISTINGS = tuple(plugins("list"))
+LISTINGS = tuple(plugin_names("list"))
 """The kinds that other rooms list."""
 KINDS = ("methods", "datasets", "models", "metrics", "presets") + LISTINGS + ("runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for, or an overview of all."""
-    from kvbench.cli.runs import table
+    from kvbench.cli.runs import runs_table
     from kvbench.report.listing import FILTERS, list_cells, read_filters
     from kvbench.store.store import ResultStore
 
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
     if not named_kinds and not args.json:
         _print_overview(folder)
         return 0
-    items_by_kind = {kind: _items(kind, folder) for kind in kinds if kind != "runs"}
+    items_by_kind = {kind: _list_items(kind, folder) for kind in kinds if kind != "runs"}
     if args.json:
         records: dict[str, list[Mapping[str, object]]] = {}
         for kind in kinds:
@@ -113,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
         elif kind != "runs":
             _print_items(kind, items_by_kind[kind])
         elif cells:
-            print(table(cells, store), end="")
+            print(runs_table(cells, store), end="")
         elif filters:
             chosen = " ".join(f"{key}={value}" for key, value in filters.items())
             print(f"no runs in {folder} with {chosen}")
@@ -130,7 +130,7 @@ def _print_overview(results: Path) -> None:
     for kind in KINDS:
         if kind in ("runs", "kvpress", "presets"):
             continue
-        items = [item for item in _items(kind, results) if item.id != "hf"]
+        items = [item for item in _list_items(kind, results) if item.id != "hf"]
         note = NOTES.get(kind, "")
         if kind in ("datasets", "models"):
             ready = [item.id for item in items if item.state == READY]
@@ -161,7 +161,7 @@ def _print_methods(items: Sequence[ListItem]) -> None:
             heading += f" ({BUDGETS[kind]})"
         print(f"\n{heading}:")
         for method in methods:
-            print(_line(f"  {method:<18}", about_by_id[method]))
+            print(_one_line(f"  {method:<18}", about_by_id[method]))
 
 
 def _print_states(kind: str, items: Sequence[ListItem]) -> None:
@@ -180,12 +180,12 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
             continue
         print(f"\n{state or 'not on this machine'}:")
         for item in members:
-            print(_line(f"  {item.id:<{width}}", item.about))
+            print(_one_line(f"  {item.id:<{width}}", item.about))
     if kind == "models":
         print("\nAny other model: model=FOLDER, or model=HUB_ID download=true.")
 
 
-def _line(start: str, text: str) -> str:
+def _one_line(start: str, text: str) -> str:
     """Return one line of at most WIDTH characters: of a long text its first sentences, or else its first words."""
     room = WIDTH - len(start) - 1
     # a docstring's names of code
@@ -211,12 +211,12 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]
         if item.knobs:
-            knobs = " ".join(f"{name}={_short(value)}" for name, value in item.knobs.items())
+            knobs = " ".join(f"{name}={_as_typed(value)}" for name, value in item.knobs.items())
             lines.append(f"{'':18} {knobs}")
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
         for setting in item.settings:
-            line = f"{setting.key.removeprefix('method.')}={_short(setting.value)}"
+            line = f"{setting.key.removeprefix('method.')}={_as_typed(setting.value)}"
             line = f"{line:<30} {setting.source}"
             if setting.model:
                 line += f" ({setting.model} only)"
@@ -225,21 +225,21 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
         print("  none")
 
 
-def _items(kind: str, results: Path) -> list[ListItem]:
+def _list_items(kind: str, results: Path) -> list[ListItem]:
     """Return the entries of one kind; ``results`` is the folder of results, which tables are measured in."""
     if kind == "methods":
-        return _methods()
+        return _method_items()
     if kind == "metrics":
-        return _metrics()
+        return _metric_items()
     if kind == "presets":
-        return _presets()
+        return _preset_items()
     if kind == "kvpress":
-        return _presses()
+        return _press_items()
     if kind in LISTINGS:
         records = load_plugin("list", kind)(results)
         return [ListItem(record["id"], record["about"], record) for record in records]
     # the other kinds are groups of conf/, which have names in the singular
-    items = _entries(kind.removesuffix("s"))
+    items = _entry_items(kind.removesuffix("s"))
     states = _dataset_states() if kind == "datasets" else _model_states()
     return [replace(item, state=states.get(item.id, MISSING)) for item in items]
 
@@ -254,7 +254,7 @@ def _dataset_states() -> dict[str, str]:
         root = None
     lock = fetch.read_lock(root) if root else {}
     states = {}
-    for name, file_source in fetch.sources().items():
+    for name, file_source in fetch.sources_by_dataset().items():
         # without a list of files, a dataset comes with kvbench, or reads files of the user's
         if file_source is None:
             states[name] = READY
@@ -262,7 +262,7 @@ def _dataset_states() -> dict[str, str]:
         if not file_source.files:
             # there is no download, and whether the user's own file is there is not known here
             continue
-        absent = [file for file in file_source.files if fetch.state(root, file, lock) == "missing"]
+        absent = [file for file in file_source.files if fetch.state_of_file(root, file, lock) == "missing"]
         if not absent or (root and file_source.instead and (root / file_source.instead).is_file()):
             states[name] = READY
         elif len(absent) < len(file_source.files):
@@ -281,14 +281,14 @@ def _model_states() -> dict[str, str]:
     return states
 
 
-def _metrics() -> list[ListItem]:
+def _metric_items() -> list[ListItem]:
     # imports wait until a list needs them, so that the other lists are printed at once
     from kvbench.tasks.metrics import METRICS
 
-    return [_item(metric.name, metric.description) for metric in METRICS.values()]
+    return [_make_item(metric.name, metric.description) for metric in METRICS.values()]
 
 
-def _presets() -> list[ListItem]:
+def _preset_items() -> list[ListItem]:
     items = []
     for name in presets.available():
         about, settings = presets.about(name), presets.settings(name)
@@ -297,58 +297,58 @@ def _presets() -> list[ListItem]:
     return items
 
 
-def _presses() -> list[ListItem]:
-    from kvbench.methods.core.kvpress_package import listing
+def _press_items() -> list[ListItem]:
+    from kvbench.methods.core.kvpress_package import press_records
 
-    return [ListItem(record["id"], record["about"], record, knobs=record["knobs"]) for record in listing()]
+    return [ListItem(record["id"], record["about"], record, knobs=record["knobs"]) for record in press_records()]
 
 
-def _item(name: str, about: str, knobs: Mapping[str, object] | None = None) -> ListItem:
+def _make_item(name: str, about: str, knobs: Mapping[str, object] | None = None) -> ListItem:
     """Return an item whose record has its id, its description and, unless None, its knobs."""
     if knobs is None:
         return ListItem(name, about, {"id": name, "about": about})
     return ListItem(name, about, {"id": name, "about": about, "knobs": knobs}, knobs)
 
 
-def _entries(group: str) -> list[ListItem]:
+def _entry_items(group: str) -> list[ListItem]:
     """Return the entries of a group of conf/, each with its file's first comment and its knobs."""
-    from kvbench.base.conf import entry
+    from kvbench.base.conf import read_entry
 
     items = []
     for path in sorted((conf_dir() / group).glob("*.yaml")):
         # one malformed file of a user must not hide the others
         try:
-            values = entry(group, path)
+            values = read_entry(group, path)
         except UsageError as error:
-            items.append(_item(path.stem, f"cannot be used: {error}", {}))
+            items.append(_make_item(path.stem, f"cannot be used: {error}", {}))
             continue
         first_line = path.read_text(encoding="utf-8").splitlines()[0]
         # keys such as _target_ are Hydra's
         knobs = {key: value for key, value in values.items() if not key.startswith("_") and key != "name"}
-        items.append(_item(path.stem, first_line.lstrip("# "), knobs))
+        items.append(_make_item(path.stem, first_line.lstrip("# "), knobs))
     return items
 
 
-def _methods() -> list[ListItem]:
+def _method_items() -> list[ListItem]:
     """Return the methods with a YAML file, and behind them those that are a Python file alone."""
     from kvbench.methods.core import registry
 
     for sentence in registry.broken_files().values():
         say(sentence)
-    items = _entries("method")
+    items = _entry_items("method")
     for method in sorted(set(registry.available()) - {item.id for item in items}):
         try:
             about, knobs = registry.described(method)
-            items.append(_item(method, about, knobs))
+            items.append(_make_item(method, about, knobs))
         except UsageError as error:
-            items.append(_item(method, f"cannot be used: {error}", {}))
+            items.append(_make_item(method, f"cannot be used: {error}", {}))
     return items
 
 
-def _short(value: object) -> str:
+def _as_typed(value: object) -> str:
     """Return a value as users type it: mappings without quotes, texts as they are."""
     if isinstance(value, dict) and value:
-        return "{" + ", ".join(f"{key}: {_short(inner)}" for key, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_as_typed(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, str):
         return value
     return json.dumps(value)

@@ -15,13 +15,13 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
 from kvbench.base.visible import VisibleStream, say
-from kvbench.cli.verbs import VERBS, meant_by, overview
+from kvbench.cli.verbs import VERBS, meant_by, overview_text
 
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
 
 
-def folded(text: str) -> str:
+def fold_help(text: str) -> str:
     """Return a help text with lines of at most WIDTH: paragraphs are filled anew, examples and indented lines stay."""
     # first the lines of each paragraph are joined to one
     lines: list[str] = []
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Return the exit status: 0 done, 1 failed, 2 a request that cannot be carried out."""
     # before torch is imported: threads that spin long while they wait take a shared machine's time from each other
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    parsed = _parse(arguments)
+    parsed = _parse_arguments(arguments)
     # before a tokenizer is used: after a fork, its threads would warn on stderr
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
@@ -92,7 +92,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the text of ``kvbench --help``."""
         return (
             f"usage: {self.usage}\n\nMeasure what KV-cache compression costs in accuracy and saves in memory.\n\n"
-            f"{overview()}\nRun `kvbench COMMAND --help` for options and examples.\n"
+            f"{overview_text()}\nRun `kvbench COMMAND --help` for options and examples.\n"
         )
 
 
@@ -117,7 +117,7 @@ def _check_verb(arguments: Sequence[str]) -> None:
     raise SystemExit(UsageError.status)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, with the verb's module as ``verb_module``. Ends the process for a mistake."""
     if arguments is None:
         arguments = sys.argv[1:]
@@ -132,7 +132,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         sub = verbs.add_parser(
             verb,
             description=entry["about"],
-            epilog=folded(entry["help"]),
+            epilog=fold_help(entry["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler="resolve",  # a verb may have a --help of its own
         )

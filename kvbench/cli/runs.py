@@ -14,13 +14,13 @@ WIDTH = 24
 """The number of characters in a line of a cell of the table."""
 
 
-def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
+def runs_table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     """Return the cells as text that fits 100 columns, with reasons and counts below."""
     from kvbench.report.table import Table
     from kvbench.report.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\nid")
-    sheet = Table(headers, tuple(_texts(cell) for cell in cells), left=3)
+    sheet = Table(headers, tuple(_texts_of_cell(cell) for cell in cells), left=3)
     # one reason often holds for many cells: it is printed once, with their ids
     ids_by_reason: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
@@ -39,7 +39,7 @@ def table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     return compose([sheet], notes, "text")
 
 
-def _texts(cell: StoredCell) -> tuple[str, ...]:
+def _texts_of_cell(cell: StoredCell) -> tuple[str, ...]:
     """Return the line of one cell."""
     status = cell.status
     # None: the cell's record does not say how many examples there are
@@ -48,8 +48,8 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
         of = str(status.of)
     # a label is the method's name, and behind it the knobs that tell it from other rows
     name, _, knobs = cell.label.partition(" ")
-    method_lines = _fold(name, "+") + _fold(knobs, " ") + _fold(cell.differs, " ")
-    place_lines = _fold(cell.record.column, " ") + _fold(cell.record.model, "/")
+    method_lines = _break_text(name, "+") + _break_text(knobs, " ") + _break_text(cell.differs, " ")
+    place_lines = _break_text(cell.record.column, " ") + _break_text(cell.record.model, "/")
     # what another program measured says so: imported, or engine
     if cell.record.kind is not None:
         place_lines.append(cell.record.kind)
@@ -57,12 +57,12 @@ def _texts(cell: StoredCell) -> tuple[str, ...]:
         f"{status.status}\n{status.n} of {of}",
         "\n".join(method_lines),
         "\n".join(place_lines),
-        _score(cell),
-        f"{_ago(status.changed)}\n{cell.id}",
+        _score_text(cell),
+        f"{_age_text(status.changed)}\n{cell.id}",
     )
 
 
-def _score(cell: StoredCell) -> str:
+def _score_text(cell: StoredCell) -> str:
     """Return a cell's score with its interval, or the text in place of a score."""
     from kvbench.report.render import UNCHANGED
 
@@ -77,7 +77,7 @@ def _score(cell: StoredCell) -> str:
     return text
 
 
-def _fold(text: str, at: str) -> list[str]:
+def _break_text(text: str, at: str) -> list[str]:
     """Break a text into lines of at most WIDTH characters, behind the separator ``at``.
 
     A part between two separators that is longer than a line is cut anywhere.
@@ -106,7 +106,7 @@ def _fold(text: str, at: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _ago(changed: float | None) -> str:
+def _age_text(changed: float | None) -> str:
     """Return in words how long ago a time in seconds was, in the largest unit that it reaches."""
     if changed is None:
         return "—"

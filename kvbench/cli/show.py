@@ -101,10 +101,10 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
     print(f"result {cell_id}: {cell_label} on {record.column}")
-    facts = [f"{key} {_plain(value)}" for key, value in settings.items() if value not in (None, {})]
-    print(_wrapped(", ".join(facts)))
+    facts = [f"{key} {_plain_fact(value)}" for key, value in settings.items() if value not in (None, {})]
+    print(_wrap_text(", ".join(facts)))
     for note in explain_budgets([cell_label]):
-        print(_wrapped(note))
+        print(_wrap_text(note))
     if refusal:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:
@@ -112,9 +112,9 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     is_foreign = record.kind is not None
     # a cell that several runs measured has a provenance of each
     for provenance in record.provenance:
-        facts = [f"{key} {_plain(value)}" for key, value in provenance.items()]
+        facts = [f"{key} {_plain_fact(value)}" for key, value in provenance.items()]
         origin = "imported from" if record.kind == "imported" else "measured with"
-        print(_wrapped(f"{origin} {', '.join(facts)}"))
+        print(_wrap_text(f"{origin} {', '.join(facts)}"))
     for sample in samples:
         _print_sample(sample, is_foreign)
     return 0
@@ -134,10 +134,10 @@ def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
     # several answers may have been drawn for one prompt
     for answer in sample.get("draws", ()):
         words = f"score {answer['score']}, {answer['new_tokens']} tokens"
-        print(_wrapped(f"  answer    ({words}) {_abbreviate(answer['prediction'])}"))
+        print(_wrap_text(f"  answer    ({words}) {_abbreviate(answer['prediction'])}"))
     if "draws" not in sample:
-        print(_wrapped(f"  answer    {_abbreviate(sample['prediction'])}"))
-    print(_wrapped(f"  reference {', '.join(map(_abbreviate, sample['answers']))}"))
+        print(_wrap_text(f"  answer    {_abbreviate(sample['prediction'])}"))
+    print(_wrap_text(f"  reference {', '.join(map(_abbreviate, sample['answers']))}"))
 
 
 def _abbreviate(text: str) -> str:
@@ -147,14 +147,14 @@ def _abbreviate(text: str) -> str:
     return f"{text[:LONGEST]!r}... ({len(text):,} characters; --json has all)"
 
 
-def _wrapped(text: str) -> str:
+def _wrap_text(text: str) -> str:
     """Return the text in lines of at most 100 columns."""
     return fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _plain(value: object) -> str:
+def _plain_fact(value: object) -> str:
     """Return a fact in words, without the braces and quotes of JSON."""
     if not isinstance(value, dict):
         return str(value)
-    facts = [f"{key} {_plain(inner)}" for key, inner in value.items()]
+    facts = [f"{key} {_plain_fact(inner)}" for key, inner in value.items()]
     return f"({', '.join(facts)})"

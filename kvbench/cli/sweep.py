@@ -33,7 +33,7 @@ def job(cfg: DictConfig) -> None:
     experiment.measure(run_plan.prepare(run), listeners=listeners(run.logger))
 
 
-def sweep(request: RunRequest, prepared: RunPlan) -> None:
+def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     """Run every shard of a run through Hydra's launcher. Raises KvbenchError if one did not end.
 
     ``prepared`` is the whole run, as this machine sees it.
@@ -61,8 +61,8 @@ def sweep(request: RunRequest, prepared: RunPlan) -> None:
         raise UsageError(f"the launcher cannot be set up: {config.plain(error)}") from None
     except Exception as error:
         raise KvbenchError(
-            f"a shard did not come to its end ({_cause(error)}). Finished answers are safe; run the same command "
-            "again to measure the rest"
+            f"a shard did not come to its end ({_cause_of_end(error)}). Finished answers are safe; run the same "
+            "command again to measure the rest"
         ) from error
     finally:
         sys.argv = previous
@@ -92,7 +92,7 @@ def _check_dtype(request: RunRequest, prepared: RunPlan) -> None:
             )
 
 
-def _cause(error: BaseException) -> str:
+def _cause_of_end(error: BaseException) -> str:
     """Return why a job ended: the first line of its error, or the last line of a worker's traceback from Ray."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from kvbench.base.conf import read_yaml
-from kvbench.base.errors import nearest
+from kvbench.base.errors import nearest_name
 
 
 class Verb(TypedDict):
@@ -32,7 +32,7 @@ VERBS: dict[str, Verb] = read_yaml(Path(__file__).with_name("verbs.yaml"))
 """The verbs in the order of ``--help``."""
 
 
-def overview() -> str:
+def overview_text() -> str:
     """Return the verbs with a line each, below the headings of their groups."""
     lines: list[str] = []
     for group in dict.fromkeys(entry["group"] for entry in VERBS.values()):
@@ -52,13 +52,13 @@ def meant_by(word: str) -> list[str]:
     by_meaning = [verb for verb, entry in VERBS.items() if word.lower() in entry["also"]]
     if by_meaning:
         return by_meaning
-    near = nearest(word, VERBS)
+    near = nearest_name(word, VERBS)
     if near is None:
         return []
     return [near]
 
 
-def plugins(verb: str) -> list[str]:
+def plugin_names(verb: str) -> list[str]:
     """Return the names of a verb's functions from other rooms, in their order."""
     return list(VERBS[verb].get("plugins", {}))
 

@@ -9,11 +9,11 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from kvbench.base.example import Example
+from kvbench.base.example import Example, scored_text
 from kvbench.base.progress import Tick, progress
 from kvbench.engine.divergence import compare_logits
 from kvbench.engines.llamacpp import LlamaCpp
-from kvbench.engines.measure import write_metrics, writing
+from kvbench.engines.measure import open_writer, write_metrics
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.table import Table
@@ -29,8 +29,8 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
     totals = run.count_left()
     if not any(totals.values()):
         return
-    reference = _opened(exact)
-    engines = {row.label: _opened(row) for row in run.rows if totals[row.label]}
+    reference = _open_llamacpp(exact)
+    engines = {row.label: _open_llamacpp(row) for row in run.rows if totals[row.label]}
     try:
         with progress(totals, quiet, unit="windows") as tick:
             for group in run.run.groups:
@@ -41,7 +41,7 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
             engine.close()
         for group in run.run.groups:
             for row in run.rows:
-                summary = summarise_texts(_texts(run, group, row))
+                summary = summarise_texts(_stored_texts(run, group, row))
                 if summary is not None:
                     write_metrics(run, group, row, {"fidelity": {REFERENCE: asdict(summary)}})
 
@@ -62,62 +62,62 @@ def _measure_group(
         writers = {}
         for row in run.rows:
             if missing[row.label]:
-                writers[row.label] = stack.enter_context(writing(run, group, row, engines[row.label]))
+                writers[row.label] = stack.enter_context(open_writer(run, group, row, engines[row.label]))
         for example in group.examples:
             labels = [label for label, ids in missing.items() if example.id in ids]
             if not labels:
                 continue
-            exact_logits = reference.logits(example.tokens)
+            ids = scored_text(example).ids
+            exact_logits = reference.logits(ids)
             for label in labels:
-                logits = engines[label].logits(example.tokens)
-                writers[label].append(record(example, exact_logits, logits))
+                logits = engines[label].logits(ids)
+                writers[label].append(window_record(example, exact_logits, logits))
                 tick(label, 1)
 
 
-def _opened(row: EngineRow) -> LlamaCpp:
+def _open_llamacpp(row: EngineRow) -> LlamaCpp:
     engine = row.open()
     assert isinstance(engine, LlamaCpp), "only llama.cpp gives the logits of every token"
     return engine
 
 
-def record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
-    """Return a window's divergence as it is stored.
+def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
+    """Return a window's divergence as it is stored. Predictions count from its middle on, as in llama.cpp's tool.
 
     exact, logits: the logits [T, V] after each token with the exact cache and with the row's.
-
-    Predictions count from the middle of the window on, as in llama.cpp's tool.
     """
-    first = int(example.meta["scored_from"])
-    targets = torch.tensor(example.tokens[first + 1 :])
+    text = scored_text(example)
+    assert text.scored_from is not None, "only windows of a long text are compared"
+    targets = torch.tensor(text.ids[text.scored_from + 1 :])
     # the logits after token i predict token i + 1
-    scored = slice(first, len(example.tokens) - 1)
+    scored = slice(text.scored_from, len(text.ids) - 1)
     (divergence,) = compare_logits(exact[scored], logits[None, scored], targets)
     losses = torch.nn.functional.cross_entropy(logits[scored].double(), targets, reduction="sum")
     # nobody has measured how far rounding alone moves llama.cpp's logits, so the floor is 0
-    fidelity = build_text_fidelity(divergence, float(losses), 0.0, document=str(example.meta.get("document", "")))
+    fidelity = build_text_fidelity(divergence, float(losses), floor=0.0, document=text.document)
     return {
         "id": example.id,
         "prediction": "",
-        "score": float(losses) / float(example.meta["divisor"]),
-        "meta": dict(example.meta),
+        "score": float(losses) / text.divisor,
+        "meta": example.facts(),
         "fidelity": {REFERENCE: fidelity.record()},
     }
 
 
-def _texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
+def _stored_texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
     """Return the stored divergences of a row on the windows of one task."""
     lines = run.run.store.lines(run.cell(group, row).id)
     records = [lines[example.id]["fidelity"] for example in group.examples if example.id in lines]
     return [TextFidelity.read(record[REFERENCE]) for record in records]
 
 
-def summaries(run: EngineRun) -> dict[str, FidelitySummary]:
+def summarise_rows(run: EngineRun) -> dict[str, FidelitySummary]:
     """Return the divergence of each row over all windows that are stored, by label."""
     by_label = {}
     for row in run.rows:
         texts: list[TextFidelity] = []
         for group in run.run.groups:
-            texts += _texts(run, group, row)
+            texts += _stored_texts(run, group, row)
         summary = summarise_texts(texts)
         if summary is not None:
             by_label[row.label] = summary

@@ -101,7 +101,7 @@ class LlamaCpp:
         self.gguf, self.cache_type = gguf, cache_type
         # one context answers one prompt at a time
         self.lock = Lock()
-        with rotation(cache_type.rotation):
+        with set_rotation(cache_type.rotation):
             try:
                 self.model: Any = llama_cpp.Llama(
                     str(gguf),
@@ -175,7 +175,7 @@ class LlamaCpp:
 
 
 @contextmanager
-def rotation(setting: str) -> Iterator[None]:
+def set_rotation(setting: str) -> Iterator[None]:
     """Let llama.cpp rotate caches or not while a context is made: it reads an environment variable then."""
     before = os.environ.get(NO_ROTATION)
     os.environ[NO_ROTATION] = "0"

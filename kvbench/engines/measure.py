@@ -72,15 +72,15 @@ def _measure_cell(
     """Ask the examples of one task, several at once, and store each answer as it comes."""
     questions = [run.question(group, example) for example in examples]
     # answers are stored by this thread alone, so that no line is cut by another
-    with writing(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
+    with open_writer(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
         waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
         for example, reply in _replies(waiting):
-            writer.append(_line(group, example, reply))
+            writer.append(_line_of_answer(group, example, reply))
             tick(row.label, 1)
 
 
 @contextmanager
-def writing(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Iterator[Writer]:
+def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Iterator[Writer]:
     """Yield the writer of a row's answers to one task. An error marks the result as interrupted."""
     cell = run.cell(group, row)
     facts: Line = {"kvbench": version(), "commit": read_commit(), "model": run.run.cfg.model_name}
@@ -148,14 +148,14 @@ def _first_began(run: EngineRun, cell: Cell) -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _line(group: Group, example: Example, reply: Reply) -> Line:
+def _line_of_answer(group: Group, example: Example, reply: Reply) -> Line:
     """Return an answer with its score as it is stored, without the fields that the engine does not report."""
     line: Line = {
         "id": example.id,
         "prediction": reply.text,
         "score": score(group.task.metric, group.task.answer(reply.text), example),
         "answers": list(example.answers),
-        "meta": dict(example.meta),
+        "meta": example.facts(),
         "seconds": round(reply.seconds, 4),
     }
     if reply.new_tokens is not None:

@@ -121,7 +121,7 @@ def check_tasks(run: RunPlan) -> None:
                 f"dataset={task.id.partition('/')[0]} is not possible with an engine: its questions are asked of one "
                 "compressed context, and no engine takes a context and its questions apart"
             )
-        if task.examples[0].tokens:
+        if task.examples[0].scored:
             raise UsageError(
                 f"dataset={task.id.partition('/')[0]} asks for no answers: it reads texts. engine=llamacpp "
                 "kl=true compares them, and a server gives no logits of them"

@@ -68,17 +68,18 @@ class Server:
 
     def ask(self, prompt: AskedPrompt) -> Reply:
         start = time.perf_counter()
-        ask = self._complete
+        endpoint = self._complete
         if prompt.chat:
-            ask = self._chat
+            endpoint = self._chat
         try:
             # pass the flag on: another thread may clear it while this question waits for its answer
-            reply = self._call(partial(ask, prompt, self.gives_choices))
+            reply = self._call(partial(endpoint, prompt, self.gives_choices))
         except NoChoices:
             self.gives_choices = False
-            reply = self._call(partial(ask, prompt, False))
-        text, new_tokens, first = reply
-        return Reply(text=text, new_tokens=new_tokens, seconds=time.perf_counter() - start, first=first)
+            reply = self._call(partial(endpoint, prompt, False))
+        seconds = time.perf_counter() - start
+        text, new_tokens, first_choices = reply
+        return Reply(text=text, new_tokens=new_tokens, seconds=seconds, first=first_choices)
 
     def close(self) -> None:
         self.client.close()
@@ -191,28 +192,30 @@ class Server:
             ) from None
         except openai.NotFoundError as error:
             raise EngineError(
-                f"{place} knows no such page or model ({_said(error)}): url= usually ends in /v1, and served= names "
-                "the model"
+                f"{place} knows no such page or model ({_server_message(error)}): url= usually ends in /v1, and "
+                "served= names the model"
             ) from None
         except openai.RateLimitError as error:
             raise EngineError(
-                f"{place} was asked too often ({_said(error)}), also after {self.client.max_retries + 1} tries: lower "
-                "parallel="
+                f"{place} was asked too often ({_server_message(error)}), also after "
+                f"{self.client.max_retries + 1} tries: lower parallel="
             ) from None
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             if "logprob" in str(error).lower():
                 raise NoChoices(str(error)) from None
-            raise EngineError(f"{place} refused a prompt ({_said(error)})", ends_run=False) from None
+            raise EngineError(f"{place} refused a prompt ({_server_message(error)})", ends_run=False) from None
         except openai.APIStatusError as error:
             if "logprob" in str(error).lower():
                 raise NoChoices(str(error)) from None
             raise EngineError(
-                f"{place} failed ({error.status_code}: {_said(error)}), also after {self.client.max_retries + 1} "
-                "tries: see the server's log"
+                f"{place} failed ({error.status_code}: {_server_message(error)}), also after "
+                f"{self.client.max_retries + 1} tries: see the server's log"
             ) from None
         except (openai.OpenAIError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
             # the client reads whatever JSON or page came back as if it were of OpenAI's form
-            raise EngineError(f"{place} answered something else than JSON of OpenAI's form: {_short(error)}") from None
+            raise EngineError(
+                f"{place} answered something else than JSON of OpenAI's form: {_shorten(error)}"
+            ) from None
 
 
 class NoChoices(EngineError):
@@ -235,12 +238,12 @@ def _new_tokens(response: Any) -> int | None:
     return None
 
 
-def _said(error: Any) -> str:
+def _server_message(error: Any) -> str:
     """Return the server's own message about an error."""
-    return _short(getattr(error, "message", "") or error)
+    return _shorten(getattr(error, "message", "") or error)
 
 
-def _short(error: object) -> str:
+def _shorten(error: object) -> str:
     text = " ".join(str(error).split())
     if len(text) > 200:
         return text[:200] + "..."

@@ -110,7 +110,7 @@ class EngineReport:
     notes: tuple[str, ...]
 
 
-def report(run: EngineRun) -> EngineReport:
+def build_report(run: EngineRun) -> EngineReport:
     """Return all rows that engines answered on this run's prompts. Raises UsageError for an unknown baseline."""
     by_engine: dict[str, dict[str, Answers]] = {}
     engines: dict[str, Mapping[str, object]] = {}
@@ -124,7 +124,7 @@ def report(run: EngineRun) -> EngineReport:
                 key = json.dumps(engine, sort_keys=True)
                 engines[key] = engine
                 by_engine.setdefault(key, {})[group.column] = answers
-    names = _names(engines)
+    names = _names_of_rows(engines)
     by_label = {names[key]: columns for key, columns in by_engine.items()}
     if not by_label:
         raise UsageError("no engine has answered these prompts yet")
@@ -132,10 +132,10 @@ def report(run: EngineRun) -> EngineReport:
     if baseline not in by_label:
         raise UsageError(f"baseline={baseline} is no row on these prompts: {', '.join(by_label)}")
     groups = run.run.groups
-    rows = [_row(groups, baseline, by_label[baseline], by_label[baseline], is_baseline=True)]
+    rows = [_build_row(groups, baseline, by_label[baseline], by_label[baseline], is_baseline=True)]
     for label, columns in by_label.items():
         if label != baseline:
-            rows.append(_row(groups, label, columns, by_label[baseline], is_baseline=False))
+            rows.append(_build_row(groups, label, columns, by_label[baseline], is_baseline=False))
     return EngineReport(
         baseline=baseline,
         rows=tuple(rows),
@@ -144,7 +144,7 @@ def report(run: EngineRun) -> EngineReport:
     )
 
 
-def _names(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+def _names_of_rows(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     """Return each row's name in the table: its label, followed by its model if several rows have this label.
 
     engines: the rows' identities.
@@ -159,44 +159,27 @@ def _names(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     return names
 
 
-def _row(
+def _build_row(
     groups: Sequence[Group], label: str, own: Mapping[str, Answers], baseline: Mapping[str, Answers], is_baseline: bool
 ) -> EngineResult:
     """Return one row from its stored answers and the baseline's, by column."""
-    tasks = []
+    tasks: list[TaskResult] = []
     differences: list[list[float]] = []
     for group in groups:
-        task_metric = metric(group.task.metric)
-        scores = _scores(own.get(group.column, {}))
-        score, delta, ci = None, None, None
-        if scores:
-            score = task_metric.show(fmean(scores.values()))
-        # the pairs are the prompts that both rows have answered
-        baseline_scores = _scores(baseline.get(group.column, {}))
-        shared = [i for i in scores if i in baseline_scores]
-        if shared and not is_baseline:
-            own_shared = [scores[i] for i in shared]
-            baseline_shared = [baseline_scores[i] for i in shared]
-            differences.append([a - b for a, b in zip(own_shared, baseline_shared, strict=True)])
-            difference, interval = stats.paired_difference(own_shared, baseline_shared)
-            delta = task_metric.scale * difference
-            if len(shared) >= FEWEST:
-                ci = stats.scaled(interval, task_metric.scale)
-        tasks.append(TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci))
+        baseline_answers: Answers = {}
+        if not is_baseline:
+            baseline_answers = baseline.get(group.column, {})
+        task, task_differences = _compare_task(group, own.get(group.column, {}), baseline_answers)
+        tasks.append(task)
+        if task_differences:
+            differences.append(task_differences)
     measured = [task.score for task in tasks if task.score is not None]
     # a mean over other prompts than the baseline's would not fit its difference
     mean = None
     is_whole = all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
     if is_whole and len(measured) == len(groups):
         mean = fmean(measured)
-    mean_delta, mean_ci = None, None
-    # differences of two units have no mean
-    scales = {metric(group.task.metric).scale for group in groups}
-    if len(differences) == len(groups) and len(scales) == 1:
-        (scale,) = scales
-        mean_difference, interval = stats.mean_over_tasks(differences, bounds=(-1.0, 1.0))
-        mean_delta = scale * mean_difference
-        mean_ci = stats.scaled(interval, scale)
+    mean_delta, mean_ci = _mean_difference(groups, differences)
     answers: list[StoredAnswer] = []
     for column_answers in own.values():
         answers.extend(column_answers.values())
@@ -219,7 +202,48 @@ def _row(
     )
 
 
-def _scores(answers: Answers) -> dict[str, float]:
+def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskResult, list[float]]:
+    """Return a row's result on one task, and its differences in [-1, 1] from the baseline on each prompt of both.
+
+    There are none for the baseline itself, which is compared with no answers.
+    """
+    task_metric = metric(group.task.metric)
+    scores, baseline_scores = _known_scores(own), _known_scores(baseline)
+    score, delta, ci = None, None, None
+    if scores:
+        score = task_metric.show(fmean(scores.values()))
+    differences: list[float] = []
+    # the pairs are the prompts that both rows have answered
+    shared = [i for i in scores if i in baseline_scores]
+    if shared:
+        own_shared = [scores[i] for i in shared]
+        baseline_shared = [baseline_scores[i] for i in shared]
+        differences = [a - b for a, b in zip(own_shared, baseline_shared, strict=True)]
+        difference, interval = stats.paired_difference(own_shared, baseline_shared)
+        delta = task_metric.scale * difference
+        if interval is not None and len(shared) >= FEWEST:
+            ci = (task_metric.scale * interval[0], task_metric.scale * interval[1])
+    return TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci), differences
+
+
+def _mean_difference(
+    groups: Sequence[Group], differences: Sequence[list[float]]
+) -> tuple[float | None, tuple[float, float] | None]:
+    """Return the mean over tasks of the differences from the baseline, and its interval.
+
+    There is none unless every task has differences, all in one unit.
+    """
+    scales = {metric(group.task.metric).scale for group in groups}
+    if len(differences) < len(groups) or len(scales) > 1:
+        return None, None
+    (scale,) = scales
+    mean, interval = stats.mean_over_tasks(differences, bounds=(-1.0, 1.0))
+    if interval is None:
+        return scale * mean, None
+    return scale * mean, (scale * interval[0], scale * interval[1])
+
+
+def _known_scores(answers: Answers) -> dict[str, float]:
     """Return the scores in [0, 1] by example, without answers that cannot be scored."""
     return {i: answer.score for i, answer in sorted(answers.items()) if answer.score is not None}
 
@@ -283,7 +307,7 @@ def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
     return same / longest
 
 
-def verdicts(answered: EngineReport) -> Table | None:
+def verdict_lines(answered: EngineReport) -> Table | None:
     """Return a line for each row except the baseline: its size, its score, and the verdict on both."""
     baseline = answered.rows[0]
     lines = []
@@ -293,14 +317,14 @@ def verdicts(answered: EngineReport) -> Table | None:
             times = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
         delta = ""
         if row.delta is not None:
-            delta = _signed(row.delta, row.ci)
+            delta = _signed_text(row.delta, row.ci)
         lines.append(
             (
                 row.label,
                 times,
                 f"{format_number(row.mean)} of {format_number(baseline.mean)}",
                 delta,
-                _outcome(row, answered.baseline),
+                _outcome_text(row, answered.baseline),
             )
         )
     if not lines:
@@ -309,7 +333,7 @@ def verdicts(answered: EngineReport) -> Table | None:
     return Table(heads, tuple(lines), left=len(heads), bare=True)
 
 
-def _outcome(row: EngineResult, baseline: str) -> str:
+def _outcome_text(row: EngineResult, baseline: str) -> str:
     """Return in words whether a row is better or worse than the baseline by an interval."""
     if row.mean is None:
         return "not all prompts are answered"
@@ -322,7 +346,7 @@ def _outcome(row: EngineResult, baseline: str) -> str:
     return f"not told apart from {baseline}"
 
 
-def _signed(delta: float, ci: Interval | None) -> str:
+def _signed_text(delta: float, ci: Interval | None) -> str:
     text = format_number(delta, sign=True)
     if ci is not None:
         text += f" [{format_number(ci[0])}, {format_number(ci[1])}]"
@@ -339,7 +363,7 @@ def tables(answered: EngineReport) -> list[Table]:
     for row in answered.rows:
         texts = [row.label]
         for task in row.tasks:
-            texts += [format_number(task.score), _difference(task)]
+            texts += [format_number(task.score), _difference_text(task)]
         texts.append(str(sum(task.n for task in row.tasks)))
         if row.bytes is not None:
             texts.append(format_size(row.bytes))
@@ -347,17 +371,17 @@ def tables(answered: EngineReport) -> list[Table]:
             texts.append("unknown")
         rows.append(tuple(texts))
     scores = Table(tuple(heads), tuple(rows), breaks=True)
-    above = verdicts(answered)
+    above = verdict_lines(answered)
     if above is None:
         return [scores]
     return [above, scores]
 
 
-def _difference(task: TaskResult) -> str:
+def _difference_text(task: TaskResult) -> str:
     """Return a task's difference from the baseline as text; a dash for the baseline itself."""
     if task.delta is None:
         return "—"
-    return _signed(task.delta, task.ci)
+    return _signed_text(task.delta, task.ci)
 
 
 def notes(answered: EngineReport) -> list[str]:

@@ -63,12 +63,12 @@ REFUSED = {
 
 def main(args: argparse.Namespace) -> int:
     """Measure the rows and print the table. Return exit status 1 if a task of a row failed, 130 after Ctrl-C."""
-    options, cfg = read(args.overrides)
+    options, cfg = read_request(args.overrides)
     compares = options["kl"] == "true"
     plan = run_plan.prepare(cfg)
     if not compares:
         check_tasks(plan)
-    run = _run(plan, options)
+    run = _plan_rows(plan, options)
     if args.plan:
         for row in run.rows:
             for group in plan.groups:
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     return int(bool(problems))
 
 
-def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
+def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
     """Return the values of KEYS, and the run whose prompts are asked. Raises UsageError for a key without meaning."""
     texts = pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
     if "fidelity" in texts:
@@ -122,7 +122,7 @@ def read(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]
     return options, config.configure(settings)
 
 
-def _run(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
+def _plan_rows(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
     """Return the rows of the options on a plan's prompts."""
     baseline = str(options["baseline"])
     if options["engine"] == OPENAI:
@@ -172,7 +172,7 @@ def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
 
 def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
     """Return the row of llama.cpp with one type of cache. Raises UsageError if there is no GGUF."""
-    gguf = _gguf(plan, options)
+    gguf = _path_of_gguf(plan, options)
     every_logit = options["kl"] == "true"
     label = str(options["label"] or cache_type.label)
     if options["label"] and "," in str(options["cache_type"] or ""):
@@ -180,7 +180,7 @@ def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: Cach
     threads = plan.cfg.threads
 
     def start() -> llamacpp.LlamaCpp:
-        return llamacpp.LlamaCpp(gguf, cache_type, _longest(plan), threads, every_logit)
+        return llamacpp.LlamaCpp(gguf, cache_type, _longest_tokens(plan), threads, every_logit)
 
     return EngineRow(
         label=label,
@@ -189,16 +189,16 @@ def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: Cach
     )
 
 
-def _longest(plan: RunPlan) -> int:
+def _longest_tokens(plan: RunPlan) -> int:
     """Return the tokens of the longest text, or of the longest prompt with its answer."""
     lengths = [1]
     for group in plan.groups:
         for example in group.examples:
-            length = len(example.tokens)
-            if not length:
+            if example.scored is not None:
+                lengths.append(len(example.scored.ids))
+            else:
                 encoded = encode_prompt(plan.tokenizer, example, group.task, plan.cfg.prompt, plan.context)
-                length = len(encoded) + example.max_new_tokens
-            lengths.append(length)
+                lengths.append(len(encoded) + example.max_new_tokens)
     return max(lengths)
 
 
@@ -208,7 +208,7 @@ def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:
     return _llamacpp_row(plan, dict(options) | {"label": None, "cache_type": None}, exact)
 
 
-def _gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
+def _path_of_gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
     """Return the path of the GGUF that the user named, or else of the GGUF that a fetched model was made of.
 
     Raises UsageError if there is no such file.
@@ -229,7 +229,7 @@ def _gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
 
 def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:
     """Print the table of all rows on these prompts."""
-    answered = table.report(run)
+    answered = table.build_report(run)
     if args.json:
         print(json.dumps(asdict(answered), indent=1, ensure_ascii=False))
         return
@@ -238,7 +238,7 @@ def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:
 
 def _print_divergences(run: EngineRun, args: argparse.Namespace) -> None:
     """Print the table of divergences."""
-    by_label = divergence.summaries(run)
+    by_label = divergence.summarise_rows(run)
     if args.json:
         print(json.dumps({label: asdict(summary) for label, summary in by_label.items()}, indent=1, ensure_ascii=False))
         return

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import Levels, Packed, defined_together
-from kvbench.kv.rotation import basis, width
+from kvbench.kv.rotation import basis_width, make_basis
 
 FROZEN_BYTES = 4  # a head's frozen scale is one fp32 number
 PART = 2**18  # ``pack`` codes this many elements together
@@ -30,7 +30,7 @@ class Codec(ABC):
 
     Unless a codec says otherwise, arithmetic is fp32, and numbers are rounded to nearest with ties to even.
 
-    rotate: the orthogonal basis in which values are coded (see ``rotation.basis``), or ``none``.
+    rotate: the orthogonal basis in which values are coded (see ``rotation.make_basis``), or ``none``.
     block: the most channels that are rotated together.
     """
 
@@ -84,13 +84,13 @@ class Codec(ABC):
         """Return the basis [C, C'] in which values are coded, or None if the codec does not rotate."""
         if self.rotate == "none":
             return None
-        return basis(channels, self.rotate, self.block, device)
+        return make_basis(channels, self.rotate, self.block, device)
 
     def coded_channels(self, channels: int) -> int:
         """Return C', the number of coded channels: ``channels`` and the padding that the rotation adds."""
         if self.rotate == "none":
             return channels
-        return width(channels, self.rotate)
+        return basis_width(channels, self.rotate)
 
     def refusal(self, channels: int) -> str:
         """Return the reason why heads of ``channels`` channels cannot be coded, or ''."""

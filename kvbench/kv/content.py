@@ -69,7 +69,9 @@ def _equals_source(
     if channels is not None:
         ids = channels.long()
         # every token takes the kept channels of its head
-        by_token = ids[:, None] if lengths is None else ids.repeat_interleave(lengths, dim=0)[None]
+        by_token = ids[:, None]
+        if lengths is not None:
+            by_token = ids.repeat_interleave(lengths, dim=0)[None]
         expected = expected.gather(2, by_token.expand(*rows.shape, -1))
     return expected.shape != stored.shape or same_bits(expected, stored)
 

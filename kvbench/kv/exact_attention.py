@@ -110,7 +110,7 @@ def column_sums(
     return sums.view(hq, m)
 
 
-def fusible(query: Tensor, scale: float) -> bool:
+def can_fuse(query: Tensor, scale: float) -> bool:
     """Return True if FUSED exists and takes queries of this device and dtype. FUSED knows no caps and no sinks."""
     if FUSED is None or not is_plain(scale):
         return False
@@ -120,9 +120,9 @@ def fusible(query: Tensor, scale: float) -> bool:
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], computed by FUSED.
 
-    query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None where ``fusible`` is False.
+    query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None where ``can_fuse`` is False.
     """
-    if not fusible(query, scale):
+    if not can_fuse(query, scale):
         return None
     values = values_or_keys(keys, values)
     k = per_head(keys, len(query))

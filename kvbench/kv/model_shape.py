@@ -127,7 +127,7 @@ class Shape:
 
     @property
     def token_numbers(self) -> int:
-        """The numbers that a layer holds of a token under one head: those of its key and of its value."""
+        """How many numbers one head stores for a token, its key and its value together."""
         return self.head_dim + self.value_dim
 
     @property

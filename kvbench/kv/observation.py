@@ -113,7 +113,9 @@ class Observation:
 
         With ``bits`` the keys are quantised to that width. Raises ValueError if no stage declared such a need.
         """
-        sums = self.colsums if bits is None else self.colsums_q.get(bits)
+        sums = self.colsums
+        if bits is not None:
+            sums = self.colsums_q.get(bits)
         if sums is None:
             raise ValueError("a stage reads column sums without declaring them in its needs")
         return sums

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvbench.kv.partly_packed import each
+from kvbench.kv.partly_packed import map_tensors
 from kvbench.kv.segment import LayerCache, Segment, per_head
 
 
@@ -91,7 +91,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     state = {name: select_slots(t) for name, t in s.state.items()}
     selected = Segment(s.k, s.v, positions, state=state, latent=s.latent)
     k, v = s.stored()
-    return replace(cache, segments=(selected.holding(each(k, select_slots), each(v, select_slots)),))
+    return replace(cache, segments=(selected.holding(map_tensors(k, select_slots), map_tensors(v, select_slots)),))
 
 
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
@@ -109,7 +109,7 @@ def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
     state = {name: select_slots(t) for name, t in s.state.items()}
     k, v = s.stored()
     ragged = Segment(s.k, s.v, select_slots(s.positions), lengths.to(torch.int32), state=state)
-    return ragged.holding(each(k, select_slots), each(v, select_slots))
+    return ragged.holding(map_tensors(k, select_slots), map_tensors(v, select_slots))
 
 
 def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache:
@@ -191,9 +191,11 @@ def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Se
     def copy_tokens(mask: Tensor, counts: Tensor) -> Segment:
         """Return the tokens in ``mask`` [N]; head h has ``counts[h]`` of them."""
         # heads that now hold equally many tokens are stored as an even [H, L] segment
-        even = bool((counts == counts[0]).all())
-        shape = (len(counts), int(counts[0])) if even else (1, int(counts.sum()))
-        new_lengths = None if even else counts.to(torch.int32)
+        shape = (1, int(counts.sum()))
+        new_lengths: Tensor | None = counts.to(torch.int32)
+        if bool((counts == counts[0]).all()):
+            shape = (len(counts), int(counts[0]))
+            new_lengths = None
 
         def copy_part(t: Tensor) -> Tensor:
             return t[0, mask].view(*shape, *t.shape[2:])

@@ -80,7 +80,10 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
     for width in _plane_widths(bits, layout):
         plane_bytes = -(-m * width // 8)
         plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)
-        codes = plane if codes is None else codes | (plane << first_bit)
+        if codes is None:
+            codes = plane
+        else:
+            codes = codes | (plane << first_bit)
         first_byte += plane_bytes
         first_bit += width
     assert codes is not None
@@ -216,7 +219,9 @@ def defined_together(cls: type, *methods: str) -> bool:
 
     A subclass that unpacks in another way, but inherits ``levels``, would be read as its parent.
     """
-    definers = {next(c for c in cls.__mro__ if method in vars(c)) for method in methods}
+    definers = set()
+    for method in methods:
+        definers.add(next(base for base in cls.__mro__ if method in vars(base)))
     return len(definers) == 1
 
 

@@ -96,7 +96,7 @@ class Codes:
         return Codes(k_codes, v_codes), exact_k, exact_v
 
 
-def encode(
+def pack_first_tokens(
     x: Tensor, pack: Callable[[Tensor], Packed], packed: int, channels: Tensor | None = None
 ) -> tuple[Packed, Tensor]:
     """Pack the first ``packed`` tokens of x [H, L, D], with all channels or only ``channels`` [H, C].
@@ -120,7 +120,7 @@ def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     return heads[0].holding(tensors, frozen), counts
 
 
-def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
+def allocate_buffers(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
     """Return buffers [B, H, ...] for the packed tokens of ``rows``, with each row's frozen scales.
 
     ``room`` makes a buffer from one row's tensor.
@@ -130,22 +130,22 @@ def batched(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
     return rows[0].holding([room(t) for t in rows[0].payload()], frozen)
 
 
-def each(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
+def map_tensors(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
     """Apply ``fn`` to exact keys or values, or to every tensor of packed ones (see ``Packed.map``)."""
     if isinstance(x, Packed):
         return x.map(fn)
     return fn(x)
 
 
-def parts(x: Values) -> tuple[Tensor, ...]:
+def stored_tensors(x: Values) -> tuple[Tensor, ...]:
     """Return the tensors that hold keys or values: one if they are exact; codes, scale and low if they are packed."""
     if isinstance(x, Packed):
         return tuple(x.payload())
     return (x,)
 
 
-def write(buffer: Values, slots: Tensor, new: Values) -> None:
+def write_tokens(buffer: Values, slots: Tensor, new: Values) -> None:
     """Write T tokens, new [B, H, T, .], into ``slots`` [B, H, T] of buffer [B, H, S, .]. Both have the same format."""
-    for target, tokens in zip(parts(buffer), parts(new), strict=True):
+    for target, tokens in zip(stored_tensors(buffer), stored_tensors(new), strict=True):
         # target[b, h, slots[b, h, t]] = tokens[b, h, t]
         target.scatter_(2, slots[..., None].expand(-1, -1, -1, target.shape[3]), tokens)

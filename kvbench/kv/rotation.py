@@ -12,7 +12,7 @@ SEED = 0
 LEAST = 32  # a block of fewer channels mixes too few of them to help
 
 
-def width(channels: int, kind: str) -> int:
+def basis_width(channels: int, kind: str) -> int:
     """Return how many channels C' a basis for ``channels`` channels has: as many, or a few more for a Hadamard matrix.
 
     Hadamard matrices exist for powers of 2. Other numbers are cut into blocks of the largest power of 2 that divides
@@ -24,10 +24,10 @@ def width(channels: int, kind: str) -> int:
 
 
 @cache
-def _basis(channels: int, kind: str, block: int, seed: int) -> Tensor:
-    """Return the matrix of ``basis`` on the CPU. ``kind`` is one of ROTATIONS."""
+def _make_basis_on_cpu(channels: int, kind: str, block: int, seed: int) -> Tensor:
+    """Return the matrix of ``make_basis`` on the CPU. ``kind`` is one of ROTATIONS."""
     g = torch.Generator().manual_seed(seed)
-    size = width(channels, kind)
+    size = basis_width(channels, kind)
     if kind == "haar":
         # take Q of a Gaussian's QR; the signs of R's diagonal make it uniform over all rotations
         q, r = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))
@@ -47,13 +47,13 @@ def _basis(channels: int, kind: str, block: int, seed: int) -> Tensor:
 
 
 @cache
-def basis(channels: int, kind: str, block: int, device: torch.device, seed: int = SEED) -> Tensor:
+def make_basis(channels: int, kind: str, block: int, device: torch.device, seed: int = SEED) -> Tensor:
     """Return the basis as a matrix B [C, C'] fp32 with orthonormal rows.
 
-    x B expresses x in the basis, and multiplying by the transpose of B gives x back. C' is ``width``.
+    x B expresses x in the basis, and multiplying by the transpose of B gives x back. C' is ``basis_width``.
 
     kind: ``hadamard`` is the Sylvester-Hadamard matrix. ``signed`` flips the channels' signs at random before that
     matrix. ``haar`` is a random rotation, uniform over all rotations, with C' = C.
     block: the most channels that a Hadamard matrix mixes.
     """
-    return _basis(channels, kind, block, seed).to(device)
+    return _make_basis_on_cpu(channels, kind, block, seed).to(device)

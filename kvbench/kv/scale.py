@@ -14,7 +14,7 @@ class LogitScale(float):
     """The factor of q.k with the model's cap on logits (Gemma 2, arXiv 2408.00118, section 2) and its sinks.
 
     It is a float, so that statistics and storage formats pass it on like any other factor. Only ``capped`` reads the
-    cap, after logits are computed, and only ``softmax`` and ``exponentials`` the sinks.
+    cap, after logits are computed. Callers of ``softmax`` and ``exponentials`` hand these the sinks (``sinks_of``).
 
     cap: above 0; None if the model has none. sinks: [Hq, 1, 1], or [U, Hq, 1, 1] of several entries; None likewise.
     """
@@ -23,7 +23,7 @@ class LogitScale(float):
     sinks: Tensor | None
 
     @classmethod
-    def of(cls, factor: float, cap: float | None = None, sinks: Tensor | None = None) -> float:
+    def of(cls, factor: float, cap: float | None = None, sinks: Tensor | None = None) -> LogitScale | float:
         """Return a factor that carries ``cap`` and ``sinks``, or the plain ``factor`` if there is neither."""
         if cap is None and sinks is None:
             return factor
@@ -61,9 +61,11 @@ def capped(logits: Tensor, scale: float) -> Tensor:
     return (logits / cap).tanh().mul_(cap)
 
 
-def softmax(logits: Tensor, scale: float) -> Tensor:
-    """Return the weights [..., Hq, T, S] of logits [..., Hq, T, S] in fp32, with the sinks of ``scale`` beside them."""
-    sinks = sinks_of(scale)
+def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax in fp32 of logits [..., Hq, T, S].
+
+    Each sink takes its share of a row's weights, and gets no column of its own.
+    """
     if sinks is None:
         return logits.float().softmax(dim=-1)
     beside = sinks.to(logits.device).float().expand(*logits.shape[:-1], 1)
@@ -71,9 +73,10 @@ def softmax(logits: Tensor, scale: float) -> Tensor:
 
 
 def exponentials(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (exp(l_j - top), their sum with the sink's), in place of fp32 logits [..., w, m]; the sum is [..., w, 1].
+    """Overwrite fp32 logits l [..., w, m] by exp(l - top), where top is the largest of a row's logits and its sink.
 
-    The quotient of the two is the softmax. ``top`` is the largest logit of a row, or its sink.
+    Return (the overwritten logits, their sum [..., w, 1]). The sum includes the sink's exp(s - top). The quotient of
+    the two is the softmax.
     """
     top = logits.amax(dim=-1, keepdim=True)
     if sinks is None:

@@ -91,8 +91,8 @@ class Segment:
             k,
             v,
             slice_head(self.positions),
-            key_channels=_row(self.key_channels, h),
-            value_channels=_row(self.value_channels, h),
+            key_channels=_row_of_head(self.key_channels, h),
+            value_channels=_row_of_head(self.value_channels, h),
             state={name: slice_head(t) for name, t in self.state.items()},
             codes=codes,
         )
@@ -122,14 +122,14 @@ class Segment:
         """Return the segment with tensors that have shapes and no storage. Counts by head stay real."""
         codes, latents = self.codes, self.latents
         if codes is not None:
-            codes = replace(codes, k=codes.k.map(_shape), v=codes.v.map(_shape))
+            codes = replace(codes, k=codes.k.map(_without_storage), v=codes.v.map(_without_storage))
         if latents is not None:
-            latents = (_shape(latents[0]), _shape(latents[1]))
+            latents = (_without_storage(latents[0]), _without_storage(latents[1]))
         return replace(
             self,
-            k=_shape(self.k),
-            v=_shape(self.v),
-            positions=_shape(self.positions),
+            k=_without_storage(self.k),
+            v=_without_storage(self.v),
+            positions=_without_storage(self.positions),
             state={},
             codes=codes,
             latents=latents,
@@ -270,7 +270,7 @@ class LayerCache:
             yield self.observed.last_q
 
 
-def _shape(t: Tensor) -> Tensor:
+def _without_storage(t: Tensor) -> Tensor:
     """Return a tensor of the same shape and dtype without storage."""
     return torch.empty_like(t, device="meta")
 
@@ -282,7 +282,7 @@ def per_head(t: Tensor, heads: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[0], dim=0)
 
 
-def _row(t: Tensor | None, h: int) -> Tensor | None:
+def _row_of_head(t: Tensor | None, h: int) -> Tensor | None:
     """Return row h of t [H, ...] as a view [1, ...]; None if there is no t."""
     if t is None:
         return None

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from kvbench.methods.core.knobs import Rule, knob, one_of
 from kvbench.methods.core.lowrank import LONGEST, LowRankStage, Pairs
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
-from kvbench.models.factors import Factors, Spectrum, joined, nearest_rank, searched_ranks
+from kvbench.models.factors import Factors, Spectrum, join_factors, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import ProjectionShape, linears
+from kvbench.models.lowrank import ProjectionShape, key_value_weights
 from kvbench.models.lowrank_statistics import mean_loss, mean_sizes
 
 FRACTIONS = tuple(k / 10 for k in range(1, 10))
@@ -108,7 +108,7 @@ class Asvd(LowRankStage):
         for (key_spectrum, value_spectrum), ranks in zip(spectra_by_layer, self.ranks, strict=True):
             # all heads are one group, which has one rank
             (key_rank,), (value_rank,) = ranks
-            pairs.append((joined([key_spectrum.cut(key_rank)]), joined([value_spectrum.cut(value_rank)])))
+            pairs.append((join_factors([key_spectrum.cut(key_rank)]), join_factors([value_spectrum.cut(value_rank)])))
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class Asvd(LowRankStage):
         heads = ProjectionShape.of(model).heads
         for attention, size in zip(attention_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
-            (k, _), (v, _) = linears(attention, heads)
+            (k, _), (v, _) = key_value_weights(attention, heads)
             yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
 
     def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
@@ -142,7 +142,7 @@ class Asvd(LowRankStage):
         # exact_layers has the uncut projections in the form that ``mean_loss`` takes
         exact_layers: list[tuple[Factors, Factors]] = []
         for attention in attention_modules(model):
-            k, v = (Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in linears(attention, shape.heads))
+            k, v = (Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in key_value_weights(attention, shape.heads))
             exact_layers.append((k, v))
         losses = torch.zeros(shape.layers, 2, len(FRACTIONS))
         for i, spectra in enumerate(self._spectra(model, sizes)):
@@ -150,9 +150,12 @@ class Asvd(LowRankStage):
             for which, spectrum in enumerate(spectra):
                 for j, rank in enumerate(self._tried_ranks(full)):
                     # only this projection is cut, and all others stay exact
-                    cut = joined([spectrum.cut(rank)])
+                    cut = join_factors([spectrum.cut(rank)])
                     layers = list(exact_layers)
-                    layers[i] = (cut, exact_values) if which == 0 else (exact_keys, cut)
+                    if which == 0:
+                        layers[i] = (cut, exact_values)
+                    else:
+                        layers[i] = (exact_keys, cut)
                     losses[i, which, j] = mean_loss(model, probes, layers)
                     run.tick()
         return losses

@@ -89,8 +89,11 @@ class Cake(EvictingSelector):
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         tokens = 0
         for layer in range(n_layers):
-            # layers that share the budget hold C tokens on average
-            tokens += n if self.keeps_all(n, layer) else self.capacity(n).tokens
+            if self.keeps_all(n, layer):
+                tokens += n
+            else:
+                # layers that share the budget hold C tokens on average
+                tokens += self.capacity(n).tokens
         return heads * tokens
 
     @property

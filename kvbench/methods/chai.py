@@ -102,7 +102,7 @@ class Chai(HeadSharer):
         counts, knob = self.listed_clusters()
         self.require(knob, not counts or len(counts) == n_layers, f"the model has {n_layers} layers")
 
-    def check_heads(self, stored: int, query_heads: int) -> None:
+    def check_heads(self, stored_heads: int, query_heads: int) -> None:
         counts, knob = self.listed_clusters()
         self.require(knob, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 

@@ -66,7 +66,9 @@ class ChunkKV(SnapKV):
             return (capacity.tokens - capacity.window) // length, -(-(n - capacity.window) // length)
         # max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
         total = -(-n // length)
-        share = capacity.tokens / n if self.kv_ratio is None else self.kv_ratio
+        share = self.kv_ratio
+        if share is None:
+            share = capacity.tokens / n
         # 1e-9: a product that should be whole must not be cut to the next lower number
         return max(1, int(share * total + 1e-9)), total
 

@@ -49,7 +49,7 @@ class KeyDiff(Selector, BlockReader):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         keys = ops.only_segment(cache).k
         if self.variant == "once":
-            scores = obs.once(KeyDiff, lambda: difference(keys))
+            scores = obs.once(KeyDiff, lambda: distance_from_anchor(keys))
             return at_heads(scores, cache.heads)
         # tokens that are kept after the last block score 1, all others 0
         blocks = list(self.iterate_blocks(keys, min(cache.heads, len(keys)), capacity.tokens))
@@ -73,7 +73,7 @@ class KeyDiff(Selector, BlockReader):
             if kept_tokens.shape[1] > budget:
                 # the anchor is the mean of the kept and new keys only, [Hk, m, D]
                 index = per_head(kept_tokens, len(keys))[..., None].expand(-1, -1, keys.shape[2])
-                scores = at_heads(difference(keys.gather(1, index)), heads)
+                scores = at_heads(distance_from_anchor(keys.gather(1, index)), heads)
                 kept_tokens = kept_tokens.gather(1, top_indices(scores, budget))
         yield n, kept_tokens
 
@@ -88,7 +88,7 @@ class KeyDiff(Selector, BlockReader):
         return [(start, per_head(index, len(keys))) for start, index in blocks]
 
 
-def difference(keys: torch.Tensor) -> torch.Tensor:
+def distance_from_anchor(keys: torch.Tensor) -> torch.Tensor:
     """Return the scores -cos(k_j, a) [Hk, n] of keys [Hk, n, D], with the anchor a of these keys."""
     # k_j / ||k_j||
     unit = normalize(keys.float(), dim=-1)

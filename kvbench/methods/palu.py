@@ -15,16 +15,16 @@ from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
     Factors,
     Spectrum,
-    damping,
+    damping_needed,
     divided_ranks,
     group_size,
-    joined,
+    join_factors,
     nearest_rank,
-    whitening,
+    whitening_factor,
 )
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import ProjectionShape, linears
-from kvbench.models.lowrank_statistics import moments, moments_bytes
+from kvbench.models.lowrank import ProjectionShape, key_value_weights
+from kvbench.models.lowrank_statistics import measure_moments, moments_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ class Palu(LowRankStage):
         # the sum of x x^T [d, d] over fewer tokens has no full rank
         run.recipe.check(shape.hidden, "the hidden size")
         # sums [layers, d, d] of x x^T, and sqrt(E[g^2]) [layers, 2, heads] where ranks follow Fisher information
-        sums, fisher = moments(run.model, run.windows(), self.ranks_by != "uniform")
+        sums, fisher = measure_moments(run.model, run.windows(), self.ranks_by != "uniform")
         tensors = {
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
             "moments": sums,
-            "damping": torch.tensor([damping(m) for m in sums], dtype=torch.float64),
+            "damping": torch.tensor([damping_needed(m) for m in sums], dtype=torch.float64),
         }
         if fisher is not None:
             tensors["fisher"] = fisher
@@ -98,13 +98,13 @@ class Palu(LowRankStage):
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
             # S, with S S^T = sum of x x^T (Cholesky), section 3.2
-            side = whitening(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
+            side = whitening_factor(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
             pair: list[Factors] = []
             # first the key projection, then the value projection
-            for (weight, _), ranks in zip(linears(attention, shape.heads), self.ranks[i], strict=True):
+            for (weight, _), ranks in zip(key_value_weights(attention, shape.heads), self.ranks[i], strict=True):
                 group_weights = weight.split(rows)
                 # W S = U diag(s) V^T, truncated to r, for each group of heads
                 cuts = [Spectrum.of(w, side).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
-                pair.append(joined(cuts))
+                pair.append(join_factors(cuts))
             pairs.append((pair[0], pair[1]))
         return tuple(pairs)

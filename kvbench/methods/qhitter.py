@@ -21,7 +21,7 @@ from kvbench.methods.core.contract import Block, Capacity
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.knobs import CODE_BITS, Rule, knob, one_of
 from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots
-from kvbench.storage.evicting_rows import ranks
+from kvbench.storage.evicting_rows import rank_slots
 from kvbench.storage.roles import Packer, Slots
 
 HEAVY, PARTS = 3, 4
@@ -231,7 +231,7 @@ class QHitter(EvictingSelector, Packer):
         # lam * S + (1 - lam) * (2 - e_K - e_V) / 2, at most 1
         scores = self.lam * attention + (1 - self.lam) * state["friendly"]
         # all scores are at most 1, so 2 puts the tokens that stay by attention alone above all others
-        by_attention = older & (ranks(mass, positions, older) < first_count)
+        by_attention = older & (rank_slots(mass, positions, older) < first_count)
         return torch.where(by_attention, 2 + attention, scores)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
-from kvbench.kv.scale import capped, softmax
+from kvbench.kv.scale import capped, sinks_of, softmax
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.knobs import knob
 from kvbench.methods.core.pruner import head_lengths, pad_heads, removed_fraction
@@ -51,7 +51,7 @@ class ThinkV(Think):
         logits = capped(scaled @ k.float().transpose(1, 2), obs.scale).view(heads, -1, *visible.shape[1:])
         hidden = logits.masked_fill(~visible[:, None], -torch.inf)
         # [H, group, w, L] -> [Hq, w, L]: sinks are by query head
-        attention = softmax(hidden.flatten(0, 1), obs.scale).view(hidden.shape)
+        attention = softmax(hidden.flatten(0, 1), sinks_of(obs.scale)).view(hidden.shape)
         # only the tokens ``counted`` have a weight; this also clears the NaN of queries that see no retained token
         attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
         # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]

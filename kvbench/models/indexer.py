@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvbench.models.latent import LatentCache
 
 
-def indexers(modules: list[nn.Module]) -> list[nn.Module]:
+def find_indexers(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the indexers of attention modules. A module that shares another's choice has none of its own."""
     own = (getattr(module, "indexer", None) for module in modules)
     return [indexer for indexer in own if isinstance(indexer, nn.Module)]
@@ -29,7 +29,7 @@ def indexers(modules: list[nn.Module]) -> list[nn.Module]:
 def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
     """Keep the indexers of attention modules from scoring: kvbench's attention takes every token as chosen."""
 
-    patched = indexers(modules)
+    patched = find_indexers(modules)
     # a user may have given an indexer a forward of its own
     own_forwards = {indexer: vars(indexer).get("forward") for indexer in patched}
 

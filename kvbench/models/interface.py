@@ -37,9 +37,9 @@ from kvbench.kv.model_shape import (
 from kvbench.kv.observation import AttentionCall
 from kvbench.kv.scale import LogitScale
 from kvbench.models.indexer import choosing_all
-from kvbench.models.latent import LatentCache, absorbed, expands_after_caching, head_outputs, unexpanded
+from kvbench.models.latent import LatentCache, absorb_query, expands_after_caching, head_outputs, pass_latents_on
 from kvbench.models.releases import named_cache, tell_untried
-from kvbench.models.temperature import scaled, scaled_here
+from kvbench.models.temperature import scale_queries, scaled_here
 
 NAME = "kvbench"
 """The name under which the attention function and its mask are registered with transformers."""
@@ -147,10 +147,10 @@ def attention(
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
-    query = scaled(module, query, key.newest_positions)
+    query = scale_queries(module, query, key.newest_positions)
     latent = expands_after_caching(module)
     if latent:
-        query = absorbed(module, query)
+        query = absorb_query(module, query)
     # a window that is longer than the text changes nothing
     window = None
     if sliding_window is not None and key.seen > sliding_window:
@@ -226,7 +226,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     model.set_attn_implementation(NAME)
     modules = attention_modules(model)
     try:
-        with evaluating(model), unexpanded(modules), scaled_here(modules), choosing_all(modules):
+        with evaluating(model), pass_latents_on(modules), scaled_here(modules), choosing_all(modules):
             yield
     finally:
         model.set_attn_implementation(previous)
@@ -270,9 +270,9 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
 
 @contextmanager
 def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Iterator[None]:
-    """Write the call of each attention module to ``calls``, by layer number, before its forward.
+    """While the context is open, record in ``calls``, by layer number, how each attention module is called.
 
-    The hooks are removed on exit.
+    A call is recorded before the module's forward.
     """
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
 

@@ -41,7 +41,7 @@ def expands_after_caching(module: nn.Module) -> bool:
 
 
 def find_up_fault(module: nn.Module) -> str | None:
-    """Return what keeps the up-projections of a module from being absorbed, or None if nothing does."""
+    """Return the reason why the up-projections of a module cannot be absorbed, or None if they can be."""
     up = getattr(module, "kv_b_proj", None)
     # adapters and codes compute more than one product
     if type(up) is nn.Linear and up.weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -50,7 +50,7 @@ def find_up_fault(module: nn.Module) -> str | None:
     return f"its kv_b_proj is a {type(up).__name__} of {dtype}, not a plain matrix"
 
 
-def absorbed(module: nn.Module, query: Tensor) -> Tensor:
+def absorb_query(module: nn.Module, query: Tensor) -> Tensor:
     """Return the query [B, Hq, T, R + r] that meets [c, r], from the model's own query [B, Hq, T, d + r]."""
     key_up, _ = _up_projections(module)
     unrotated, rotated = query.split([key_up.shape[1], query.shape[3] - key_up.shape[1]], dim=3)
@@ -74,7 +74,7 @@ def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def unexpanded(modules: list[nn.Module]) -> Iterator[None]:
+def pass_latents_on(modules: list[nn.Module]) -> Iterator[None]:
     """Have attention modules that hold latents pass a layer of kvbench on to attention in place of keys and values."""
 
     def pass_on(self: Any, latent: Any, rotated_key: Any) -> Any:

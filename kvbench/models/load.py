@@ -88,7 +88,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
             raise unknown("embedded model", folder.name, names)
         return _check_folder(cfg, folder)
     if cfg.path.startswith(fetch.SCHEME):
-        return _check_folder(cfg, fetch.located(cfg.path.removeprefix(fetch.SCHEME)))
+        return _check_folder(cfg, fetch.folder_of(cfg.path.removeprefix(fetch.SCHEME)))
     folder = Path(cfg.path).expanduser()
     try:
         exists = folder.exists()
@@ -180,7 +180,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
             if cfg.device_map:
                 options["device_map"] = cfg.device_map
             options |= _revision_option(source)
-            model = weights.read(
+            model = weights.read_weights(
                 cfg.path,
                 source.location,
                 config=source.config,
@@ -194,7 +194,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
-    except UsageError:  # weights.read has said its own reason
+    except UsageError:  # weights.read_weights has said its own reason
         raise
     except SafetensorError as error:
         raise UsageError(
@@ -350,7 +350,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     _check_shards(cfg, folder)
     # the configuration is read last, as it may run into errors that the checks above explain better
     try:
-        config = scaled(cfg, AutoConfig.from_pretrained(folder))
+        config = config_with_scaling(cfg, AutoConfig.from_pretrained(folder))
     except UsageError:
         raise
     except Exception as error:
@@ -380,15 +380,15 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
-        raise MissingModel(_absence(cfg, error), [cfg.path]) from None
+        raise MissingModel(_absence_message(cfg, error), [cfg.path]) from None
     # the commit identifies the files, where a branch such as "main" moves
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(
-        location=cfg.path, revision=commit, config=scaled(cfg, config), fingerprint=f"{cfg.path}@{commit}"
+        location=cfg.path, revision=commit, config=config_with_scaling(cfg, config), fingerprint=f"{cfg.path}@{commit}"
     )
 
 
-def _absence(cfg: ModelConfig, error: Exception) -> str:
+def _absence_message(cfg: ModelConfig, error: Exception) -> str:
     """Return the message for a hub id that is not on this machine, or that the hub does not give out."""
     name, where = cfg.path, ""
     if cfg.name != "hf":
@@ -409,7 +409,7 @@ def _absence(cfg: ModelConfig, error: Exception) -> str:
     return message
 
 
-def scaled(cfg: ModelConfig, config: Any) -> Any:
+def config_with_scaling(cfg: ModelConfig, config: Any) -> Any:
     """Return the checkpoint's config with the run's own RoPE scaling, if it asks for one.
 
     Raises UsageError for a scaling that is not possible, and for a model that kvbench does not run.

@@ -39,7 +39,7 @@ class ProjectionShape:
         modules = attention_modules(model)
         # models without grouped heads have no num_key_value_heads
         heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
-        (k_weight, _), _ = linears(modules[0], heads)  # [Hk D, d]
+        (k_weight, _), _ = key_value_weights(modules[0], heads)  # [Hk D, d]
         rows, hidden = k_weight.shape
         return cls(layers=len(modules), heads=heads, head_dim=rows // heads, hidden=hidden)
 
@@ -48,7 +48,7 @@ Linear = tuple[Tensor, Tensor | None]
 """The weight [Hk D, d] and the bias [Hk D] of a projection; None: no bias."""
 
 
-def projection(attention: nn.Module) -> list[nn.Linear]:
+def projection_modules(attention: nn.Module) -> list[nn.Linear]:
     """Return the linear modules that compute keys and values: [k_proj, v_proj], or GPT-NeoX's one fused module."""
     fused = getattr(attention, "query_key_value", None)
     if fused is not None:
@@ -56,9 +56,9 @@ def projection(attention: nn.Module) -> list[nn.Linear]:
     return [attention.k_proj, attention.v_proj]  # type: ignore[list-item]
 
 
-def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
-    """Return (key projection, value projection) of an attention module with ``heads`` kv heads."""
-    modules = projection(attention)
+def key_value_weights(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
+    """Return the key and value projections of an attention module with ``heads`` kv heads, each as (weight, bias)."""
+    modules = projection_modules(attention)
     if len(modules) == 2:
         k, v = modules
         return (k.weight, k.bias), (v.weight, v.bias)
@@ -66,7 +66,7 @@ def linears(attention: nn.Module, heads: int) -> tuple[Linear, Linear]:
 
 
 def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return the rows [Hk, D, d] of keys and of values in tensors that have the shapes of ``projection``'s weights."""
+    """Return the rows [Hk, D, d] of keys and of values in tensors of the shapes of ``projection_modules``' weights."""
     if len(tensors) == 2:
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
     # rows [Hk, 3, D, d] are the query, key and value rows of each head
@@ -152,7 +152,7 @@ class Fused(nn.Module):
 
 
 @contextmanager
-def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
+def swap_projections(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
     """Replace each layer's key and value projections by low-rank ones. The model's own come back on exit.
 
     ``layers`` has (key factors, value factors) for each layer. Biases stay those of the model.
@@ -161,8 +161,8 @@ def swapped(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -
     originals: list[tuple[nn.Module, str, nn.Module]] = []  # (attention module, attribute, module)
     try:
         for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
-            modules = projection(attention)
-            (_, k_bias), (_, v_bias) = linears(attention, heads)
+            modules = projection_modules(attention)
+            (_, k_bias), (_, v_bias) = key_value_weights(attention, heads)
             k_proj, v_proj = LowRank(k, k_bias), LowRank(v, v_bias)
             if len(modules) == 1:
                 replacements: dict[str, nn.Module] = {"query_key_value": Fused(modules[0], heads, k_proj, v_proj)}

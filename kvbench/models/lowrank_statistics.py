@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from kvbench.models.factors import Factors
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import ProjectionShape, head_rows, projection, swapped
+from kvbench.models.lowrank import ProjectionShape, head_rows, projection_modules, swap_projections
 
 
-def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
+def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
     """Return (the mean of x x^T over all tokens [layers, d, d] fp32, Fisher values [layers, 2, Hk]).
 
     Fisher values are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1) projection. g is the
@@ -30,7 +30,7 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
     samples: the windows. Each is read once.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
-    projections = [projection(attention) for attention in modules]
+    projections = [projection_modules(attention) for attention in modules]
     device = projections[0][0].weight.device
     total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
     tokens, windows = 0, 0
@@ -43,9 +43,9 @@ def moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> 
 
     parameters = _select_projection_weights(modules, fisher)
     squares = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]  # sums of g^2 over windows
-    with quiet(model, parameters), projection_inputs(model, add):
+    with only_gradients_of(model, parameters), projection_inputs(model, add):
         for window in samples:
-            window_loss = loss(model, window)
+            window_loss = loss_on_window(model, window)
             if fisher:
                 gradients = torch.autograd.grad(window_loss, parameters)
                 for square, gradient in zip(squares, gradients, strict=True):
@@ -71,12 +71,12 @@ def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> li
     weights: list[Tensor] = []
     if fisher:
         for attention in modules:
-            weights.extend(module.weight for module in projection(attention))
+            weights.extend(module.weight for module in projection_modules(attention))
     return weights
 
 
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
-    """Return (the bytes of ``moments``' statistics and gradients while it measures, the bytes of its mean moments)."""
+    """Return (the bytes that ``measure_moments`` takes while it measures, the bytes of its mean moments)."""
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
     weights = _select_projection_weights(attention_modules(model), fisher)
@@ -94,23 +94,23 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
     def add(layer: int, x: Tensor) -> None:
         total[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
 
-    with quiet(model, ()), projection_inputs(model, add):
+    with only_gradients_of(model, ()), projection_inputs(model, add):
         for window in samples:
-            loss(model, window)
+            loss_on_window(model, window)
             tokens += len(window)
     return (total / max(tokens, 1)).float()
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
-    """Return the mean ``loss`` over ``windows`` of the model with low-rank projections in each layer.
+    """Return the mean ``loss_on_window`` over ``windows`` of the model with low-rank projections in each layer.
 
     ``layers`` has (key factors, value factors) for each layer.
     """
-    with quiet(model, ()), swapped(model, layers):
-        return sum(float(loss(model, window)) for window in windows) / len(windows)
+    with only_gradients_of(model, ()), swap_projections(model, layers):
+        return sum(float(loss_on_window(model, window)) for window in windows) / len(windows)
 
 
-def loss(model: PreTrainedModel, window: Tensor) -> Tensor:
+def loss_on_window(model: PreTrainedModel, window: Tensor) -> Tensor:
     """Return the mean negative log likelihood, in nats, of the tokens of a window [n] after the first."""
     ids = window.to(model.device)
     # logits after token i predict token i + 1
@@ -134,7 +134,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
         return module.register_forward_pre_hook(see_input)
 
     # keys and values have the same input, so a hook on a layer's first projection is enough
-    handles = [watch(i, projection(attention)[0]) for i, attention in enumerate(attention_modules(model))]
+    handles = [watch(i, projection_modules(attention)[0]) for i, attention in enumerate(attention_modules(model))]
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 
 @contextmanager
-def quiet(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
+def only_gradients_of(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
     """Keep the model in eval mode, with gradients only for the ``wanted`` parameters, or none if there are none.
 
     Its settings come back on exit.

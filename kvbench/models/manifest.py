@@ -31,7 +31,7 @@ Stamps = dict[str, Stamp]
 """The stamps of a folder's files, by name."""
 
 
-def write(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> None:
+def write_manifest(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> None:
     """Write the manifest of a folder whose checksums were just computed.
 
     sums: the SHA-256 of each file by its name.
@@ -40,14 +40,14 @@ def write(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> N
     stamps: Stamps = {}
     files: dict[str, object] = {}
     for name, checksum in sums.items():
-        stamp = _stamp(folder / name, checksum)
+        stamp = _stamp_of_file(folder / name, checksum)
         stamps[name] = stamp
         files[name] = {"sha256": checksum, "bytes": stamp["bytes"]}
     content: dict[str, object] = {"version": 1}
     content |= origin
     content["files"] = files
     write_json(folder / NAME, content)
-    _remember(folder, stamps, MACHINE)
+    _remember_stamps(folder, stamps, MACHINE)
 
 
 def check_copy(folder: Path) -> None:
@@ -69,7 +69,7 @@ def check_copy(folder: Path) -> None:
         )
 
 
-def sums(folder: Path) -> dict[str, str]:
+def read_sums(folder: Path) -> dict[str, str]:
     """Return {name: SHA-256} of the files as the manifest says it. Raises one of UNREADABLE if it cannot be read."""
     return {name: str(record["sha256"]) for name, record in _read_files(folder).items()}
 
@@ -99,11 +99,11 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
     if not again:
         known_stamps = _read_checked(folder).get(machine, {})
     stamps: Stamps = {}
-    for name, checksum in sums(folder).items():
+    for name, checksum in read_sums(folder).items():
         path = folder / name
         try:
             # the stamp is taken before the file is read, so that the next run notices a change in between
-            stamp = _stamp(path, checksum)
+            stamp = _stamp_of_file(path, checksum)
             if known_stamps.get(name) != stamp:
                 if again:
                     actual = sha256(path)
@@ -116,7 +116,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
         stamps[name] = stamp
     # an unchanged record is not rewritten, because several processes may load the model at once
     if known_stamps != stamps:
-        _remember(folder, stamps, machine)
+        _remember_stamps(folder, stamps, machine)
     return None
 
 
@@ -128,7 +128,7 @@ def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
     return {Path(name).name: dict(record) for name, record in files.items()}
 
 
-def _stamp(path: Path, checksum: str) -> Stamp:
+def _stamp_of_file(path: Path, checksum: str) -> Stamp:
     """Return the size, time and inode of a file, which change with its content, with the checksum it should have."""
     status = path.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino, "sha256": checksum}
@@ -152,7 +152,7 @@ def _read_checked(folder: Path) -> dict[str, Stamps]:
     return {machine: stamps for machine, stamps in content.items() if isinstance(stamps, dict)}
 
 
-def _remember(folder: Path, stamps: Stamps, machine: str) -> None:
+def _remember_stamps(folder: Path, stamps: Stamps, machine: str) -> None:
     """Write down the files that had the right checksum on ``machine``, unless the folder cannot be written."""
     stamps_by_machine = _read_checked(folder)
     # this machine moves to the end, and the oldest machines beyond the limit are dropped

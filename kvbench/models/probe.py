@@ -52,13 +52,13 @@ _PROBED: WeakKeyDictionary[PreTrainedModel, Probe] = WeakKeyDictionary()
 """The result for each model that was probed."""
 
 
-def probe(model: PreTrainedModel) -> Probe:
+def probe_model(model: PreTrainedModel) -> Probe:
     """Return the result of probing a model. Each model is probed once.
 
     Raises UsageError if the logits under kvbench's attention differ from those under the model's own.
     """
     if model not in _PROBED:
-        _PROBED[model] = _measure(model)
+        _PROBED[model] = _compare_attention(model)
     return _PROBED[model]
 
 
@@ -91,7 +91,7 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
     return _COUNTED[model]
 
 
-def _measure(model: PreTrainedModel) -> Probe:
+def _compare_attention(model: PreTrainedModel) -> Probe:
     """Read the same few tokens under the model's own attention and under kvbench's, and compare the results.
 
     Under kvbench's attention they are read at two places, which shows whether keys can be rotated.
@@ -117,18 +117,18 @@ def _measure(model: PreTrainedModel) -> Probe:
         finally:
             model.set_attn_implementation(attention)
     with torch.no_grad(), attached(model), ExitStack() as stack:
-        later_layers, _ = _read(model, ids, positions + SHIFT)
+        later_layers, _ = _read_tokens(model, ids, positions + SHIFT)
         for i, module in enumerate(attention_modules(model)):
             for name in ("k_proj", "v_proj"):
                 if hasattr(module, name):
                     hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
                     stack.callback(hook.remove)
-        layers, logits = _read(model, ids, positions)
+        layers, logits = _read_tokens(model, ids, positions)
     # the tolerance is needed because both sides sum in another order
     tolerance = 0.1  # half precision may differ by so much
     if model.dtype == torch.float32:
         tolerance = 1e-3
-    if _distance(logits, model_logits) > tolerance:
+    if _relative_distance(logits, model_logits) > tolerance:
         raise UsageError(
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
             "logits are not the model's own"
@@ -156,7 +156,7 @@ def _are_rotated(
     """
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
-            if not _distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
+            if not _relative_distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
                 return False
     return True
 
@@ -182,12 +182,12 @@ def _are_projected(
         expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
         if name == "k_proj" and rotary is not None:
             expected = rotary.turn(expected, 0, positions)
-        if not _distance(expected, cached) <= tolerance:
+        if not _relative_distance(expected, cached) <= tolerance:
             are_projected = False
     return are_projected
 
 
-def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
+def _read_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
     """Return (the layers of one reading, its logits [T, V]) of tokens [T] at positions [1, T]."""
     config = model.config
     layers = [ProbeLayer() for _ in key_layers(config)]
@@ -196,7 +196,7 @@ def _read(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[
     return layers, out.logits[0]
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def _relative_distance(a: Tensor, b: Tensor) -> float:
     """Return the relative distance |a - b| / |b| in Euclidean norms."""
     b = b.float()
     return float((a.to(b.device).float() - b).norm() / b.norm().clamp_min(1e-30))

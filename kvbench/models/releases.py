@@ -65,12 +65,12 @@ def caches_among(kwargs: Mapping[str, object]) -> list[object]:
     return [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
 
 
-def untried(installed: Mapping[str, str], newest_tried: Mapping[str, str] = NEWEST_TRIED) -> str | None:
+def note_on_untried(installed: Mapping[str, str], newest_tried: Mapping[str, str] = NEWEST_TRIED) -> str | None:
     """Return a note on the packages whose ``installed`` versions are above the newest tried; None without such."""
     newer = []
     # packages that are not installed are extras, which the run does without
     for name, tried in newest_tried.items():
-        if name in installed and _minor(installed[name]) > _minor(tried):
+        if name in installed and _minor_version(installed[name]) > _minor_version(tried):
             newer.append(f"{name} {installed[name]} (up to {tried})")
     if not newer:
         return None
@@ -85,12 +85,12 @@ def tell_untried() -> None:
     for name in NEWEST_TRIED:
         with suppress(PackageNotFoundError):  # built without a record of its version
             installed[name] = version(name)
-    note = untried(installed)
+    note = note_on_untried(installed)
     if note is not None:
         say(note)
 
 
-def _minor(release: str) -> tuple[int, ...]:
+def _minor_version(release: str) -> tuple[int, ...]:
     """Return (major, minor) of a version such as 5.24.0, 2.13.0+cpu or 5.25.0.dev0."""
     # patch releases are taken to change nothing
     return tuple(int(part) for part in re.findall(r"\d+", release)[:2])

@@ -33,7 +33,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         for i in self.conv_states:
             conv = [row.conv[i] for row in rows]
             recurrent = [row.recurrent[i] for row in rows]
-            self._put(i, _joined(conv), _joined(recurrent))
+            self._put(i, _join_rows(conv), _join_rows(recurrent))
 
     def _put(self, i: int, conv: Tensor | None, recurrent: Tensor | None) -> None:
         """Hold these tensors [B, ...] as state ``i``. The layer continues the text that they stand for."""
@@ -49,8 +49,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Return a copy of one row's state."""
         index = torch.tensor([row])
         return LayerState(
-            conv=tuple(_chosen(t, index) for t in self.conv_states.values()),
-            recurrent=tuple(_chosen(t, index) for t in self.recurrent_states.values()),
+            conv=tuple(_choose_rows(t, index) for t in self.conv_states.values()),
+            recurrent=tuple(_choose_rows(t, index) for t in self.recurrent_states.values()),
         )
 
     def nbytes(self) -> int:
@@ -61,14 +61,14 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     def join(self, other: StateLayer) -> None:
         """Append the rows of another layer."""
         for i in self.conv_states:
-            conv = _joined([self.conv_states[i], other.conv_states[i]])
-            recurrent = _joined([self.recurrent_states[i], other.recurrent_states[i]])
+            conv = _join_rows([self.conv_states[i], other.conv_states[i]])
+            recurrent = _join_rows([self.recurrent_states[i], other.recurrent_states[i]])
             self._put(i, conv, recurrent)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except ``rows``."""
         for i in self.conv_states:
-            self._put(i, _chosen(self.conv_states[i], rows), _chosen(self.recurrent_states[i], rows))
+            self._put(i, _choose_rows(self.conv_states[i], rows), _choose_rows(self.recurrent_states[i], rows))
 
 
 class StateBesideKeys(StateLayer, KvbenchLayer):
@@ -136,7 +136,7 @@ def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[
     return layers
 
 
-def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
+def _join_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return the rows of ``parts`` [b, ...] in one new tensor [B, ...]; None if the layer has no such state."""
     tensors = [t for t in parts if t is not None]
     if not tensors:
@@ -144,7 +144,7 @@ def _joined(parts: Sequence[Tensor | None]) -> Tensor | None:
     return torch.cat(tensors)
 
 
-def _chosen(t: Tensor | None, rows: Tensor) -> Tensor | None:
+def _choose_rows(t: Tensor | None, rows: Tensor) -> Tensor | None:
     """Return a copy of some rows of a state; None if the layer has no such state."""
     if t is None:
         return None

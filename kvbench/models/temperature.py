@@ -20,7 +20,7 @@ _SCALED_HERE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @contextmanager
 def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
-    """Keep attention modules from scaling their queries, so that ``scaled`` does it by each row's own positions."""
+    """Keep attention modules from scaling queries, so that ``scale_queries`` does it by each row's own positions."""
     chosen = []
     for module in modules:
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
@@ -37,7 +37,7 @@ def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
             _SCALED_HERE.discard(module)
 
 
-def scaled(module: nn.Module, query: Tensor, positions_of: Callable[[int], Tensor]) -> Tensor:
+def scale_queries(module: nn.Module, query: Tensor, positions_of: Callable[[int], Tensor]) -> Tensor:
     """Return the queries [B, Hq, T, D] of a module as its temperature scales them; most modules have none.
 
     positions_of: maps the number T of newest tokens to their positions [B or 1, T].

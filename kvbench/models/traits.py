@@ -31,7 +31,7 @@ from kvbench.kv.model_shape import (
     state_layers,
 )
 from kvbench.models import probe
-from kvbench.models.indexer import indexers
+from kvbench.models.indexer import find_indexers
 from kvbench.models.interface import attention_modules, decoder_layers
 from kvbench.models.latent import expands_after_caching, find_up_fault
 from kvbench.models.releases import HOLDS_STATES
@@ -177,7 +177,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     mixed = _find_projection_fault(model)
     # reading traits may miss a rule of a family, so it is probed; a model on meta has no weights to probe
     if family not in READ and model.device.type != "meta":
-        result = probe.probe(model)
+        result = probe.probe_model(model)
         unrolled = unrolled or result.unrolled
         mixed = mixed or result.mixed
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
@@ -324,7 +324,7 @@ def _head_size_varies(config: Any) -> bool:
 
 def _indexer_is_known(modules: list[nn.Module]) -> bool:
     """Return True if indexers choose among latents, as those of DeepSeek-V3.2. ``models.indexer`` assumes this."""
-    return bool(indexers(modules)) and all(expands_after_caching(module) for module in modules)
+    return bool(find_indexers(modules)) and all(expands_after_caching(module) for module in modules)
 
 
 def context_length(config: Any, configured: int | None = None) -> int | None:

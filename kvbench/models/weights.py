@@ -28,7 +28,7 @@ Stored = tuple[str, Sequence[int]]
 """The dtype of a stored tensor, as safetensors names it, and its shape."""
 
 
-def read(path: str, location: str, **options: Any) -> PreTrainedModel:
+def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
     """Return the model of ``AutoModelForCausalLM.from_pretrained(location, **options)``.
 
     path: the user's name for the model, for messages.

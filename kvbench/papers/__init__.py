@@ -7,7 +7,7 @@ DATA = Path(__file__).parent / "data"
 """A folder for each paper: its tables and claims as YAML, its published values as CSV."""
 
 
-def files(pattern: str) -> list[Path]:
+def data_files(pattern: str) -> list[Path]:
     """Return the files that match a pattern such as ``*/paper.yaml``, sorted by folder and name.
 
     They are kvbench's own files and those below the folder that the environment variable KVBENCH_PAPERS_DATA names.

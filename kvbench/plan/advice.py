@@ -20,7 +20,7 @@ SHORT_ANSWER = 16
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
     """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
     # texts of given tokens are only scored: they are not prompts, and have no answers
-    answered = [task for task in tasks if not task.examples[0].tokens]
+    answered = [task for task in tasks if not task.examples[0].scored]
     templated = [task for task in answered if policy.templated(task)]
     notes = []
     is_bare = policy.name == "plain" and policy.template == "off"
@@ -52,7 +52,7 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     answering["samples_per_prompt"] = cfg.sampling.samples_per_prompt != 1
     answering["max_length"] = cfg.max_length is not None
     answering["min_new_tokens"] = cfg.prompt.min_new_tokens is not None
-    if all(task.examples[0].tokens for task in tasks):
+    if all(task.examples[0].scored for task in tasks):
         notes += _ignored(answering, "texts are read here, and nothing is answered")
     elif not cfg.sampling.temperature:
         notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
@@ -92,7 +92,7 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 def chance(task: Task) -> float:
     """Return the score of an empty answer or of guessing a class, whichever is higher; 0 for a likelihood."""
     first = task.examples[0]
-    if first.tokens:
+    if first.scored is not None:
         return 0.0
     question = first
     if first.turns:

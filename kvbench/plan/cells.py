@@ -74,7 +74,7 @@ def build_groups(
             check_installed(task.metric)
             task = _with_samples(task, cfg.sampling.samples_per_prompt)
             label = dataset.label
-            if task.turns or task.examples[0].tokens:
+            if task.turns or task.examples[0].scored:
                 # here both values mean the same protocol, so neither gets a column of its own
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()
@@ -107,7 +107,7 @@ def _with_samples(task: Task, count: int) -> Task:
 
     Raises UsageError for several answers where a context has several questions.
     """
-    if count == 1 or task.examples[0].tokens:
+    if count == 1 or task.examples[0].scored:
         return task
     if task.turns:
         raise UsageError(f"{task.id}: samples_per_prompt={count} is not possible where a context has several questions")
@@ -123,7 +123,7 @@ def _task_identity(
     """
     prompt = dict(cfg.prompt.identity(task, tokenizer))
     decoding: dict[str, object] = {}
-    if not task.examples[0].tokens:
+    if not task.examples[0].scored:
         prompt["context"] = context
         decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.answering()
         if cfg.prompt.min_new_tokens is not None:
@@ -173,7 +173,7 @@ def _check_answers(task: Task, context: int | None) -> None:
 
     Prompts of the categories UNCUT must fit as a whole.
     """
-    if metric(task.metric).shown is not None and not task.examples[0].tokens:
+    if metric(task.metric).shown is not None and not task.examples[0].scored:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
             "dataset=wikitext2"
@@ -187,7 +187,7 @@ def _check_answers(task: Task, context: int | None) -> None:
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
                 f"{context}; cutting the middle could cut what is asked for: lower lengths="
             )
-        if context is not None and not example.tokens and example.max_new_tokens >= context:
+        if context is not None and not example.scored and example.max_new_tokens >= context:
             raise UsageError(
                 f"{task.id}, example {example.id}: max_new_tokens={example.max_new_tokens} leaves no room for a prompt "
                 f"in the model's context of {context} tokens"
@@ -199,7 +199,7 @@ def _check_room(
 ) -> None:
     """Raise UsageError if the context holds little more than an answer, so that prompts would be cut away."""
     for example in examples:
-        if example.tokens or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
+        if example.scored or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
             continue
         encoded = encode_prompt(tokenizer, example, task, policy, context)
         if encoded.cut > len(encoded):
@@ -212,24 +212,24 @@ def _check_room(
 
 def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
     """Raise UsageError if a text is fed in larger chunks than a method's budget while decoding can take."""
-    meta = task.examples[0].meta
-    if not task.examples[0].tokens:
+    text = task.examples[0].scored
+    if text is None:
         return
     for chain in chains:
         selector = chain.selector
         if isinstance(selector, EvictingSelector) and selector.evicts:
-            budget = selector.max_chunk(int(meta["prefix"]))
-            if budget < int(meta["chunk"]):
+            budget = selector.max_chunk(text.prefix)
+            if budget < text.chunk:
                 raise UsageError(
-                    f"{task.id}: chunk={meta['chunk']} tokens at once do not fit into the budget of {budget} that "
-                    f"{chain.name} holds after a prefix of {meta['prefix']}: lower chunk="
+                    f"{task.id}: chunk={text.chunk} tokens at once do not fit into the budget of {budget} that "
+                    f"{chain.name} holds after a prefix of {text.prefix}: lower chunk="
                 )
         if chain.evictor is None:
             continue
         every = chain.evictor.every
-        if every % int(meta["chunk"]):
+        if every % text.chunk:
             raise UsageError(
-                f"{task.id}: chunk={meta['chunk']} does not divide decode_every={every} of {chain.name}, which chooses "
+                f"{task.id}: chunk={text.chunk} does not divide decode_every={every} of {chain.name}, which chooses "
                 "again between two chunks: lower chunk="
             )
 

@@ -94,7 +94,7 @@ def estimate(
     A chain whose size depends on the prompt's text counts as the full cache.
     """
     examples = [e for e in group.examples if e.id in todo]
-    longest = sorted(examples, key=lambda e: len(e.tokens) or len(e.prompt), reverse=True)[:LENGTHS_LOOKED_AT]
+    longest = sorted(examples, key=Example.size, reverse=True)[:LENGTHS_LOOKED_AT]
     n = max(map(prompt_tokens, longest), default=0)
     new = max((e.max_new_tokens for e in examples), default=0)
     cells: dict[str, Cell] = {}

@@ -7,6 +7,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvbench.base.errors import Refused
+from kvbench.base.example import Example
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.loading import located
@@ -71,9 +72,11 @@ def _prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenize
     """Return the lengths in tokens of the first and of the longest prompt of each group."""
     lengths = set()
     for group in groups:
-        by_length = sorted(group.examples, key=lambda e: len(e.tokens) or len(e.prompt))
+        by_length = sorted(group.examples, key=Example.size)
         for example in group.examples[:1] + tuple(by_length[-1:]):
             with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
-                tokens = example.tokens or encode_prompt(tokenizer, example, group.task, cfg.prompt, context)
-                lengths.add(len(tokens))
+                if example.scored is not None:
+                    lengths.add(len(example.scored.ids))
+                else:
+                    lengths.add(len(encode_prompt(tokenizer, example, group.task, cfg.prompt, context)))
     return lengths

@@ -121,7 +121,7 @@ class RunPlan:
         """Return a note, before it is read, for each task whose first prompt is cut to a small part of its tokens."""
         notes = []
         for group in self.groups:
-            first = next((e for e in group.examples if not e.tokens), None)
+            first = next((e for e in group.examples if not e.scored), None)
             if first is None:
                 continue  # texts that are scored are never cut
             encoded = self._encoded(first, group)
@@ -187,8 +187,8 @@ class RunPlan:
         device = load.resolve_device(self.cfg.device)
 
         def tokens(example: Example) -> int:
-            if example.tokens:
-                return len(example.tokens)
+            if example.scored is not None:
+                return len(example.scored.ids)
             return len(self._encoded(example, group) or ())
 
         group = self.usable(group)

@@ -257,7 +257,7 @@ def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]
     for i, group in enumerate(groups):
         full = next((c.label for c in group.cells if not c.chain.stages), None)
         summary = next((r.cells[i].summary for r in rows if r.method == full), None)
-        if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].tokens:
+        if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].scored:
             notes.append(
                 f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "
                 "asks for one; prompt=chat may help a chat model."

@@ -469,7 +469,7 @@ def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None,
         factor = round(answer.factor, 3)
     references: tuple[str, ...] | None = tuple(example.answers)
     attended = answer.attended  # methods that mask attend fewer tokens than they hold
-    if example.tokens:
+    if example.scored is not None:
         # this text was scored by its likelihood, and has no answer
         references, attended = None, None
     return Sample(
@@ -489,7 +489,7 @@ def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None,
         cut=row.cut,
         shrunk=bool(capacity and capacity.shrunk),
         new_tokens=len(answer.tokens),
-        meta=dict(example.meta),
+        meta=example.facts(),
         timing=Timing(
             prefill_s=round(row.cache.prefill_s, 6),
             compress_s=round(row.cache.compress_s, 6),

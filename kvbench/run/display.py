@@ -135,7 +135,6 @@ def _count_work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
     # prompts with a stored answer are not read again, so their lengths must not enter the mean
     waiting = prepared.left(group)
     examples = [e for e in group.examples if e.id in waiting]
-    # a window of a text has token ids in place of a prompt
-    length = fmean(len(e.tokens) or len(e.prompt) for e in examples)
+    length = fmean(e.size() for e in examples)
     longest_answer = max(e.max_new_tokens for e in examples)
     return TaskTime(answers, len(examples), length, longest_answer)

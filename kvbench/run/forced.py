@@ -9,7 +9,7 @@ from math import isfinite
 
 import torch
 
-from kvbench.base.example import Example
+from kvbench.base.example import Example, ScoredText, scored_text
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import generate_rows
 from kvbench.engine.divergence import Divergence
@@ -34,9 +34,10 @@ def score_text(
     host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
     """Score the rest of a text under the cache of each row. Compare it with ``full`` if that is given."""
+    text = scored_text(example)
     # [tokens behind the compressed prefix]
-    rest = torch.tensor(example.tokens[int(example.meta["prefix"]) :])
-    first = _find_first_counted(example)
+    rest = torch.tensor(text.ids[text.prefix :])
+    first = _find_first_counted(text)
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
         synchronise(host.model.device)
@@ -44,13 +45,12 @@ def score_text(
         caches = [r.cache for r in part]
         compared = list(part)
         if full is None:
-            forced = teacher_force(host.model, caches, rest, int(example.meta["chunk"]))
+            forced = teacher_force(host.model, caches, rest, text.chunk)
         else:
             forced, floor = diverge(host.model, full, caches, rest)
-            document = str(example.meta.get("document", ""))
             for i, (row, result) in enumerate(zip(part, forced, strict=True)):
                 fidelity = dict(row.fidelity or {})
-                fidelity["reference"] = _build_window_fidelity(result, floor, first, document)
+                fidelity["reference"] = _build_window_fidelity(result, floor, first, text.document)
                 compared[i] = replace(row, fidelity=fidelity)
         synchronise(host.model.device)
         # the rows share the pass; charge each an equal part
@@ -71,7 +71,7 @@ def score_text(
                 finite=isfinite(loss),
             )
             # loss / divisor: the negative log likelihood of a token, word or byte, as the task counts them
-            scored.append((loss / float(example.meta["divisor"]), answer, row))
+            scored.append((loss / text.divisor, answer, row))
         return scored
 
     if not rows:
@@ -114,22 +114,24 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
         # the text continues the prompt, and the model reads no further than that
         most = min(most, limit - full.seen)
     texts = {}
-    if example.answers and not example.tokens:
+    if example.answers and example.scored is None:
         # a space separates the reference from the prompt, as it would an answer
         texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:most]
     # a window of a long text is only scored; its prompt asks for no answer
-    if "scored_from" not in example.meta:
+    if example.scored is None or example.scored.scored_from is None:
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 
-def _find_first_counted(example: Example) -> int:
+def _find_first_counted(text: ScoredText) -> int:
     """Return the position of the first token that counts; position 0 is the first token after the compressed prefix.
 
     It is 0 except in windows of a long text. In these, only the tokens from ``scored_from`` on count.
     """
-    return max(0, int(example.meta.get("scored_from", 0)) - int(example.meta["prefix"]))
+    if text.scored_from is None:
+        return 0
+    return max(0, text.scored_from - text.prefix)
 
 
 def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:

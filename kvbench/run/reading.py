@@ -91,7 +91,7 @@ class PromptReader:
 
         Returns ((), []) if it is another prompt.
         """
-        if following is None or encoded.question or example.tokens:
+        if following is None or encoded.question or example.scored is not None:
             return (), []
         other, cells = following
         if not cells or other.id != example.id:
@@ -136,10 +136,13 @@ def why_unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str
     """Return why a cell cannot run an example, or None if it can. The cell's prefill reads ``encoded``.
 
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
-    (``example.tokens``) need rolled positions; prompts to be answered were cut to the context already.
+    (``example.scored``) need rolled positions; prompts to be answered were cut to the context already.
     """
-    tokens = len(example.tokens) or len(encoded) + example.max_new_tokens
-    exceeds_context = bool(example.tokens) and host.context is not None and tokens > host.context
+    exceeds_context = False
+    tokens = len(encoded) + example.max_new_tokens
+    if example.scored is not None:
+        tokens = len(example.scored.ids)
+        exceeds_context = host.context is not None and tokens > host.context
     if exceeds_context and not cell.chain.rolled:
         return (
             f"a text of {tokens} tokens exceeds the model's context of {host.context}: lower length=, or stream it "

@@ -243,7 +243,7 @@ class GroupRun:
         full: the full cache to compare with, if there is one.
         """
         task = rows[0].cell.task
-        if example.tokens:
+        if example.scored is not None:
             self.score_text(example, rows, full)
         elif isinstance(encoded, EncodedTurns):
             turns = range(1)  # a question that sees earlier ones waits for their answers

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvbench.kv.own_values import are_stored, values_or_keys
 from kvbench.kv.packed import Packed
-from kvbench.kv.scale import capped, is_plain, softmax
+from kvbench.kv.scale import capped, is_plain, sinks_of, softmax
 from kvbench.storage import kernels
-from kvbench.storage.channels import pick_channels, spread
+from kvbench.storage.channels import pick_channels, spread_channels
 from kvbench.storage.kernels import on_cpu
 from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import Ragged, RowSegment, Shared
@@ -44,12 +44,15 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
     if channels is not None:
         q = pick_channels(q, channels)
     k = keys.transpose(2, 3)
-    products = q @ k if is_fp32 else summed(q.flatten(0, 1), k.flatten(0, 1)) * scale
+    if is_fp32:
+        products = q @ k
+    else:
+        products = matmul_in_fp32(q.flatten(0, 1), k.flatten(0, 1)) * scale
     return capped(products, scale).reshape(b, hq, t, keys.shape[2])
 
 
-def summed(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix products [N, R, S] of a [N, R, C] and b [N, C, S] in fp32, whatever their dtype."""
+def matmul_in_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [N, R, C] with b [N, C, S], and sum the products in fp32 whatever their dtype."""
     # cuBLAS itself sums half precision in fp32; a CPU needs fp32 inputs for that
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
@@ -78,7 +81,7 @@ def weigh(probs: Tensor, values: Tensor) -> Tensor:
     b, hq, t, length = probs.shape
     h = values.shape[1]
     # the query heads of a group become more rows of weights over the stored head that they share
-    out = summed(probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1))
+    out = matmul_in_fp32(probs.reshape(b * h, hq // h * t, length), values.flatten(0, 1))
     return out.reshape(b, hq, t, values.shape[3])
 
 
@@ -87,7 +90,7 @@ def as_they_are(keys: Tensor) -> Tensor:
     return keys
 
 
-def unpacked(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
+def unpack_blocks(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (heads, tokens, numbers) for each block of ``packed``: two slices, and the unpacked numbers in ``dtype``.
 
     Each block overwrites the memory of the one before. If ``rotated``, the numbers are in the basis of
@@ -129,8 +132,8 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
         if products is not None:
             return capped(products, scale).view(u, hq, t, length)
     scores = query.new_empty(u * h, hq // h * t, length, dtype=torch.float32)
-    for heads, tokens, part in unpacked(keys, query.dtype, rotation is not None):
-        scores[heads, :, tokens] = summed(flat_query[heads], estimate(part).transpose(1, 2))
+    for heads, tokens, part in unpack_blocks(keys, query.dtype, rotation is not None):
+        scores[heads, :, tokens] = matmul_in_fp32(flat_query[heads], estimate(part).transpose(1, 2))
     if not is_fp32:
         scores.mul_(scale)
     return capped(scores, scale).view(u, hq, t, length)
@@ -147,7 +150,7 @@ def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     weighed = on_cpu.weigh(flat_probs, values)
     if weighed is None:
         weighed = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
-        for heads, tokens, part in unpacked(values, probs.dtype, rotation is not None):
+        for heads, tokens, part in unpack_blocks(values, probs.dtype, rotation is not None):
             weighed[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
     if rotation is not None:
         # rotate the output back once: sum_t p_t v_t = (sum_t p_t v_t B) B'
@@ -183,7 +186,7 @@ def attend(
             return out, None
     padded = [s.padded() for s in segments]
     if is_simple and query.device.type == "cpu" and query.dtype != torch.float32:
-        out = _fused(query, padded, tail, scale)
+        out = _attend_fused(query, padded, tail, scale)
         if out is not None:
             return out, None
 
@@ -197,7 +200,7 @@ def attend(
             start -= s.v.shape[2]
             part = weigh(probs[..., start:end], values_or_keys(s.k, s.v))
             if s.value_channels is not None:
-                part = spread(part, s.value_channels, out.shape[3])
+                part = spread_channels(part, s.value_channels, out.shape[3])
             out = out + part
         return out
 
@@ -226,15 +229,15 @@ def masked_softmax(
     exact = logits_of(as_they_are)
     attended = None
     if masker is not None:
-        weights = softmax(logits_of(masker.estimate), scale)
+        weights = softmax(logits_of(masker.estimate), sinks_of(scale))
         # a masker cannot show tokens that causality, padding or a window hides
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
-    return rounded(softmax(exact, scale), dtype, weighed), attended
+    return weigh_rounded(softmax(exact, sinks_of(scale)), dtype, weighed), attended
 
 
-def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
+def weigh_rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the values weighted by probs [B, Hq, T, S] fp32, with weights and result rounded to ``dtype``.
 
     In half precision, weights are divided by the largest before rounding. PyTorch's fused attention does the same.
@@ -246,7 +249,9 @@ def rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tenso
     return (weighed((probs / top).to(dtype)) * top).to(dtype)
 
 
-def _fused(query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float) -> Tensor | None:
+def _attend_fused(
+    query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float
+) -> Tensor | None:
     """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are as in ``attend``.
 
     It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.

@@ -14,7 +14,7 @@ def pick_channels(x: Tensor, channels: Tensor) -> Tensor:
     return x.gather(3, channels[:, :, None].expand(-1, -1, x.shape[2], -1))
 
 
-def spread(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
+def spread_channels(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
     """Return outputs [B, Hq, T, D] that are part [B, Hq, T, C] in the kept value channels, and 0 in all others.
 
     ``channels`` [B, H, C] are the kept channels of each stored head.

@@ -139,7 +139,7 @@ class Entries:
         return index, Entries(rows, self.heads[index], stored=self.stored, everything=False)
 
 
-def grouped(
+def group_entries(
     entries: Sequence[Entry], key: Callable[[StoredRow], Hashable], any_length: bool = False
 ) -> Iterator[list[Entry]]:
     """Yield groups of entries, each in the order of the batch.
@@ -152,7 +152,7 @@ def grouped(
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
     for members in by_key.values():
-        members.sort(key=_length)
+        members.sort(key=_tokens_of_entry)
         # entries come in order of length, so the first of a group is its shortest
         groups = [[members[0]]]
         for entry in members[1:]:
@@ -164,7 +164,7 @@ def grouped(
             yield sorted(group, key=_place_in_batch)
 
 
-def _length(entry: Entry) -> int:
+def _tokens_of_entry(entry: Entry) -> int:
     """Return how many tokens an entry holds, or its ``size`` if it has one."""
     return entry.row.size or sum(s.tokens for s in entry.row.cache.segments)
 

@@ -17,14 +17,14 @@ from torch import Tensor
 from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.ops import only_segment, order_by_position
-from kvbench.kv.scale import softmax
+from kvbench.kv.scale import sinks_of, softmax
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage.attend import as_they_are, rounded
+from kvbench.storage.attend import as_they_are, weigh_rounded
 from kvbench.storage.evicting_store import OneFormat, Read, Thin, at_slots, one_by_one, slot_index
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.recent_queries import RecentQueries
 from kvbench.storage.roles import Evictor, Rotary, Slots
-from kvbench.storage.row_segments import format_of, take
+from kvbench.storage.row_segments import format_of, take_entries
 
 
 class EvictingRows(Format):
@@ -151,7 +151,7 @@ class EvictingRows(Format):
         else:
             # the best ``budget - t`` tokens stay: with t new tokens a head then holds ``budget``
             scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
-            self.valid &= ranks(scores, self.positions, self.valid) < self.budget - t
+            self.valid &= rank_slots(scores, self.positions, self.valid) < self.budget - t
         # the sort puts free slots first; the store keeps ``free`` until the next step, so the clone frees the rest
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
         new_k = k.repeat_interleave(h // k.shape[1], dim=1)
@@ -217,7 +217,7 @@ class EvictingRows(Format):
         if self.rotary is not None:
             query, read = self._turn_to_slots(query, self.newest, self.rotary)
         probs = self._probs(query, scale, self.newest, read)
-        return rounded(probs, query.dtype, self.store.weigh), probs, query, read
+        return weigh_rounded(probs, query.dtype, self.store.weigh), probs, query, read
 
     def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).
@@ -253,7 +253,7 @@ class EvictingRows(Format):
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended is not None:
             hidden |= token_at == query_at - self.unattended[..., None, None]
-        return softmax(part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), scale)
+        return softmax(part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), sinks_of(scale))
 
     def keep(self, at: Tensor) -> None:
         if self.recent is not None:
@@ -263,7 +263,7 @@ class EvictingRows(Format):
         self.most = self.most[at]
         self.newest = self.newest[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
-        self.unattended = take(self.unattended, at)
+        self.unattended = take_entries(self.unattended, at)
         self.store.keep(at)
         self.positions, self.valid = self.positions[at], self.valid[at]
         self.state = {name: s[at] for name, s in self.state.items()}
@@ -305,7 +305,7 @@ def _budgets_of(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
     return [min(budget, row.cache.seen + room.tokens) for budget in evictor.head_budgets(row.cache, row.layer)]
 
 
-def ranks(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
+def rank_slots(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:
     """Return each slot's rank by its score in scores [..., S]. The highest score has rank 0.
 
     Slots with equal scores rank by position. Slots not marked in ``among`` come last.

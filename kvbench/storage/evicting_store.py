@@ -19,13 +19,13 @@ from torch import Tensor
 from kvbench.kv.ops import only_segment, select
 from kvbench.kv.own_values import values_or_keys
 from kvbench.kv.packed import Packed
-from kvbench.kv.partly_packed import Values, batched, each, parts, write
+from kvbench.kv.partly_packed import Values, allocate_buffers, map_tensors, stored_tensors, write_tokens
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache, Segment, per_head
 from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits, packed_weigh, weigh
-from kvbench.storage.channels import pick_channels, spread
+from kvbench.storage.channels import pick_channels, spread_channels
 from kvbench.storage.roles import Packer
-from kvbench.storage.row_segments import beside, per_place, take
+from kvbench.storage.row_segments import per_place, stack_channels, take_entries
 
 Read = Estimate | None  # maps stored keys [..., D] to the keys that attention reads; None: the stored keys
 
@@ -51,8 +51,8 @@ class OneFormat:
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
                 # each row's frozen scales are kept, because new tokens are coded with them
-                return batched(packed, make_buffer)
-            return each(rows[0], make_buffer)
+                return allocate_buffers(packed, make_buffer)
+            return map_tensors(rows[0], make_buffer)
 
         keys, values = zip(*(s.stored() for s in segments), strict=True)
         self.k, self.v = make_buffers(keys), make_buffers(values)
@@ -62,7 +62,7 @@ class OneFormat:
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
         """Put a segment's N tokens, one head after the other, into the slots ``slot`` [N] of the heads ``head`` [N]."""
         for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
-            for target, tokens in zip(parts(buffer), parts(stored), strict=True):
+            for target, tokens in zip(stored_tensors(buffer), stored_tensors(stored), strict=True):
                 target[row, head, slot] = one_by_one(tokens, segment)
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
@@ -78,8 +78,8 @@ class OneFormat:
                 new_values = self.v.more(v, packer.pack_values)
             if packer.packs_after_step:
                 self.fresh = (slots, k, v)
-        write(self.k, slots, new_keys)
-        write(self.v, slots, new_values)
+        write_tokens(self.k, slots, new_keys)
+        write_tokens(self.v, slots, new_values)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
@@ -112,7 +112,7 @@ class OneFormat:
 
     def payload(self, held: Tensor) -> list[int]:
         """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks their slots."""
-        slot_bytes = _bytes_of_slot(parts(self.k) + parts(self.v))
+        slot_bytes = _bytes_of_slot(stored_tensors(self.k) + stored_tensors(self.v))
         return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
     def exact(self, row: int) -> tuple[Tensor, Tensor]:
@@ -185,9 +185,9 @@ class Thin:
         for part, new in ((self.k, k), (self.v, v)):
             part.open(new.shape[3])
             kept, others = part.split(new, part.order)
-            write(part.kept, slots, kept)
+            write_tokens(part.kept, slots, kept)
             if others is not None and part.others is not None:
-                write(part.others, places, others)
+                write_tokens(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
@@ -219,7 +219,7 @@ class Thin:
             return out
         in_use = _repeat_for_queries(self.whole, probs)
         whole_probs = probs.gather(3, _repeat_for_queries(self.slot, probs)).masked_fill(~in_use, 0)
-        return spread(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
+        return spread_channels(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except the indices ``rows``."""
@@ -289,7 +289,7 @@ class StoredPart:
         """
         first = thin[0][0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
-        self.channels = beside([channels for _, channels in thin])
+        self.channels = stack_channels([channels for _, channels in thin])
         self.places = places
         self.order: Tensor | None = None
         self.others: Tensor | None = None
@@ -353,9 +353,9 @@ class StoredPart:
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except the indices ``rows``."""
         self.kept = self.kept[rows]
-        self.channels = take(self.channels, rows)
-        self.order = take(self.order, rows)
-        self.others = take(self.others, rows)
+        self.channels = take_entries(self.channels, rows)
+        self.order = take_entries(self.order, rows)
+        self.others = take_entries(self.others, rows)
 
 
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:

@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 from kvbench.kv import ops
-from kvbench.kv.exact_attention import fusible
+from kvbench.kv.exact_attention import can_fuse
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels, split
 from kvbench.storage.attend import attend
-from kvbench.storage.entries import Entries, Entry, attend_groups, grouped, mean_by_row
+from kvbench.storage.entries import Entries, Entry, attend_groups, group_entries, mean_by_row
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.kernels import exact_heads, on_cpu
-from kvbench.storage.row_segments import Ragged, RowSegment, flat, grown, per_place, roomy, stack, take
+from kvbench.storage.row_segments import (
+    Ragged,
+    RowSegment,
+    flatten_rows,
+    per_place,
+    size_with_room,
+    stack_rows,
+    take_entries,
+    with_more_room,
+)
 
 
 @dataclass
@@ -71,8 +80,7 @@ class ExactRows(Format):
                 entries.append(entry)
         self.located: tuple[exact_heads.HeadTable | None, list[ExactGroup]] | None = None
         self.groups = []
-        # ``key`` of this class makes a batch; the key of ``Format`` groups the batch's entries by segment format
-        for members in grouped(entries, super().key):
+        for members in group_entries(entries, self.segment_key):
             segments = _batch_segments(members, room.windowed)
             self.groups.append(ExactGroup(Entries.of(members, len(rows)), segments))
         self.starts = torch.tensor([row.cache.seen for row in rows], device=device)
@@ -123,9 +131,9 @@ class ExactRows(Format):
             least, size = self.capacity, self.capacity
         else:
             least = self.used + tokens
-            size = roomy(least, self.longest + self.used, self.capacity)
+            size = size_with_room(least, self.longest + self.used, self.capacity)
         if self.keys.shape[2] < least:
-            self.keys, self.values = grown(self.keys, size), grown(self.values, size)
+            self.keys, self.values = with_more_room(self.keys, size), with_more_room(self.values, size)
         return self.keys, self.values
 
     def grow(self, tokens: int) -> None:
@@ -138,7 +146,7 @@ class ExactRows(Format):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        if self.splits and window is None and fusible(query, scale) and not kernels.serves(query.device):
+        if self.splits and window is None and can_fuse(query, scale) and not kernels.serves(query.device):
             return self._attend_in_parts(query, scale)
         floor: Tensor | None = None
         if window is not None and self.windowed:
@@ -176,14 +184,14 @@ class ExactRows(Format):
         """
         if on_cpu.reads_exact(query):
             return self._attend_by_kernels(query, scale)
-        tail = split.causal(query, *self.tail(), scale)
+        tail = split.attend_causally(query, *self.tail(), scale)
         # a group has some rows, or single heads of some rows, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
         for group in self.groups:
-            part = split.over(group.entries.query(query), group.segments, scale)
+            part = split.attend_segments(group.entries.query(query), group.segments, scale)
             group.entries.put(out, part.out)
             group.entries.put(lse, part.lse)
-        return split.merged(split.Part(out, lse), tail)
+        return split.merge_outputs(split.Part(out, lse), tail)
 
     def _attend_by_kernels(self, query: Tensor, scale: float) -> Tensor:
         """Return attention as ``attend`` does. One call of C reads all groups that it can read."""
@@ -198,7 +206,7 @@ class ExactRows(Format):
             table = None
             if readable:
                 _, query_heads, _, channels = query.shape
-                table = exact_heads.locate(readable, query_heads, self.keys.shape[1], channels)
+                table = exact_heads.build_head_table(readable, query_heads, self.keys.shape[1], channels)
             self.located = table, others
         table, others = self.located
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -207,10 +215,12 @@ class ExactRows(Format):
             on_cpu.attend_exact(query, scale, table, out)
         for group in others:
             own_query = group.entries.query(query)
-            stored = split.over(own_query, group.segments, scale)
+            stored = split.attend_segments(own_query, group.segments, scale)
             new_keys, new_values = self.tail()
-            tail = split.causal(own_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale)
-            group.entries.put(out, split.merged(stored, tail))
+            tail = split.attend_causally(
+                own_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale
+            )
+            group.entries.put(out, split.merge_outputs(stored, tail))
         return out
 
     def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
@@ -230,7 +240,7 @@ class ExactRows(Format):
                 groups.append(ExactGroup(entries, [s.rows(staying) for s in group.segments]))
         self.groups, self.located = groups, None
         self.starts, self.most = self.starts[at], self.most[at]
-        self.keys, self.values = take(self.keys, at), take(self.values, at)
+        self.keys, self.values = take_entries(self.keys, at), take_entries(self.values, at)
 
     def tokens(self) -> Tensor:
         # exact tokens are never dropped
@@ -263,7 +273,7 @@ def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegmen
     batches: list[RowSegment | Ragged] = []
     for same_place in zip(*(entry.row.cache.segments for entry in entries), strict=True):
         if same_place[0].lengths is None:
-            batches.append(stack(same_place, positions))
+            batches.append(stack_rows(same_place, positions))
         else:
-            batches.append(flat(same_place))
+            batches.append(flatten_rows(same_place))
     return batches

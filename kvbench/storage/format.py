@@ -77,7 +77,12 @@ class Format(ABC):
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
         """Return the key that groups rows: rows with equal keys are stored and attended together."""
-        # a group has one softmax, so its masker is equal; its segments are stacked, so their formats are equal
+        return cls.segment_key(row)
+
+    @staticmethod
+    def segment_key(row: StoredRow) -> Hashable:
+        """Return the key of rows whose segments can be stacked and attended by one softmax."""
+        # one softmax needs an equal masker, and segments can be stacked if their formats are equal
         return (row.masker, tuple(format_of(s) for s in row.cache.segments))
 
     @classmethod

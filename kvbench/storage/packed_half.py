@@ -9,10 +9,10 @@ from torch import Tensor
 
 from kvbench.kv.own_values import are_stored
 from kvbench.kv.packed import Packed
-from kvbench.kv.partly_packed import Residual, batched
+from kvbench.kv.partly_packed import Residual, allocate_buffers
 from kvbench.storage.channels import pick_channels
 from kvbench.storage.format import Room
-from kvbench.storage.row_segments import beside, grown, per_place, roomy, take
+from kvbench.storage.row_segments import per_place, size_with_room, stack_channels, take_entries, with_more_room
 
 
 class PackedHalf:
@@ -67,11 +67,11 @@ class PackedHalf:
             # axis 1 of a packed tensor counts steps: single tokens, or groups of tokens that are coded together
             return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
 
-        self.codes = batched(packed, make_buffer)
+        self.codes = allocate_buffers(packed, make_buffer)
         # a step writes its tokens before the oldest ones leave, so the ring has room for both
         slots = max(most_exact, exact_now) + room.at_once
         self.ring = exact[0].new_zeros(len(packed), exact[0].shape[0], slots, exact[0].shape[2])
-        self.channels = beside(channels)
+        self.channels = stack_channels(channels)
         self.seen: Tensor | None = None
         self.before = self.packed
         for u, (old, new) in enumerate(zip(packed, exact, strict=True)):
@@ -218,7 +218,7 @@ class PackedHalf:
         """Return exact tokens x [U, H, T, D] packed. Their rows are the indices ``rows``; None: all rows in order."""
         channels = self.channels
         if rows is not None:
-            channels = take(channels, self.numbers(rows))
+            channels = take_entries(channels, self.numbers(rows))
         if channels is not None:
             x = pick_channels(x, channels)
         return self.codes.more(x, self.pack, rows)
@@ -227,8 +227,8 @@ class PackedHalf:
         """Make room for the codes of ``steps`` times ``step`` tokens."""
         payload = list(self.codes.payload())
         if payload[0].shape[2] < steps:
-            size = roomy(steps, max(self.total) // self.step, self.most)
-            self.codes = self.codes.holding([grown(t, size) for t in payload], self.codes.frozen)
+            size = size_with_room(steps, max(self.total) // self.step, self.most)
+            self.codes = self.codes.holding([with_more_room(t, size) for t in payload], self.codes.frozen)
 
     def skip(self, tokens: int) -> None:
         """Count ``tokens`` more tokens in each row. Fill their storage with random numbers instead of packing any."""
@@ -258,7 +258,7 @@ class PackedHalf:
     def keep(self, at: Tensor) -> None:
         """Drop all rows except the indices ``at``."""
         self.codes, self.ring = self.codes[at], self.ring[at]
-        self.channels = take(self.channels, at)
+        self.channels = take_entries(self.channels, at)
         rows = at.tolist()
         self.packed = [self.packed[u] for u in rows]
         self.total = [self.total[u] for u in rows]

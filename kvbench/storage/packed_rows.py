@@ -20,7 +20,7 @@ from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
 from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, weigh
-from kvbench.storage.channels import spread
+from kvbench.storage.channels import spread_channels
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_half import PackedHalf
 
@@ -55,7 +55,7 @@ class PackedRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        return (row.coder, super().key(row))
+        return (row.coder, cls.segment_key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
         # those that the last step read exactly and that must not stay exact
@@ -164,7 +164,7 @@ class PackedRows(Format):
         if most_packed:
             part = packed_weigh(packed_probs, half.old())
             if half.channels is not None:
-                part = spread(part, half.channels, out.shape[3])
+                part = spread_channels(part, half.channels, out.shape[3])
             out = out + part
         return out
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.storage.row_segments import take
+from kvbench.storage.row_segments import take_entries
 
 
 class RecentQueries:
@@ -103,4 +103,4 @@ class RecentQueries:
         self.seen = [self.seen[u] for u in rows]
         self.prompts = [self.prompts[u] for u in rows]
         self.known = [self.known[u] for u in rows]
-        self.ring = take(self.ring, at)
+        self.ring = take_entries(self.ring, at)

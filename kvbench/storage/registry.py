@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbench.storage.entries import Entries, Entry, grouped
+from kvbench.storage.entries import Entries, Entry, group_entries
 from kvbench.storage.evicting_rows import EvictingRows
 from kvbench.storage.exact_rows import ExactRows
 from kvbench.storage.format import Format, Room, StoredRow
@@ -39,6 +39,6 @@ def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
                 entries.append(entry)
             else:
                 entries.extend(entry.by_head(sizes))
-        for members in grouped(entries, kind.key, any_length=kind.takes_ragged):
+        for members in group_entries(entries, kind.key, any_length=kind.takes_ragged):
             groups.append((Entries.of(members, len(rows)), kind([entry.row for entry in members], room)))
     return groups

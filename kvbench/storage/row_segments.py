@@ -35,7 +35,7 @@ class Shared:
 
     def rows(self, index: Tensor) -> Shared:
         """Return how query heads share logits in the rows ``index`` of the batch."""
-        return Shared(self.leading[index], take(self.key_rows, index), self.place[index])
+        return Shared(self.leading[index], take_entries(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
         """Return the same sharing for a batch that stores the keys of all ``heads``, also those without a reader."""
@@ -89,12 +89,12 @@ class RowSegment:
         return RowSegment(
             self.k[index],
             self.v[index],
-            valid=take(self.valid, index),
-            key_channels=take(self.key_channels, index),
-            value_channels=take(self.value_channels, index),
-            positions=take(self.positions, index),
+            valid=take_entries(self.valid, index),
+            key_channels=take_entries(self.key_channels, index),
+            value_channels=take_entries(self.value_channels, index),
+            positions=take_entries(self.positions, index),
             shared=None if self.shared is None else self.shared.rows(index),
-            lengths=take(self.lengths, index),
+            lengths=take_entries(self.lengths, index),
         )
 
     def padded(self) -> RowSegment:
@@ -140,7 +140,7 @@ class Ragged:
     def rows(self, index: Tensor) -> Ragged:
         """Return the same segment for the rows ``index`` only."""
         lengths, starts = self.lengths[index], self.starts[index]
-        counts, new_starts = lengths.flatten().long(), _starts(lengths)
+        counts, new_starts = lengths.flatten().long(), _starts_of_heads(lengths)
         # token i of a head in the new order comes from its old start + (i - its new start)
         tokens = torch.arange(int(counts.sum()), device=counts.device)
         tokens += (starts - new_starts).flatten().repeat_interleave(counts)
@@ -150,8 +150,8 @@ class Ragged:
             lengths,
             starts=new_starts,
             longest=int(lengths.max()),
-            key_channels=take(self.key_channels, index),
-            value_channels=take(self.value_channels, index),
+            key_channels=take_entries(self.key_channels, index),
+            value_channels=take_entries(self.value_channels, index),
         )
 
     def padded(self) -> RowSegment:
@@ -174,14 +174,14 @@ class Ragged:
         return [count * token_bytes for count in self.lengths.sum(dim=1).tolist()]
 
 
-def take(t: Tensor | None, index: Tensor) -> Tensor | None:
+def take_entries(t: Tensor | None, index: Tensor) -> Tensor | None:
     """Return the entries ``index`` of t [B, ...]; None if there is no t."""
     if t is None:
         return None
     return t[index]
 
 
-def roomy(least: int, held: int, most: int) -> int:
+def size_with_room(least: int, held: int, most: int) -> int:
     """Return the number of tokens for which to make room when storage is full.
 
     Storage grows by a share of the tokens held. It is therefore never much larger than them, and is copied only a
@@ -194,7 +194,7 @@ def roomy(least: int, held: int, most: int) -> int:
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
 
 
-def grown(t: Tensor, size: int) -> Tensor:
+def with_more_room(t: Tensor, size: int) -> Tensor:
     """Return a tensor [B, H, size, ...] that begins with t [B, H, ., ...].
 
     The rest is 0 and not left undefined, because a weight of 0 times NaN would be NaN.
@@ -211,7 +211,7 @@ def per_place(t: Tensor, places: int) -> int:
     return t.nbytes // places
 
 
-def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
+def stack_channels(channels: Sequence[Tensor | None]) -> Tensor | None:
     """Return the kept channels [H, C] of rows of one format as [B, H, C] int64; None if the rows keep all channels."""
     by_row = [row for row in channels if row is not None]
     if not by_row:
@@ -219,7 +219,7 @@ def beside(channels: Sequence[Tensor | None]) -> Tensor | None:
     return torch.stack(by_row).long()
 
 
-def flat(segments: Sequence[Segment]) -> Ragged:
+def flatten_rows(segments: Sequence[Segment]) -> Ragged:
     """Return segments of one format with ragged heads, one of each row, as one ragged batch.
 
     The batch of a single row is a view.
@@ -235,14 +235,14 @@ def flat(segments: Sequence[Segment]) -> Ragged:
         k,
         v,
         lengths,
-        starts=_starts(lengths),
+        starts=_starts_of_heads(lengths),
         longest=max(s.tokens for s in segments),
-        key_channels=beside([s.key_channels for s in segments]),
-        value_channels=beside([s.value_channels for s in segments]),
+        key_channels=stack_channels([s.key_channels for s in segments]),
+        value_channels=stack_channels([s.value_channels for s in segments]),
     )
 
 
-def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
+def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
     """Return segments of one format, one of each row, as one padded batch. The batch of a single row is a view.
 
     All heads of a segment hold equally many tokens. With ``positions``, the batch keeps the tokens' positions, because
@@ -261,8 +261,8 @@ def stack(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
         _pad_stack([s.k for s in segments], longest),
         _pad_stack([s.v for s in segments], longest),
         valid=valid,
-        key_channels=beside([s.key_channels for s in segments]),
-        value_channels=beside([s.value_channels for s in segments]),
+        key_channels=stack_channels([s.key_channels for s in segments]),
+        value_channels=stack_channels([s.value_channels for s in segments]),
         positions=padded_positions,
         shared=shared_by(leads, segments[0].v.shape[0]) if leads else None,
         lengths=lengths,
@@ -292,7 +292,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
     )
 
 
-def _starts(lengths: Tensor) -> Tensor:
+def _starts_of_heads(lengths: Tensor) -> Tensor:
     """Return the index [B, H] of each head's first token, for heads of ``lengths`` [B, H] one after the other."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
@@ -305,6 +305,8 @@ def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:
     padded = []
     for t in tensors:
         missing = longest - t.shape[1]
-        # F.pad copies even if nothing is missing, so it is skipped then
-        padded.append(F.pad(t, (0, 0, 0, missing)) if missing else t)
+        # F.pad copies even if nothing is missing
+        if missing:
+            t = F.pad(t, (0, 0, 0, missing))
+        padded.append(t)
     return torch.stack(padded)

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.kv.exact_attention import FUSED, attend_with_lse
 from kvbench.kv.own_values import values_or_keys
 from kvbench.storage.attend import hide_free, logits, weigh
-from kvbench.storage.channels import spread
+from kvbench.storage.channels import spread_channels
 from kvbench.storage.row_segments import Ragged, RowSegment
 
 
@@ -53,7 +53,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
     return Part(out.reshape(u, hq, t, -1), lse.reshape(u, hq, t))
 
 
-def causal(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
+def attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
     """Return the attention of the newest T of L tokens, query [U, Hq, T, D], over all L, keys and values [U, H, L, D].
 
     The newest tokens see each other causally.
@@ -79,11 +79,11 @@ def behind(
     own_out, own_lse = own_attention
     keys, values = earlier
     earlier_part = attend(query[None], keys[None], values[None], scale)
-    both = joined(earlier_part, Part(own_out[None], own_lse[None]))
+    both = join_parts(earlier_part, Part(own_out[None], own_lse[None]))
     return both.out[0], both.lse[0]
 
 
-def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
+def attend_segments(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
     """Return the attention of query [U, Hq, T, D] over stored segments, of which none may share logits.
 
     Segments without tokens are passed over. Over no token at all the output is 0 and the lse is -inf.
@@ -93,17 +93,17 @@ def over(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))
     total = parts[0]
     for part in parts[1:]:
-        total = joined(total, part)
+        total = join_parts(total, part)
     return total
 
 
-def joined(a: Part, b: Part) -> Part:
+def join_parts(a: Part, b: Part) -> Part:
     """Return the attention over the tokens of both parts; b must have at least one."""
     # lse = log(e^a.lse + e^b.lse)
-    return Part(merged(a, b), torch.logaddexp(a.lse, b.lse))
+    return Part(merge_outputs(a, b), torch.logaddexp(a.lse, b.lse))
 
 
-def merged(a: Part, b: Part) -> Tensor:
+def merge_outputs(a: Part, b: Part) -> Tensor:
     """Return the attention [U, Hq, T, D] over the tokens of both parts; b must have at least one."""
     # out = (e^a.lse a.out + e^b.lse b.out) / (e^a.lse + e^b.lse) = b.out + sigmoid(a.lse - b.lse) (a.out - b.out)
     # A row must not depend on its place in a batch, where PyTorch may run vector or scalar code. The two agree in fp64
@@ -127,5 +127,5 @@ def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
     finite_lse = lse.clamp(min=torch.finfo(lse.dtype).min)
     out = weigh((scores - finite_lse[..., None]).exp_(), s.v)
     if s.value_channels is not None:
-        out = spread(out, s.value_channels, query.shape[3])
+        out = spread_channels(out, s.value_channels, query.shape[3])
     return Part(out, lse)

@@ -88,7 +88,7 @@ class Line:
 
     def scores_by_task(self, dataset: str) -> list[list[float]]:
         """Return the scores in [0, 1] of a dataset, a list for each of its tasks."""
-        return [list(scores.values()) for task, scores in self.answers.items() if _dataset(task) == dataset]
+        return [list(scores.values()) for task, scores in self.answers.items() if _dataset_of_task(task) == dataset]
 
     def interval(self, dataset: str) -> Interval | None:
         """Return the 95 % interval of a dataset's score in per cent."""
@@ -131,7 +131,7 @@ def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     return chains
 
 
-def lines(name: str, run: RunPlan, report: Report) -> list[Line]:
+def lines_of_rows(name: str, run: RunPlan, report: Report) -> list[Line]:
     """Return the measured rows of a table from the stored results, the full cache first."""
     # the same chain has the same index in the cells of every task
     index_by_chain = {cell.chain: i for i, cell in enumerate(run.groups[0].cells)}
@@ -179,7 +179,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
     for cell in cells:
         task = cell.group.task
         if not task.fidelity and cell.summary.score is not None:
-            scores_by_dataset.setdefault(_dataset(task.id), []).append(cell.summary.score)
+            scores_by_dataset.setdefault(_dataset_of_task(task.id), []).append(cell.summary.score)
             scored_tasks.add(task.id)
 
     # add up the bytes over all prompts: a summary holds means over its n prompts
@@ -202,7 +202,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
     )
 
 
-def _dataset(task: str) -> str:
+def _dataset_of_task(task: str) -> str:
     """Return the dataset of a task's id, for example "ruler" of "ruler/vt/1024"."""
     return task.partition("/")[0]
 
@@ -256,12 +256,12 @@ def _row_texts(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
     shown = reference or answer
     ratio_text = "—"
     if shown is not None:
-        ratio_text = f"{shown.ppl_ratio:.4f}" + below(shown.ppl_ratio_ci, ".4f")
+        ratio_text = f"{shown.ppl_ratio:.4f}" + interval_below(shown.ppl_ratio_ci, ".4f")
     texts = [
         line.label.replace(" ", "\n", 1),
         byte_text,
-        nats(reference),
-        nats(answer),
+        nats_text(reference),
+        nats_text(answer),
         same_choice(shown),
         ratio_text,
     ]
@@ -278,7 +278,7 @@ def _score_text(line: Line, dataset: str) -> str:
     return with_interval(line.scores[dataset], line.interval(dataset))
 
 
-def nats(summary: FidelitySummary | None) -> str:
+def nats_text(summary: FidelitySummary | None) -> str:
     """Return the text of a mean divergence in nats, with its interval below it."""
     if summary is None:
         return "—"
@@ -287,17 +287,17 @@ def nats(summary: FidelitySummary | None) -> str:
         if not summary.kl_max:
             return "0"
         return "≤ rounding"
-    return f"{summary.kl_mean:.3g}" + below(summary.ci, ".2g")
+    return f"{summary.kl_mean:.3g}" + interval_below(summary.ci, ".2g")
 
 
 def same_choice(summary: FidelitySummary | None) -> str:
     """Return the text of equal first choices in per cent, with the interval below it."""
     if summary is None:
         return "—"
-    return f"{summary.top1:.1f}" + below(summary.top1_ci, ".1f")
+    return f"{summary.top1:.1f}" + interval_below(summary.top1_ci, ".1f")
 
 
-def below(ci: Interval | None, form: str) -> str:
+def interval_below(ci: Interval | None, form: str) -> str:
     """Return the text of an interval on a line of its own, or "" without one. ``form`` is a format, such as ".2f"."""
     if ci is None:
         return ""
@@ -346,7 +346,7 @@ class Pair:
         return self.points is not None and self.points < 0
 
 
-def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
+def pairs_in_blocks(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
     """Return all pairs of rows within each block. Rows of a block are in the order of their divergence.
 
     kind: the kind of text on which divergence is measured, ``reference`` or ``greedy``.
@@ -359,7 +359,7 @@ def pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
             far_texts = far.texts[kind]
             prompts = sorted(near_texts.keys() & far_texts.keys())
             log_ratio, ci = log_ratio_of_means([near_texts[t] for t in prompts], [far_texts[t] for t in prompts])
-            points, points_ci = _points(near, far)
+            points, points_ci = _points_apart(near, far)
             pair = Pair(
                 nearer=near.label,
                 farther=far.label,
@@ -391,7 +391,7 @@ def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]
     return block_lines
 
 
-def _points(a: Line, b: Line) -> tuple[float | None, Interval | None]:
+def _points_apart(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     """Return the difference ``a - b`` of two rows' scores in points, and its interval over paired examples.
 
     The difference is a mean over tasks. It is None if the rows share no example.

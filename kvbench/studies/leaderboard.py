@@ -122,7 +122,7 @@ def _read_standing(report: Report, row: ReportRow, answers: Answers, full: Answe
     behind_ci: Interval | None = None
     # the full cache is not behind itself, and has no interval
     if row is not report.rows[0]:
-        behind, behind_ci = difference(answers, full)
+        behind, behind_ci = points_between(answers, full)
     # kept = tokens after the prompt / tokens of the prompt, each a sum over all prompts
     kept = 100 * _sum_over_prompts(summaries, "kept") / _sum_over_prompts(summaries, "prompt_tokens")
     payload16 = _sum_over_prompts(summaries, "payload16")
@@ -150,7 +150,7 @@ def _sum_over_prompts(summaries: Iterable[CellSummary], field: str) -> float:
     return sum(summary.n * getattr(summary, field) for summary in summaries)
 
 
-def difference(a: Answers, b: Answers) -> tuple[float, Interval | None]:
+def points_between(a: Answers, b: Answers) -> tuple[float, Interval | None]:
     """Return the difference ``a - b`` in points over the examples of both, and its 95 % interval.
 
     The difference is a mean over tasks. Raises ValueError if ``a`` and ``b`` share no example.
@@ -217,7 +217,7 @@ def _cost_tables(standings: Sequence[Standing]) -> list[Table]:
         withheld_answers = _common_answers(withheld.answers, seen.answers)
         # incomplete runs may share no prompt
         if withheld_answers:
-            cost, cost_ci = difference(withheld.answers, seen.answers)
+            cost, cost_ci = points_between(withheld.answers, seen.answers)
             row = (
                 _two_lines(withheld.method),
                 _mean_text(seen_answers),
@@ -272,10 +272,10 @@ def notes(standings: Sequence[Standing]) -> list[str]:
 
 def records(standings: Sequence[Standing], model: str, commit: str | None) -> list[dict[str, object]]:
     """Return a record of the open format (report/open_results.py) for each entry. Its score is the mean over tasks."""
-    return [_record(entry, model, commit) for entry in standings]
+    return [_record_of_entry(entry, model, commit) for entry in standings]
 
 
-def _record(entry: Standing, model: str, commit: str | None) -> dict[str, object]:
+def _record_of_entry(entry: Standing, model: str, commit: str | None) -> dict[str, object]:
     """Return an entry's record of the open format."""
     record: dict[str, object] = {
         "model": model,

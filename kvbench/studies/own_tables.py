@@ -39,7 +39,7 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> list[RunPlan]:
     return [byte_table.prepare(name, model, options)]
 
 
-def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> OwnTable:
+def read_own_table(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> OwnTable:
     """Return a table from the stored results of its ``runs``. ``prepare`` planned them."""
     if name == leaderboard.NAME:
         standings = leaderboard.standings(runs, reports)
@@ -66,9 +66,9 @@ def read(name: str, model: str, runs: Sequence[RunPlan], reports: Sequence[Repor
             plain=through_cache.records(comparisons),
         )
     # all other tables are byte tables, and these have one run
-    rows = byte_table.lines(name, runs[0], reports[0])
+    rows = byte_table.lines_of_rows(name, runs[0], reports[0])
     # compare pairs on the reference, not on the full cache's own answer
-    pairs = byte_table.pairs(rows)
+    pairs = byte_table.pairs_in_blocks(rows)
     return OwnTable(
         sheets=[byte_table.sheet(rows)],
         notes=byte_table.notes(rows, pairs),

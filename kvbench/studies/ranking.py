@@ -18,7 +18,7 @@ from kvbench.report.table import Table, range_text, with_interval
 from kvbench.store.fidelity import KINDS, log_ratio_of_means, summarise_texts
 from kvbench.studies import byte_table
 from kvbench.studies.byte_table import Line
-from kvbench.studies.leaderboard import difference
+from kvbench.studies.leaderboard import points_between
 from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
 NAME = "ranking"
@@ -103,7 +103,7 @@ class Measure:
             # ln(mean KL of b / mean KL of a) is positive if b is farther from the full cache, and then a is better
             _, ci = log_ratio_of_means([texts_b[t] for t in prompts], [texts_a[t] for t in prompts])
         else:
-            _, ci = difference(line_a.answers, line_b.answers)
+            _, ci = points_between(line_a.answers, line_b.answers)
         if ci is None:
             return 0
         # a pair is told apart if its interval excludes 0
@@ -164,7 +164,7 @@ def read_measures(model: str, runs: Sequence[RunPlan], reports: Sequence[Report]
     measures = []
     for name, run, report in zip(_run_keys(model), runs, reports, strict=True):
         complete_lines = []
-        lines = byte_table.lines(NAME, run, report)
+        lines = byte_table.lines_of_rows(NAME, run, report)
         for line in lines:
             # the first row is the full cache; every method is compared with it
             full = lines[0]
@@ -301,7 +301,7 @@ def _value_text(measure: Measure, label: str) -> str:
     if measure.name != DIVERGENCE:
         return with_interval(value, ci)
     # divergences span orders of magnitude, so they have significant digits, not decimals
-    return f"{value:.3g}" + byte_table.below(ci, ".2g")
+    return f"{value:.3g}" + byte_table.interval_below(ci, ".2g")
 
 
 def _rank_text(rank: float | None) -> str:
@@ -334,7 +334,7 @@ def _cost_text(label: str, seen: Measure, withheld: Measure) -> str:
     """Return the text of a row's paired difference ``withheld - seen`` in points."""
     if label not in seen.ranked_labels or label not in withheld.ranked_labels:
         return "—"
-    cost, ci = difference(withheld.lines[label].answers, seen.lines[label].answers)
+    cost, ci = points_between(withheld.lines[label].answers, seen.lines[label].answers)
     return with_interval(cost, ci, "+")
 
 
@@ -345,13 +345,13 @@ def _two_lines(label: str) -> str:
 
 def _tau_text(a: Measure, b: Measure) -> str:
     """Return the text of Kendall's tau between the ranks of two measures."""
-    value = tau(a.ranks, b.ranks)
+    value = kendall_tau(a.ranks, b.ranks)
     if value is None:
         return "—"
     return f"{value:.2f}"
 
 
-def tau(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
+def kendall_tau(a: Mapping[str, float], b: Mapping[str, float]) -> float | None:
     """Return Kendall's tau-b between two rankings over the labels in both, or None if a ranking has only ties."""
     # concordant pairs minus discordant pairs: sum_{x<y} sign(a_x - a_y) sign(b_x - b_y)
     balance = 0

@@ -68,16 +68,16 @@ def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[
     for label, exact in exact_lines.items():
         # a row that diverges nowhere, such as the full cache, has no ratio
         if label in through_lines and exact.fidelity[REFERENCE].kl_max:
-            comparisons.append(_compare(exact, through_lines[label]))
+            comparisons.append(_compare_rows(exact, through_lines[label]))
     return comparisons
 
 
 def _read_compared_lines(run: RunPlan, report: Report) -> dict[str, Line]:
     """Return the rows that were compared with the full cache on the reference, by label."""
-    return {line.label: line for line in byte_table.lines(NAME, run, report) if REFERENCE in line.fidelity}
+    return {line.label: line for line in byte_table.lines_of_rows(NAME, run, report) if REFERENCE in line.fidelity}
 
 
-def _compare(exact: Line, through: Line) -> FormatComparison:
+def _compare_rows(exact: Line, through: Line) -> FormatComparison:
     """Return the comparison of one format's two rows over the windows that both have."""
     exact_texts = exact.texts[REFERENCE]
     through_texts = through.texts[REFERENCE]
@@ -105,8 +105,8 @@ def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
     for comparison in comparisons:
         row = (
             comparison.exact.label.replace(" ", "\n", 1),
-            byte_table.nats(comparison.exact_summary),
-            byte_table.nats(comparison.through_summary),
+            byte_table.nats_text(comparison.exact_summary),
+            byte_table.nats_text(comparison.through_summary),
             _ratio_text(comparison),
             byte_table.same_choice(comparison.exact_summary),
             byte_table.same_choice(comparison.through_summary),
@@ -120,7 +120,7 @@ def _ratio_text(comparison: FormatComparison) -> str:
     """Return the text of the log ratio, with its interval below it."""
     if comparison.log_ratio is None:
         return "—"
-    return f"{comparison.log_ratio:.2f}" + byte_table.below(comparison.ci, ".2f")
+    return f"{comparison.log_ratio:.2f}" + byte_table.interval_below(comparison.ci, ".2f")
 
 
 def notes(comparisons: Sequence[FormatComparison]) -> list[str]:

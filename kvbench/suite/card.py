@@ -29,9 +29,10 @@ def line_of(suite: Suite, entry: RowScore) -> str:
     parts = []
     for name, part in entry.parts.items():
         if part.retained is not None:
-            parts.append(f"{name} {_signed(part.retained)}")
+            parts.append(f"{name} {_signed_text(part.retained)}")
     return (
-        f"{head}{entry.name} {_signed(entry.mean)}{_interval(entry.ci)} ({', '.join(parts)}), worst {entry.worst}; "
+        f"{head}{entry.name} {_signed_text(entry.mean)}{_interval_text(entry.ci)} ({', '.join(parts)}), "
+        f"worst {entry.worst}; "
         f"{entry.bytes:.1f} % of the bytes{_pages_freed(entry)}"
     )
 
@@ -43,18 +44,18 @@ def _pages_freed(entry: RowScore) -> str:
     return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
 
 
-def _signed(value: float) -> str:
+def _signed_text(value: float) -> str:
     """Return a score without decimals, with a real minus sign."""
     return f"{value:.0f}".replace("-", "−")
 
 
-def _interval(ci: tuple[float, float] | None) -> str:
+def _interval_text(ci: tuple[float, float] | None) -> str:
     if ci is None:
         return ""
-    return f" [{_signed(ci[0])}, {_signed(ci[1])}]"
+    return f" [{_signed_text(ci[0])}, {_signed_text(ci[1])}]"
 
 
-def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
+def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of all rows: a block for each budget, a column for each part."""
     heads = ["row", "rank", "mean"]
     heads += [part.name for part in suite.parts]
@@ -66,11 +67,11 @@ def tables(suite: Suite, scored: Sequence[RowScore]) -> Table:
         if of_budget:
             headings[len(rows)] = f"at 1/{budget}"
         for entry in of_budget:
-            rows.append(_cells(suite, entry))
+            rows.append(_cells_of_row(suite, entry))
     return Table(headers=tuple(heads), rows=tuple(rows), headings=headings)
 
 
-def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
+def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     rank = UNMEASURABLE
     if entry.rank is not None:
         rank = str(entry.rank)
@@ -78,14 +79,14 @@ def _cells(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     if entry.nothing_compressed:
         mean = NOTHING
     elif entry.mean is not None:
-        mean = _signed(entry.mean) + _interval(entry.ci)
+        mean = _signed_text(entry.mean) + _interval_text(entry.ci)
     cells = [entry.name, rank, mean]
     for part in suite.parts:
         score = entry.parts.get(part.name)
         if score is None or score.retained is None or entry.nothing_compressed:
             cells.append(UNMEASURABLE)
         else:
-            cells.append(_signed(score.retained) + _interval(score.ci))
+            cells.append(_signed_text(score.retained) + _interval_text(score.ci))
     pages = UNMEASURABLE
     if entry.pages is not None:
         pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
@@ -137,7 +138,7 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     return found
 
 
-def text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
+def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     """Return the card as ``text`` or ``md``: a line for each of the user's methods, then the table and its notes."""
     # all budgets of a method together, the methods in the order of their best row
     tested = []
@@ -147,10 +148,10 @@ def text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     if suite.edition == QUICK:
         title += " (quick edition, a first look)"
     above = [title] + tested
-    return writers.compose([tables(suite, scored)], notes(suite, scored), style, above=above)
+    return writers.compose([score_table(suite, scored)], notes(suite, scored), style, above=above)
 
 
-def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
+def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     """Draw a panel for each measurable part: S against the share of the bytes, the methods beside the controls."""
     names = list(dict.fromkeys(entry.name for entry in scored))
     looks = looks_of(names)
@@ -166,7 +167,7 @@ def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
         for ax, part in zip(axes, parts, strict=True):
             for name in names:
-                _draw(ax, part.name, [entry for entry in scored if entry.name == name], looks[name])
+                _draw_line(ax, part.name, [entry for entry in scored if entry.name == name], looks[name])
             ax.axhline(100, color="#8C8C8C", linewidth=0.6)
             ax.axhline(0, color="#8C8C8C", linewidth=0.6)
             ax.set_xscale("log", base=2)
@@ -180,7 +181,7 @@ def picture(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         fig.savefig(path, dpi=150, metadata={"Software": None})
 
 
-def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
+def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     """Draw the line of one method or control: its score at each share of the bytes that it really holds."""
     # (bytes held, score); a row may hold less than its budget, so that two rows of one budget may stand apart
     points: list[tuple[float, float]] = []
@@ -214,6 +215,6 @@ def _draw(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     )
 
 
-def plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:
+def as_plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:
     """Return the card as ``--json`` prints it."""
     return {"suite": suite.name, "edition": suite.edition, "rows": list(rows), "notes": list(notes_below)}

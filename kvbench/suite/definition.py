@@ -82,15 +82,15 @@ class Suite:
         return [control for control in self.controls if control.role == role]
 
 
-def names() -> list[str]:
+def suite_names() -> list[str]:
     """Return the names of all suites."""
     return sorted(path.stem for path in (conf_dir() / FOLDER).glob("*.yaml"))
 
 
 def load(name: str, edition: str = FULL) -> Suite:
     """Return an edition of a suite by its name. Raises UsageError for an unknown one."""
-    if name not in names():
-        raise unknown("suite", name, names())
+    if name not in suite_names():
+        raise unknown("suite", name, suite_names())
     path = conf_dir() / FOLDER / f"{name}.yaml"
     content = read_yaml(path)
     try:

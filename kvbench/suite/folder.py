@@ -32,7 +32,7 @@ DIGITS = 6
 """Decimal places of the numbers in a row: more would differ between machines by rounding."""
 
 
-def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
+def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
     """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from."""
     # a row at two budgets is two rows
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
@@ -44,18 +44,18 @@ def lines(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor:
         "dtype": run.parts[0].run.dtype,
         "contributor": contributor,
     }
-    full_cells = {part.part.name: _ids(part, None) for part in run.parts}
+    full_cells = {part.part.name: _ids_of_results(part, None) for part in run.parts}
     # the full cache has no score of its own, but all scores are computed from its results, too
     result_lines = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
     for entry in scored:
         row = rows_by_key[entry.name, entry.budget]
-        cells = {part.part.name: _ids(part, row) for part in run.parts if row in part.rows}
+        cells = {part.part.name: _ids_of_results(part, row) for part in run.parts if row in part.rows}
         line = head | {"name": entry.name, "role": entry.role, "results": cells}
-        result_lines.append(line | numbers(entry) | {"label": row.config.label} | _versions(run, cells))
+        result_lines.append(line | rounded_numbers(entry) | {"label": row.config.label} | _versions(run, cells))
     return result_lines
 
 
-def numbers(entry: RowScore) -> Line:
+def rounded_numbers(entry: RowScore) -> Line:
     """Return the numbers of a row as JSON holds them, rounded to DIGITS places."""
     record = asdict(entry)
     # the line has these already
@@ -66,7 +66,7 @@ def numbers(entry: RowScore) -> Line:
     return dict(rounded)
 
 
-def _ids(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
+def _ids_of_results(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
     """Return the ids of a row's results in a part by column."""
     return {column: cell.id for column, cell in cells_of(part_run, row).items()}
 
@@ -86,7 +86,7 @@ def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str
     return {key: sorted(values) for key, values in versions.items()}
 
 
-def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
+def write_folder(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
     """Write the rows, the samples of their results and the card. Raises KvbenchError if a file cannot be written."""
     # several rows may name one result, and its samples are packed once
     cells: set[str] = set()
@@ -104,7 +104,7 @@ def write(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -> None:
         raise disk_error(error, folder) from None
 
 
-def take(folder: Path, run: SuiteRun) -> None:
+def take_answers(folder: Path, run: SuiteRun) -> None:
     """Add the answers of a suite's folder to a run's results, so that they are not measured again.
 
     Answers of another suite or method do no harm: they belong to other results and stay unused. Raises UsageError if
@@ -116,7 +116,7 @@ def take(folder: Path, run: SuiteRun) -> None:
     archive.unpack(path, run.parts[0].run.store)
 
 
-def read(folder: Path) -> list[Line]:
+def read_rows(folder: Path) -> list[Line]:
     """Return the rows of a suite's folder. Raises UsageError if it has none or one is damaged."""
     path = folder / RESULTS
     if not path.exists():

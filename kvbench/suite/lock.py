@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, TypedDict
 
 from kvbench.base.errors import UsageError
@@ -66,13 +65,13 @@ def hash_protocol(identity: Mapping[str, Any]) -> str:
 def _hash_prompt(run: RunPlan, group: Group, example: Example) -> str:
     """Return the hash of a prompt: its token ids as the model reads them, its questions and its references."""
     # texts that are scored by their likelihood are tokens already
-    if example.tokens:
-        ids: list[int] = list(example.tokens)
+    if example.scored is not None:
+        ids: list[int] = list(example.scored.ids)
         question: list[int] = []
     else:
         encoded = encode_prompt(run.tokenizer, example, group.task, run.cfg.prompt, run.context)
         ids, question = list(encoded.ids), list(encoded.question)
-    return _digest({"ids": ids, "question": question, "example": asdict(example)})
+    return _digest({"ids": ids, "question": question, "example": example.content()})
 
 
 def _digest(content: object) -> str:
@@ -80,7 +79,7 @@ def _digest(content: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
-def write(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
+def write_lock(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
     """Write the lock of a suite from its planned editions."""
     # all editions are of one checkpoint
     (checkpoint,) = {run.parts[0].run.source.fingerprint for run in runs.values()}
@@ -89,7 +88,7 @@ def write(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
     write_json(lock_path(suite.name), content)
 
 
-def read(suite: Suite) -> Lock:
+def read_lock(suite: Suite) -> Lock:
     """Return the lock of a suite. Raises UsageError if it has none."""
     content = read_json(lock_path(suite.name))
     if content is None:
@@ -99,7 +98,7 @@ def read(suite: Suite) -> Lock:
 
 def differences(suite: Suite, run: SuiteRun) -> list[str]:
     """Return how a planned suite differs from the locked one, in words; [] if it is the locked suite."""
-    locked = read(suite)
+    locked = read_lock(suite)
     problems = []
     if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
         problems.append(f"the checkpoint of {suite.model} is another one")

@@ -13,7 +13,7 @@ from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import Cell
 from kvbench.suite.definition import Suite, SuitePart
-from kvbench.suite.rows import SuiteRow, rows
+from kvbench.suite.rows import SuiteRow, make_rows
 from kvbench.suite.scores import PartSamples, RowSamples
 
 
@@ -51,7 +51,7 @@ def prepare(
     options: options of the user's methods. settings: keys of `run` about folders, devices and memory.
     Raises UsageError for a method that the suite cannot measure, and for texts that are not on this machine.
     """
-    base = _base(suite, settings)
+    base = _base_keys(suite, settings)
     suite_rows = tuple(list_rows(suite, methods, options, settings))
     parts = []
     for part in suite.parts:
@@ -66,11 +66,11 @@ def list_rows(
     suite: Suite, methods: Sequence[str], options: Mapping[str, object], settings: Mapping[str, object]
 ) -> list[SuiteRow]:
     """Return the rows of a suite, its controls first. Only the config of the model's checkpoint is read."""
-    cfg = config.configure(_base(suite, settings))
-    return rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
+    cfg = config.configure(_base_keys(suite, settings))
+    return make_rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
 
 
-def _base(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
+def _base_keys(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of `run` that all parts have. The method is a placeholder: the rows stand in its place."""
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
 
@@ -101,7 +101,7 @@ def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
     return cells
 
 
-def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
+def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
     """Return (samples of all completely measured rows, the full cache's samples by part).
 
     A row is completely measured if every part that can measure it has all its answers. Raises UsageError if the full
@@ -109,7 +109,7 @@ def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
     """
     full: dict[str, PartSamples] = {}
     for part_run in run.parts:
-        samples = _samples(part_run, None)
+        samples = _samples_of_row(part_run, None)
         if samples is None:
             raise UsageError(f"{run.suite.name}: the full cache is not measured in the part {part_run.part.name}")
         full[part_run.part.name] = samples
@@ -118,7 +118,7 @@ def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
         parts: dict[str, PartSamples] = {}
         taking = [part_run for part_run in run.parts if row in part_run.rows]
         for part_run in taking:
-            samples = _samples(part_run, row)
+            samples = _samples_of_row(part_run, row)
             if samples is not None:
                 parts[part_run.part.name] = samples
         # a mean over some of its parts would not compare with other rows
@@ -127,7 +127,7 @@ def collect(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
     return measured_rows, full
 
 
-def _samples(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
+def _samples_of_row(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
     """Return a row's samples in a part; None unless every prompt has one."""
     cells = cells_of(part_run, row)
     samples_by_column = {}

@@ -43,7 +43,7 @@ class SuiteRow:
         return self.config
 
 
-def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], shape: Shape) -> list[SuiteRow]:
+def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], shape: Shape) -> list[SuiteRow]:
     """Return all rows of a suite: its controls and the user's ``methods``, each at all budgets within its reach.
 
     ``options`` are options of the user's methods. Raises UsageError for a method that reaches no budget, and for one
@@ -58,7 +58,7 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
     # a control that the user names, too, is measured once
     control_names = {row.name for row in suite_rows}
     for template in resolve(methods, options):
-        name = _name(template)
+        name = _name_without_budget(template)
         if template.chain.stages and name not in control_names:
             reached = at_budgets(suite, name, METHOD, template, shape)
             if not reached:
@@ -70,7 +70,7 @@ def rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object], sh
     return suite_rows
 
 
-def _name(template: ChainConfig) -> str:
+def _name_without_budget(template: ChainConfig) -> str:
     """Return a method's name as its user wrote it, with the options that are set, and without its budget."""
     # the label, not the chain's name: an alias such as q4_0_h is another method than q4_0
     words = template.label.split()

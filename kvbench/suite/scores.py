@@ -89,7 +89,7 @@ class RowScore:
         return self.unchanged >= UNCHANGED
 
 
-def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
+def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
     """Return the scores of all rows, by budget and then the best first.
 
     full: the full cache's samples by part. Raises UsageError if a budget has rows but no random tokens.
@@ -119,11 +119,11 @@ def score(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSampl
             if entry.mean is not None and not entry.nothing_compressed:
                 rank = 1 + _count_better(gap_scores, scaled, entries)
             ranked.append(replace(entry, rank=rank))
-        scored += sorted(ranked, key=_order)
+        scored += sorted(ranked, key=_ranking_key)
     return scored
 
 
-def _order(entry: RowScore) -> tuple[bool, float]:
+def _ranking_key(entry: RowScore) -> tuple[bool, float]:
     """Return the sort key: the highest mean first, rows that say nothing last."""
     return entry.mean is None or entry.nothing_compressed, -(entry.mean or 0.0)
 
@@ -205,7 +205,7 @@ def by_prompt(
             if part.measure == KL:
                 nats = floor
                 if not is_full:
-                    nats = max(divergence(sample), floor)
+                    nats = max(mean_divergence(sample), floor)
                 scores[example_id] = -log(nats)
             elif sample.score is not None:
                 scores[example_id] = sample.score
@@ -213,7 +213,7 @@ def by_prompt(
     return scores_by_column
 
 
-def divergence(sample: Sample) -> float:
+def mean_divergence(sample: Sample) -> float:
     """Return a prompt's mean divergence from the full cache in nats a token, on its own words if they were compared.
 
     Raises UsageError for a sample without divergences.
@@ -243,15 +243,17 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
     return PartScore(
         retained=share.point,
         ci=share.ci,
-        raw=_raw(row, divergence),
-        full=_raw(full, divergence),
-        chance=_raw(chance, divergence),
+        raw=_mean_score(row, divergence),
+        full=_mean_score(full, divergence),
+        chance=_mean_score(chance, divergence),
         n=sum(map(len, gaps)),
     )
 
 
 def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
-    """Return True if the full cache is above random tokens by an interval. If not, a share of the way says nothing.
+    """Return True if the full cache scores above random tokens, its interval included.
+
+    Without that gap, the share of it that a method retains says nothing.
 
     gaps: by task, the full cache's score minus that of random tokens for each prompt.
     """
@@ -262,7 +264,7 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
     return interval[0] > 0
 
 
-def _raw(scores: Scores, divergence: bool) -> float:
+def _mean_score(scores: Scores, divergence: bool) -> float:
     """Return the mean over tasks in per cent, or the geometric mean of divergences in nats."""
     # a divergence's score is -ln KL, so that exp(-mean) is the geometric mean of KL
     mean = fmean(fmean(of_task.values()) for of_task in scores.values())

@@ -25,7 +25,7 @@ from kvbench.suite import lock, plan
 from kvbench.suite.definition import KL, Suite, load
 from kvbench.suite.folder import CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score
+from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score_rows
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
@@ -54,12 +54,12 @@ Groups = Mapping[str, Mapping[str, Group]]
 """The planned tasks by part and column, with the texts that answers are scored with."""
 
 
-def verify(place: Path, without_texts: bool = False) -> Checked:
+def verify_folder(place: Path, without_texts: bool = False) -> Checked:
     """Check a suite's folder. Raises UsageError if it cannot be read, and MissingData if its texts are not here.
 
     ``without_texts`` allows missing texts. The answers are then not scored again, and all else is checked.
     """
-    rows = folders.read(place)
+    rows = folders.read_rows(place)
     checked = Checked()
     heads = {(row["suite"], row["edition"], row.get("division"), row.get("model")) for row in rows}
     if len(heads) != 1:
@@ -78,7 +78,7 @@ def verify(place: Path, without_texts: bool = False) -> Checked:
             # the open division has no lock: without texts nobody knows its prompts
             if not without_texts or rows[0].get("division") != CLOSED:
                 raise
-            expected = lock.read(suite)["editions"][suite.edition]
+            expected = lock.read_lock(suite)["editions"][suite.edition]
         else:
             for part in run.parts:
                 groups[part.part.name] = {group.column: group for group in part.run.groups}
@@ -204,12 +204,12 @@ def _check_numbers(
     for row, parts in zip(rows, samples, strict=True):
         if row["role"] != "full":
             measured.append(RowSamples(name=row["name"], budget=row["budget"], role=row["role"], parts=parts))
-    scored = score(suite, measured, full)
+    scored = score_rows(suite, measured, full)
     stored_by_key = {(row["name"], row.get("budget")): row for row in rows}
     for entry in scored:
         stored = stored_by_key[entry.name, entry.budget]
-        for key, value in folders.numbers(entry).items():
-            count, differing = _compare(value, stored.get(key))
+        for key, value in folders.rounded_numbers(entry).items():
+            count, differing = _compare_values(value, stored.get(key))
             checked.numbers += count
             if differing:
                 checked.problems.append(
@@ -218,17 +218,17 @@ def _check_numbers(
     checked.problems += check_negative(scored)
 
 
-def _compare(value: Any, stored: Any) -> tuple[int, bool]:
+def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
     """Return (how many numbers a value holds, whether the stored value differs from it)."""
     if isinstance(value, Mapping):
         if not isinstance(stored, Mapping) or set(value) != set(stored):
             return 0, True
-        results = [_compare(value[key], stored[key]) for key in value]
+        results = [_compare_values(value[key], stored[key]) for key in value]
         return sum(count for count, _ in results), any(differs for _, differs in results)
     if isinstance(value, list):
         if not isinstance(stored, list) or len(value) != len(stored):
             return 0, True
-        results = [_compare(a, b) for a, b in zip(value, stored, strict=True)]
+        results = [_compare_values(a, b) for a, b in zip(value, stored, strict=True)]
         return sum(count for count, _ in results), any(differs for _, differs in results)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
@@ -236,7 +236,7 @@ def _compare(value: Any, stored: Any) -> tuple[int, bool]:
     return 0, value != stored
 
 
-def describe(place: Path, checked: Checked) -> str:
+def describe_findings(place: Path, checked: Checked) -> str:
     """Return the findings as text: the verdict first, then what is wrong."""
     if not checked.problems:
         text = (

@@ -10,9 +10,9 @@ import re
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import LoadContext, Task, limit_questions, own_wording, read_text
-from kvbench.tasks.knobs import whole
-from kvbench.tasks.longbench import PROMPTS, official
-from kvbench.tasks.rows import FileRow, parse, read
+from kvbench.tasks.knobs import check_whole
+from kvbench.tasks.longbench import PROMPTS, read_official
+from kvbench.tasks.rows import FileRow, parse_json, read_rows
 
 INSTRUCTION = "Read the article and answer each question about it with a few of its words."
 # QMSum's authors clean their transcripts this way before a model reads them: they remove marks of sounds, and join
@@ -27,9 +27,9 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
     Raises UsageError naming file and place for an article without paragraphs, questions or answers.
     """
     dataset, files = context.dataset, context.files
-    whole(dataset, "max_new_tokens", max_new_tokens)
+    check_whole(dataset, "max_new_tokens", max_new_tokens)
     path = files.path(file)
-    content = parse(path, "", read_text(path, f"dataset={dataset}"))
+    content = parse_json(path, "", read_text(path, f"dataset={dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object with a list under 'data'")
     examples = []
@@ -65,14 +65,14 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
     Raises UsageError naming file and line for a meeting without transcript or queries.
     """
     dataset, files = context.dataset, context.files
-    whole(dataset, "max_new_tokens", max_new_tokens)
-    template = official(files, PROMPTS).get("qmsum")
+    check_whole(dataset, "max_new_tokens", max_new_tokens)
+    template = read_official(files, PROMPTS).get("qmsum")
     if not isinstance(template, str) or not 0 <= template.find("{context}") < template.find("{input}"):
         raise UsageError(f"{PROMPTS}: the prompt of qmsum must be text with {{context}} and then {{input}}")
     prefix, _, suffix = template.partition("{context}")
     path = files.path(file)
     examples = []
-    for i, row in enumerate(read(path)):
+    for i, row in enumerate(read_rows(path)):
         transcript = []
         for speech in row.records("meeting_transcripts"):
             transcript.append(f"{_clean(speech.text('speaker'))}: {_read_speech(speech)}")

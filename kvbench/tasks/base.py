@@ -6,7 +6,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.base.files import check_ends
-from kvbench.tasks.knobs import one_of, whole
+from kvbench.tasks.knobs import check_whole, one_of
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.source import Files, data_root
-from kvbench.tasks.spread import spread
+from kvbench.tasks.spread import spread_order
 
 ROWS = "kvbench.tasks.rowset.load"
 TURNS = ("isolated", "gold", "own")
@@ -104,7 +104,7 @@ class Task:
         if limit is None or not self.grid:
             return self.examples[:limit]
         # every beginning of the spread order covers the grid; the chosen examples keep the task's order
-        chosen = sorted(spread(self.examples, self.grid)[:limit])
+        chosen = sorted(spread_order(self.examples, self.grid)[:limit])
         return tuple(self.examples[i] for i in chosen)
 
     def answer(self, text: str) -> str:
@@ -137,9 +137,7 @@ class Task:
         """Return the SHA-256 of all examples. It identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
-            # prompts of thousands of tokens are not copied token by token, as asdict would
-            content = {f.name: getattr(example, f.name) for f in fields(example)}
-            content["turns"] = [asdict(turn) for turn in example.turns]
+            content = example.content()
             # only some datasets use these fields; the others keep the hashes that they had before the fields came
             for name in ("turns", "answer_prefix"):
                 if not content[name]:
@@ -225,7 +223,7 @@ def load_tasks(
         tasks.append(task)
     if not selection:
         return tasks
-    return _select(dataset, tasks, selection)
+    return _select_tasks(dataset, tasks, selection)
 
 
 def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:
@@ -235,7 +233,7 @@ def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -
     """
     if max_new_tokens is None:
         return tasks
-    most = whole(dataset, "max_new_tokens", max_new_tokens)
+    most = check_whole(dataset, "max_new_tokens", max_new_tokens)
     limited = []
     for task in tasks:
         examples = tuple(replace(example, max_new_tokens=most) for example in task.examples)
@@ -250,7 +248,7 @@ def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> l
     """
     if questions is None:
         return tasks
-    most = whole(dataset, "questions", questions)
+    most = check_whole(dataset, "questions", questions)
     limited = []
     for task in tasks:
         examples = tuple(replace(example, turns=example.turns[:most]) for example in task.examples)
@@ -258,7 +256,7 @@ def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> l
     return limited
 
 
-def _select(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> list[Task]:
+def _select_tasks(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> list[Task]:
     """Return the tasks that ``selection`` names, each once, in its order. Raises UsageError for an unknown name."""
     # a single task has its dataset's name as its id, and so no name to select it by
     by_name = {task.id.partition("/")[2]: task for task in tasks}

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, own_wording, read_text
-from kvbench.tasks.knobs import whole
-from kvbench.tasks.rows import FileRow, kind, parse, read
+from kvbench.tasks.knobs import check_whole
+from kvbench.tasks.rows import FileRow, describe_value, parse_json, read_rows
 
 OFFICIAL = "coqa-dev-v1.0.json"
 # the official file comes first: it has four references a turn, the hub's table has one
@@ -33,9 +33,9 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
     prompt is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
     """
     dataset, files = context.dataset, context.files
-    whole(dataset, "max_new_tokens", max_new_tokens)
+    check_whole(dataset, "max_new_tokens", max_new_tokens)
     if history != "all":
-        whole(dataset, "history", history, least=0)
+        check_whole(dataset, "history", history, least=0)
     if file:
         path = files.path(file)
     else:
@@ -78,11 +78,11 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
 def _read_stories(path: Path) -> Iterator[FileRow]:
     """Yield the conversations of the official JSON object, or of a table."""
     if path.suffix != ".json":
-        yield from read(path)
+        yield from read_rows(path)
         return
-    content = parse(path, "", read_text(path, "dataset=coqa"))
+    content = parse_json(path, "", read_text(path, "dataset=coqa"))
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: must be a JSON object with a list under 'data', got {kind(content)}")
+        raise UsageError(f"{path}: must be a JSON object with a list under 'data', got {describe_value(content)}")
     yield from FileRow(path, "top level", content).records("data")
 
 
@@ -114,7 +114,7 @@ def _read_columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
     if "additional_answers" in row:
         additional = row.value("additional_answers")
         if not isinstance(additional, dict):
-            raise row.wrong(f"'additional_answers' must be an object by annotator, got {kind(additional)}")
+            raise row.wrong(f"'additional_answers' must be an object by annotator, got {describe_value(additional)}")
         annotators = FileRow(row.file, f"{row.place}, additional_answers", additional)
         # the keys are "0", "1" and "2", in any order
         for annotator in sorted(additional):
@@ -127,5 +127,5 @@ def _read_turn_texts(row: FileRow, key: str) -> list[str]:
     values = [turn.value("input_text") for turn in row.records(key)]
     for value in values:
         if not isinstance(value, str):
-            raise row.wrong(f"'input_text' in {key!r} must be text, got {kind(value)}")
+            raise row.wrong(f"'input_text' in {key!r} must be text, got {describe_value(value)}")
     return values

@@ -15,8 +15,9 @@ def encode_prompt(
 
     A text that is scored has no answer: its prefix is compressed as a prompt, and the rest is fed to the cache.
     """
-    if example.tokens:
-        return Encoded(example.tokens[: int(example.meta["prefix"])], (), 0)
+    text = example.scored
+    if text is not None:
+        return Encoded(text.ids[: text.prefix], (), 0)
     if example.turns:
         return encode_turns(tokenizer, example, task, policy, context)
     longest = None

@@ -102,7 +102,7 @@ Lock = dict[str, LockRecord]
 """The records of all fetched files by their place below the data folder."""
 
 
-def sources() -> dict[str, FileSource | None]:
+def sources_by_dataset() -> dict[str, FileSource | None]:
     """Return {id: source} of every dataset of conf/dataset. The source is None if the entry has no ``hub``."""
     by_dataset: dict[str, FileSource | None] = {}
     for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
@@ -117,7 +117,7 @@ def sources() -> dict[str, FileSource | None]:
 
 def source_of(dataset: str) -> FileSource:
     """Return the source of one dataset. Raises UsageError if there is no such dataset or it names no files."""
-    by_dataset = sources()
+    by_dataset = sources_by_dataset()
     if dataset not in by_dataset:
         raise unknown("dataset", dataset, by_dataset, listed_by="kvbench data status")
     source = by_dataset[dataset]
@@ -148,7 +148,7 @@ def read_lock(root: Path) -> Lock:
     return dict(files)
 
 
-def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
+def state_of_file(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     """Return a file's state against ``lock``, the record of fetched files.
 
     missing: neither the file nor its substitute ``wanted.also`` exists.
@@ -173,7 +173,7 @@ def state(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     return "fetched"
 
 
-def changed(root: Path, wanted: Wanted) -> UsageError:
+def changed_error(root: Path, wanted: Wanted) -> UsageError:
     """Return the error for a file that differs from the fetched one."""
     return UsageError(
         f"{root / wanted.destination} has changed since it was fetched: its checksum is not that of {root / LOCK}. "
@@ -188,10 +188,10 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """
     lock = read_lock(root)
-    states = {wanted: state(root, wanted, lock) for wanted in source.files}
+    states = {wanted: state_of_file(root, wanted, lock) for wanted in source.files}
     for wanted, status in states.items():
         if status == "changed":
-            raise changed(root, wanted)
+            raise changed_error(root, wanted)
     places: list[str] = []
     root.mkdir(parents=True, exist_ok=True)
     # work inside the data folder, so that moving a file to its place stays on one file system

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -22,10 +23,10 @@ from types import MappingProxyType
 from typing import Any
 
 from kvbench.base.errors import UsageError, unknown
-from kvbench.base.example import Example
+from kvbench.base.example import Example, ScoredText
 from kvbench.tasks import tiny
 from kvbench.tasks.base import LoadContext, Task, read_text
-from kvbench.tasks.knobs import whole
+from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.source import Files
 
 # length of a window in tokens by ``windows``; llama.cpp's tables are made with a context of 512
@@ -66,13 +67,13 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     tokenizer = context.tokenizer
     if knobs.windows not in LENGTHS:
         raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
-    whole(dataset, "forced", knobs.forced, 2, 1_000_000)
+    check_whole(dataset, "forced", knobs.forced, 2, 1_000_000)
     least_length = 1
     if knobs.windows != "prefix":
         # both halves need tokens: the first is read, the second is predicted
         least_length = 4
     if knobs.length is not None:
-        whole(dataset, "length", knobs.length, least_length, 10_000_000)
+        check_whole(dataset, "length", knobs.length, least_length, 10_000_000)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     tasks = []
@@ -121,7 +122,7 @@ def _first_windows(
     """
     bos = _bos_ids(tokenizer)
     size = length + forced - len(bos)
-    meta = {"window": length + forced, "prefix": length, "chunk": 1, "divisor": float(forced), "unit": "token"}
+    meta = {"window": length + forced, "unit": "token"}
     for name, text in documents:
         # a token is seldom longer than eight characters
         ids = tokenizer.encode(text[: 8 * size], add_special_tokens=False)
@@ -131,7 +132,7 @@ def _first_windows(
                 prompt="",
                 answers=(),
                 max_new_tokens=forced,
-                tokens=tuple(bos + ids[:size]),
+                scored=ScoredText(tuple(bos + ids[:size]), prefix=length, divisor=float(forced)),
                 meta=meta,
             )
 
@@ -160,21 +161,11 @@ def _llamacpp_windows(
         read_tokens, counted = middle, length - middle
     else:
         read_tokens, counted = 1, length - middle - 1
-    meta = {
-        "window": length,
-        "prefix": read_tokens,
-        "chunk": 1,
-        "unit": "token",
-        "divisor": float(counted),
-        "scored_from": middle,
-    }
     # the end of each document in tokens; joined texts may have one token less where two documents meet
     ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
     # a window belongs to the document in which it begins
     document_numbers = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
-    # the first window of every document, then the second of every document, and so on
-    turns = [i - document_numbers.index(number) for i, number in enumerate(document_numbers)]
-    for i in sorted(range(len(turns)), key=turns.__getitem__):
+    for i in _interleaved(document_numbers):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
             # llama.cpp writes BOS over the first token, so windows of a text do not shift
@@ -185,23 +176,38 @@ def _llamacpp_windows(
             prompt="",
             answers=(),
             max_new_tokens=length - read_tokens,
-            tokens=tuple(window),
-            meta=meta | {"document": document},
+            scored=ScoredText(
+                tuple(window), prefix=read_tokens, divisor=float(counted), scored_from=middle, document=document
+            ),
+            meta={"window": length, "unit": "token"},
         )
 
 
-def _tiny(_files: Files) -> Documents:
+def _interleaved(document_numbers: Sequence[int]) -> list[int]:
+    """Return the indices of windows so that documents take turns, given the document of each window.
+
+    The first window of every document comes first, then the second of every document, and so on.
+    """
+    windows_of_document: Counter[int] = Counter()
+    turns = []
+    for number in document_numbers:
+        turns.append(windows_of_document[number])
+        windows_of_document[number] += 1
+    return sorted(range(len(turns)), key=turns.__getitem__)
+
+
+def _tiny_texts(_files: Files) -> Documents:
     """Yield texts that the tiny model knows: short prompts of its six tasks, taken in turns, with their answers."""
     names = list(tiny.TASKS)
     for document in range(TINY_DOCUMENTS):
         sentences = []
         for i in range(TINY_SENTENCES):
-            example = tiny.example(names[i % len(names)], TINY_PROMPT, document * TINY_SENTENCES + i)
+            example = tiny.make_example(names[i % len(names)], TINY_PROMPT, document * TINY_SENTENCES + i)
             sentences.append(f"{example.prompt} {example.answers[0]}.")
         yield f"{document:03d}", " ".join(sentences)
 
 
-def _wikitext(files: Files) -> Documents:
+def _wikitext_articles(files: Files) -> Documents:
     """Yield the articles of WikiText-2's test split, each with its heading."""
     path = files.path(WIKITEXT)
     text = read_text(path, f"dataset={files.dataset}")
@@ -211,14 +217,14 @@ def _wikitext(files: Files) -> Documents:
         yield f"{i:03d}", text[start:end]
 
 
-def _essays(files: Files) -> Documents:
+def _essay_files(files: Files) -> Documents:
     """Yield the files of the first existing folder of essays."""
     folder = _first_folder(files, ESSAYS)
     for path in sorted(folder.glob("*.txt")):
         yield path.stem, read_text(path, f"dataset={files.dataset}")
 
 
-def _contexts(files: Files) -> Documents:
+def _longbench_contexts(files: Files) -> Documents:
     """Yield the contexts of LongBench's examples. The tasks take turns."""
     folder = _first_folder(files, CONTEXTS)
     contexts_by_task = []
@@ -244,5 +250,5 @@ def _first_folder(files: Files, names: Sequence[str]) -> Path:
 
 
 TEXTS: Mapping[str, Callable[[Files], Documents]] = MappingProxyType(
-    {"tiny": _tiny, "wikitext2": _wikitext, "essays": _essays, "longbench": _contexts}
+    {"tiny": _tiny_texts, "wikitext2": _wikitext_articles, "essays": _essay_files, "longbench": _longbench_contexts}
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
@@ -11,28 +12,38 @@ from kvbench.tasks.base import LoadContext, Task, limit_questions
 from kvbench.tasks.rows import FileRow, is_count, read_lines
 
 
+@dataclass(frozen=True, kw_only=True)
+class LineKeys:
+    """The keys under which a line of the file holds its parts."""
+
+    prompt: str
+    context: str
+    question: str
+    answers: str
+    id: str
+    classes: str
+    max_new_tokens: str
+    questions: str
+
+
 def load(
     context: LoadContext,
     path: str | None,
     metric: str,
     max_new_tokens: int,
-    prompt_key: str,
-    context_key: str,
-    question_key: str,
-    answers_key: str,
-    id_key: str,
-    classes_key: str,
-    max_new_tokens_key: str,
-    questions_key: str,
     questions: int | None = None,
+    **names: str,
 ) -> list[Task]:
     """Return one task, ``file/<name of the file>``, with an example for each line that is not blank.
 
     A line holds a prompt, or a context and a question, and a reference or a list of references. It may have an id, a
     list of labels and its own limit of new tokens. A line may also hold a context and a list of questions, each an
-    object with a question and its references. The arguments name the keys of all these. Raises UsageError naming file,
-    line and reason for any other content.
+    object with a question and its references. Raises UsageError naming file, line and reason for any other content.
+
+    names: the keys of a line's parts, such as ``prompt_key``, one for each field of ``LineKeys``.
     """
+    # prompt_key=text is the key ``prompt``
+    keys = LineKeys(**{name.removesuffix("_key"): key for name, key in names.items()})
     dataset = context.dataset
     if not path:
         raise UsageError(f"dataset {dataset} reads prompts from a file: give path=FILE.jsonl")
@@ -45,60 +56,65 @@ def load(
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
-        name = row.name(id_key, row.place.replace(" ", "-"))
+        name = row.name(keys.id, row.place.replace(" ", "-"))
         if name in examples:
             raise row.wrong(f"its id {name!r} is that of {places[name]}")
-        classes: tuple[str, ...] = ()
-        if classes_key in row:
-            classes = row.texts(classes_key)
-        if scorer.needs_classes and not classes:
-            raise row.wrong(f"metric {metric} needs a list of labels under the key {classes_key!r}")
         places[name] = row.place
-        turns = _read_turns(row, questions_key, question_key, answers_key)
-        if turns:
-            if context_key not in row:
-                raise row.wrong(f"{questions_key!r} needs the context that they are asked of, under {context_key!r}")
-            # the turns hold question and references
-            prompt, question = row.text(context_key), ""
-            answers: tuple[str, ...] = ()
-        else:
-            prompt, question = _read_prompt(row, prompt_key, context_key, question_key)
-            answers = row.texts(answers_key)
-        examples[name] = Example(
-            id=name,
-            prompt=prompt,
-            question=question,
-            answers=answers,
-            max_new_tokens=row.count(max_new_tokens_key, max_new_tokens),
-            classes=classes,
-            turns=turns,
-        )
+        examples[name] = _read_example(row, name, keys, scorer, max_new_tokens)
         # a task is scored either by prompts or by contexts; the first line decides
         first_example = next(iter(examples.values()))
-        if bool(turns) != bool(first_example.turns):
-            raise row.wrong(f"all lines have {questions_key!r}, or none has: put the others into a file of their own")
+        if bool(examples[name].turns) != bool(first_example.turns):
+            raise row.wrong(f"all lines have {keys.questions!r}, or none has: put the others into a file of their own")
     if not examples:
         raise UsageError(f"{file} is empty: it must hold a JSON object a line")
     task = Task(f"{dataset}/{file.stem}", tuple(examples.values()), metric, source=file.name)
     return limit_questions(dataset, [task], questions)
 
 
-def _read_turns(row: FileRow, questions_key: str, question_key: str, answers_key: str) -> tuple[Turn, ...]:
+def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metric, max_new_tokens: int) -> Example:
+    """Return the example of a line. Lines without a limit of their own may have ``max_new_tokens`` of answer."""
+    classes: tuple[str, ...] = ()
+    if keys.classes in row:
+        classes = row.texts(keys.classes)
+    if scorer.needs_classes and not classes:
+        raise row.wrong(f"metric {scorer.name} needs a list of labels under the key {keys.classes!r}")
+    turns = _read_turns(row, keys)
+    if turns:
+        if keys.context not in row:
+            raise row.wrong(f"{keys.questions!r} needs the context that they are asked of, under {keys.context!r}")
+        # the turns hold question and references
+        prompt, question = row.text(keys.context), ""
+        answers: tuple[str, ...] = ()
+    else:
+        prompt, question = _read_prompt(row, keys)
+        answers = row.texts(keys.answers)
+    return Example(
+        id=name,
+        prompt=prompt,
+        question=question,
+        answers=answers,
+        max_new_tokens=row.count(keys.max_new_tokens, max_new_tokens),
+        classes=classes,
+        turns=turns,
+    )
+
+
+def _read_turns(row: FileRow, keys: LineKeys) -> tuple[Turn, ...]:
     """Return a line's questions about its context, or () for a line with a single prompt."""
-    if questions_key not in row:
+    if keys.questions not in row:
         return ()
     turns = []
-    for question in row.records(questions_key):
-        turns.append(Turn(question.text(question_key), question.texts(answers_key)))
+    for question in row.records(keys.questions):
+        turns.append(Turn(question.text(keys.question), question.texts(keys.answers)))
     return tuple(turns)
 
 
-def _read_prompt(row: FileRow, prompt_key: str, context_key: str, question_key: str) -> tuple[str, str]:
+def _read_prompt(row: FileRow, keys: LineKeys) -> tuple[str, str]:
     """Return (prompt of a line, question at its end, '' if the line names none)."""
-    if prompt_key not in row and context_key in row:
-        question = row.text(question_key)
-        return row.text(context_key) + question, question
-    prompt, end = row.text(prompt_key), row.values.get(question_key)
+    if keys.prompt not in row and keys.context in row:
+        question = row.text(keys.question)
+        return row.text(keys.context) + question, question
+    prompt, end = row.text(keys.prompt), row.values.get(keys.question)
     if isinstance(end, str) and prompt.endswith(end):
         return prompt, end
     # a question that does not end the prompt cannot be withheld

@@ -23,7 +23,7 @@ class HuggingFace:
         """Return the commit that a revision of a repo means now. ``kind`` is ``model`` or ``dataset``."""
         from huggingface_hub import HfApi
 
-        with _explained(f"{repo} at {revision}"):
+        with _explain_failure(f"{repo} at {revision}"):
             info = HfApi().repo_info(repo, revision=revision, repo_type=kind)
         if not info.sha:
             raise KvbenchError(f"the hub names no commit for {repo} at {revision}")
@@ -36,13 +36,13 @@ class HuggingFace:
         """
         from huggingface_hub import hf_hub_download
 
-        with _explained(f"{name} of {repo} at {commit}"):
+        with _explain_failure(f"{name} of {repo} at {commit}"):
             return Path(hf_hub_download(repo, name, repo_type=kind, revision=commit, local_dir=folder))
 
     def url(self, url: str, folder: Path) -> Path:
         """Download the content of an address into ``folder`` and return its path."""
         path = folder / "download"
-        with _explained(url), urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
+        with _explain_failure(url), urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
             shutil.copyfileobj(content, out)
         return path
 
@@ -50,11 +50,11 @@ class HuggingFace:
         """Download a model's safetensors and tokenizer into the hub's cache and return the folder there."""
         from huggingface_hub import snapshot_download
 
-        with _explained(f"{repo} at {revision}"):
+        with _explain_failure(f"{repo} at {revision}"):
             return str(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
 
 
-def cached(repo: str, revision: str) -> str:
+def cache_state(repo: str, revision: str) -> str:
     """Return whether a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
     from huggingface_hub import try_to_load_from_cache
 
@@ -81,7 +81,7 @@ def cached(repo: str, revision: str) -> str:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_failure(what: str) -> Iterator[None]:
     """Raise KvbenchError with a remedy if the download of ``what``, in the body of ``with``, fails."""
     try:
         yield

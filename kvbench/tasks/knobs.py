@@ -11,7 +11,7 @@ from kvbench.base.errors import UsageError, unknown
 T = TypeVar("T")
 
 
-def whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
+def check_whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
     """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for others."""
     # true and false are integers for Python
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
@@ -30,7 +30,7 @@ def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> st
     return str(value)
 
 
-def drawn(items: Sequence[T], seed: str) -> Iterator[T]:
+def shuffled_by_seed(items: Sequence[T], seed: str) -> Iterator[T]:
     """Yield all items in an order that only the seed decides, on every machine and Python version."""
     # random() is the only function of the random module that is promised to stay the same between versions
     rng = random.Random(seed)

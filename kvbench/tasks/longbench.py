@@ -18,7 +18,7 @@ from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, limit_answers, read_text
 from kvbench.tasks.metrics.text import first_line
-from kvbench.tasks.rows import FileRow, is_count, kind, parse, read_lines
+from kvbench.tasks.rows import FileRow, describe_value, is_count, parse_json, read_lines
 from kvbench.tasks.source import Files
 
 FOLDER = "longbench"
@@ -81,7 +81,7 @@ TASKS: Mapping[str, Spec] = MappingProxyType(
 )
 
 
-def names(split: str) -> tuple[str, ...]:
+def task_names(split: str) -> tuple[str, ...]:
     """Return the names of a split's tasks, in the order of LongBench's tables. ``split`` is en, zh or e."""
     if split == "e":
         return tuple(name for name, spec in TASKS.items() if spec.extended)
@@ -89,7 +89,7 @@ def names(split: str) -> tuple[str, ...]:
     return tuple(name for name, spec in TASKS.items() if spec.chinese == chinese)
 
 
-def bucket(length: int) -> str:
+def length_bucket(length: int) -> str:
     """Return the name of LongBench-E's range for a stored ``length`` in words or Chinese characters."""
     # LongBench's eval.py compares this length, not a model's number of tokens
     return next(name for name, end in BUCKETS if end is None or length < end)
@@ -127,20 +127,20 @@ def load(
     # a wrong backend is an error even if no code task is selected
     metric_name("lcc", code_sim)
     for name in selection:
-        if name not in names(split):
-            raise unknown(f"task of dataset {dataset}", name, names(split))
-    selected = selection or names(split)
-    paths = _find_files(files, {name: places(name, split, folder) for name in selected})
-    prompts, lengths = official(files, PROMPTS), official(files, LENGTHS)
+        if name not in task_names(split):
+            raise unknown(f"task of dataset {dataset}", name, task_names(split))
+    selected = selection or task_names(split)
+    paths = _find_files(files, {name: file_places(name, split, folder) for name in selected})
+    prompts, lengths = read_official(files, PROMPTS), read_official(files, LENGTHS)
     tasks = []
     for name, path in paths.items():
         spec, template, limit = TASKS[name], prompts.get(name), lengths.get(name)
         if not isinstance(template, str) or template.count("{context}") != 1:
             raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
         if not is_count(limit):
-            reason = f"the answer length of {name} must be a whole number, got {kind(limit)}"
+            reason = f"the answer length of {name} must be a whole number, got {describe_value(limit)}"
             raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
-        examples = _examples(path, name, template, limit, with_buckets=split == "e")
+        examples = _read_examples(path, name, template, limit, with_buckets=split == "e")
         newlines: tuple[str, ...] = ()
         if spec.newline_ends:
             newlines = ("\n",)
@@ -163,7 +163,7 @@ def load(
     return limit_answers(dataset, tasks, max_new_tokens)
 
 
-def places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
+def file_places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
     """Return the places of a task's file below the data folder: kvbench's, then the unpacked archive's."""
     file = f"{name}.jsonl"
     if split == "e":
@@ -200,17 +200,17 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
     raise MissingData(text, missing)
 
 
-def official(files: Files, name: str) -> Mapping[str, object]:
+def read_official(files: Files, name: str) -> Mapping[str, object]:
     """Return one of LongBench's two official files, by task: the prompts, or the lengths of answers."""
     path = files.path(f"{FOLDER}/{name}")
     # check here, where the path is known: a wrong file, such as a server's error page, would fail later without it
-    content = parse(path, "", read_text(path, f"dataset={files.dataset}"))
+    content = parse_json(path, "", read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: must be a JSON object by task, got {kind(content)}")
+        raise UsageError(f"{path}: must be a JSON object by task, got {describe_value(content)}")
     return content
 
 
-def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
+def _read_examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
     """Return the examples of a task's file. ``with_buckets`` adds LongBench-E's range of lengths to their meta."""
     # ``query_aware=false`` withholds the question, the text behind the context
     prefix, _, suffix = template.partition("{context}")
@@ -221,7 +221,7 @@ def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bo
         example_id = row.name("_id", row.place)
         question, length = _fill_input(suffix, row), row.value("length")
         if not is_count(length):
-            raise row.wrong(f"'length' must be a whole number from 1, got {kind(length)}")
+            raise row.wrong(f"'length' must be a whole number from 1, got {describe_value(length)}")
         # a repeated id gives two examples, since LongBench counts lines
         repeats[example_id] += 1
         if repeats[example_id] > 1:
@@ -233,7 +233,7 @@ def _examples(path: Path, name: str, template: str, limit: int, with_buckets: bo
             classes = row.texts("all_classes")
         meta: dict[str, object] = {"length": length}
         if with_buckets:
-            meta["bucket"] = bucket(length)
+            meta["bucket"] = length_bucket(length)
         examples.append(
             Example(
                 id=example_id,

@@ -15,9 +15,9 @@ from itertools import chain
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, own_wording
-from kvbench.tasks.knobs import drawn, one_of, whole
+from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
 from kvbench.tasks.metrics.text import normalise_answer
-from kvbench.tasks.rows import FileRow, read
+from kvbench.tasks.rows import FileRow, read_rows
 
 INSTRUCTION = (
     "Answer the question by means of the documents below. One of them holds the answer; the others do not matter."
@@ -67,18 +67,10 @@ def load(
     or gold document, and if there are too few distractors.
     """
     dataset, files = context.dataset, context.files
-    whole(dataset, "documents", documents)
-    whole(dataset, "seed", seed, least=0)
-    whole(dataset, "max_new_tokens", max_new_tokens)
-    whole(dataset, "min_answer_tokens", min_answer_tokens, least=0)
-    if min_answer_tokens > max_new_tokens:
-        raise UsageError(
-            f"dataset {dataset}: min_answer_tokens={min_answer_tokens} is not possible: an answer has at most "
-            f"max_new_tokens={max_new_tokens} tokens"
-        )
+    _check_numbers(dataset, documents, seed, max_new_tokens, min_answer_tokens)
     places = _choose_places(dataset, documents, positions, context.selection)
     path = files.path(file)
-    questions = [_read_question(row) for row in read(path)]
+    questions = [_read_question(row) for row in read_rows(path)]
     # several questions may have the same gold document
     pool = tuple(dict.fromkeys(question.gold for question in questions))
     examples_at: dict[str, list[Example]] = {position: [] for position in places}
@@ -100,9 +92,9 @@ def load(
                     meta={"documents": documents, "gold": place + 1},
                 )
             )
-    # foreign distractors are easier than retrieved ones; readers of the scores must know this
     fact = ""
     if with_foreign_documents:
+        # foreign distractors are easier than retrieved ones; readers of the scores must know this
         share = f"{with_foreign_documents} of {len(questions)} questions"
         fact = f"distractors of {share} are gold documents of others"
     tasks = []
@@ -119,6 +111,19 @@ def load(
         )
         tasks.append(task)
     return tasks
+
+
+def _check_numbers(dataset: str, documents: int, seed: int, max_new_tokens: int, min_answer_tokens: int) -> None:
+    """Raise UsageError for impossible numbers of documents and of tokens, or an impossible seed."""
+    check_whole(dataset, "documents", documents)
+    check_whole(dataset, "seed", seed, least=0)
+    check_whole(dataset, "max_new_tokens", max_new_tokens)
+    check_whole(dataset, "min_answer_tokens", min_answer_tokens, least=0)
+    if min_answer_tokens > max_new_tokens:
+        raise UsageError(
+            f"dataset {dataset}: min_answer_tokens={min_answer_tokens} is not possible: an answer has at most "
+            f"max_new_tokens={max_new_tokens} tokens"
+        )
 
 
 def _choose_places(
@@ -187,7 +192,7 @@ def _choose_distractors(question: Question, pool: Sequence[Document], count: int
     answers = [normalise_answer(answer) for answer in question.answers]
     # compare by text: one passage may stand under several titles
     chosen: dict[str, Document] = {}
-    for document in chain(question.other_passages, drawn(pool, f"{seed}:{question.text}")):
+    for document in chain(question.other_passages, shuffled_by_seed(pool, f"{seed}:{question.text}")):
         if len(chosen) == count:
             break
         if document.text == question.gold.text:

@@ -18,7 +18,7 @@ from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, read_text
-from kvbench.tasks.knobs import whole
+from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.source import ENVIRONMENT, Files
 from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
 
@@ -65,7 +65,7 @@ CLASSIC_LEAD = "The best thing to do in San Francisco is "
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
-def _always(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, str]]:
+def _always_same(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, str]]:
     """Return a phrasing's function that hides the same sentence in every example."""
 
     def pair_of(index: int) -> tuple[str, str, str]:
@@ -78,10 +78,12 @@ PHRASINGS = {
     "tiny": Phrasing(
         pair=needle_pair, prompt=f"{HEADER} {{context}} {{question}}", metric="contains", max_new_tokens=8
     ),
-    "sanfrancisco": Phrasing(pair=_always(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30),
+    "sanfrancisco": Phrasing(
+        pair=_always_same(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30
+    ),
     # this phrasing is scored as in UNComp's script (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
-        pair=_always((CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0])),
+        pair=_always_same((CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0])),
         prompt="{context}\n\nComplete this sentence as the text above has it. {question}",
         metric="rouge1",
         max_new_tokens=30,
@@ -116,12 +118,14 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     """
     knobs = NeedleKnobs(**entry)
     dataset, tokenizer = context.dataset, context.tokenizer
-    lengths = [whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)]
+    lengths = [
+        check_whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)
+    ]
     depths = _check_depths(dataset, knobs.depths)
-    whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
+    check_whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
     phrasing = _choose_phrasing(dataset, knobs)
     if knobs.max_new_tokens is not None:
-        whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
+        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
         phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens)
     elif context.chat:
         # a chat model repeats words of the question before it answers
@@ -146,7 +150,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             facts.append(f"the haystack of {len(text)} characters is repeated to fill {length} tokens")
         task = Task(
             id=f"{dataset}/{length}",
-            examples=tuple(_examples(dataset, phrasing, windows, length=length, depths=depths)),
+            examples=tuple(_make_examples(dataset, phrasing, windows, length=length, depths=depths)),
             metric=phrasing.metric,
             source=source,
             category="needle",
@@ -160,7 +164,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     return tasks
 
 
-def _examples(
+def _make_examples(
     dataset: str, phrasing: Phrasing, windows: Iterable[Window], length: int, depths: Sequence[float]
 ) -> Iterator[Example]:
     """Yield the examples of one length: every depth in every window's text, each with a needle of its own."""
@@ -352,14 +356,14 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
         raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
     phrasing = PHRASINGS[knobs.phrasing]
     if knobs.needle and knobs.question:
-        pair = _always((knobs.needle, knobs.question, knobs.answer or knobs.needle))
+        pair = _always_same((knobs.needle, knobs.question, knobs.answer or knobs.needle))
         phrasing = Phrasing(pair=pair, prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
     name = metrics.metric(knobs.metric or phrasing.metric).name
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # published needle scores compare the answer with the whole needle sentence
-        phrasing = replace(phrasing, pair=_always(CLASSIC_SENTENCE))
+        phrasing = replace(phrasing, pair=_always_same(CLASSIC_SENTENCE))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")

@@ -113,7 +113,7 @@ class PromptPolicy:
         They are part of a cell's identity. A setting that changes no prompt of the task is left out or constant, so
         that it makes no new cell.
         """
-        if task.examples[0].tokens:
+        if task.examples[0].scored:
             return {"text": "as tokens"}
         settings: dict[str, object] = {
             "template": False,
@@ -173,9 +173,9 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     limit = _length_limit(tokenizer, example, task, policy, room=room, prompt_tokens=len(prompt_ids))
     if limit is None or len(prompt_ids) <= limit:
         if not templated:
-            return part(tokenizer, prompt_ids, prompt_text, question, cut=0)
+            return divide_ids(tokenizer, prompt_ids, prompt_text, question, cut=0)
         text = policy.render(tokenizer, example.prompt) + example.answer_prefix
-        return part(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
+        return divide_ids(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
     if policy.truncation == "tokens" and not templated:
         shortened = cut_middle(prompt_ids, limit)
         question_length = _count_question(tokenizer, prompt_text, question)
@@ -222,7 +222,7 @@ def _encode_halves(
         # tokenising again can give a few more tokens than were kept
         back_length = room - room // 2
         ids = ids[: room // 2] + ids[len(ids) - back_length :]
-    return part(tokenizer, ids, text, question, cut=len(prompt_ids) - 2 * half)
+    return divide_ids(tokenizer, ids, text, question, cut=len(prompt_ids) - 2 * half)
 
 
 def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
@@ -238,14 +238,14 @@ def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     # a policy could set an answer's length, but windows of a text have no answer
-    answers = [e.max_new_tokens for e in task.examples if not e.tokens]
+    answers = [e.max_new_tokens for e in task.examples if not e.scored]
     if answers and policy.min_new_tokens is not None and policy.min_new_tokens > max(answers):
         raise UsageError(
             f"min_new_tokens={policy.min_new_tokens} is not possible: answers of {task.id} have {max(answers)} tokens "
             "at most (max_new_tokens= allows more)"
         )
     for example in task.examples:
-        if not (example.tokens or example.turns):
+        if not (example.scored or example.turns):
             _withheld_question(example, task)
 
 
@@ -282,7 +282,7 @@ def _length_limit(
     return min(limits)
 
 
-def part(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
+def divide_ids(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut: int) -> Encoded:
     """Divide ``ids``, the token ids of ``text``, into context and question.
 
     question: the last part of ``text``, to be read after the compression; '' if nothing is withheld.

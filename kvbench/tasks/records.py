@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import drawn, one_of, whole
-from kvbench.tasks.rows import FileRow, kind, read
+from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.rows import FileRow, describe_value, read_rows
 from kvbench.tasks.tiny import WORDS
 
 Records = Mapping[str, str]
@@ -69,7 +69,7 @@ def _read_lines(row: FileRow) -> tuple[Records, str]:
     # LongEval publishes the whole prompt, so its lines are read back from it
     names = row.value("random_idx")
     if not isinstance(names, list) or not names:
-        raise row.wrong(f"'random_idx' must be a list that begins with a line's name, got {kind(names)}")
+        raise row.wrong(f"'random_idx' must be a list that begins with a line's name, got {describe_value(names)}")
     return dict(PUBLISHED_LINE.findall(row.text("prompt"))), str(names[0])
 
 
@@ -77,7 +77,7 @@ def _generate_lines(seed: str, count: int) -> Records:
     """Return ``count`` records for LongEval's lines: different names, each with a number from 1 to LARGEST_NUMBER."""
     all_names = [f"{adjective}-{noun}" for adjective, noun in product(ADJECTIVES, NOUNS)]
     records = {}
-    for name in islice(drawn(all_names, seed), count):
+    for name in islice(shuffled_by_seed(all_names, seed), count):
         # a hash, not a generator: a line's number then does not depend on the lines before it
         number = 1 + int(_digest(f"{seed}/{name}"), 16) % LARGEST_NUMBER
         records[name] = str(number)
@@ -95,7 +95,7 @@ def _read_pairs(row: FileRow) -> tuple[Records, str]:
     """Return (the records of a published file's row, the key that is asked for)."""
     rows = row.value("ordered_kv_records")
     if not isinstance(rows, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rows):
-        raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {kind(rows)}")
+        raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {describe_value(rows)}")
     return {str(key): str(value) for key, value in rows}, row.text("key")
 
 
@@ -143,13 +143,13 @@ def load(
     dataset, files = context.dataset, context.files
     record_form = FORMS[one_of(dataset, "form", form, FORMS)]
     for knob, value, least in (("contexts", contexts, 1), ("seed", seed, 0), ("max_new_tokens", max_new_tokens, 1)):
-        whole(dataset, knob, value, least)
+        check_whole(dataset, knob, value, least)
     if isinstance(records, int):
         records = [records]
     tasks = []
     for count in records:
-        whole(dataset, "records", count, 1, record_form.most)
-        whole(dataset, "questions", questions, 1, count)
+        check_whole(dataset, "records", count, 1, record_form.most)
+        check_whole(dataset, "questions", questions, 1, count)
         seed_of_count = f"{seed}/{form}/{count}"
         path = files.first(file.replace("{records}", str(count)))
         if path:
@@ -189,7 +189,7 @@ def load(
 
 def _read_cases(record_form: RecordForm, path: Path) -> Iterator[tuple[Records, str]]:
     """Yield (records, the key that the case asks for) of each row of a published file."""
-    for row in read(path):
+    for row in read_rows(path):
         yield record_form.read(row)
 
 
@@ -202,7 +202,7 @@ def _generate_cases(record_form: RecordForm, seed: str, count: int) -> Iterator[
 def _choose_keys(values: Records, first_key: str, seed: str, questions: int) -> list[str]:
     """Return the keys of the questions: ``first_key`` if it is among the records, then drawn ones."""
     # the seed names the context, so that its questions do not depend on the number of contexts
-    drawn_keys = drawn([key for key in values if key != first_key], seed)
+    drawn_keys = shuffled_by_seed([key for key in values if key != first_key], seed)
     if first_key not in values:
         return list(islice(drawn_keys, questions))
     return [first_key] + list(islice(drawn_keys, questions - 1))

@@ -43,7 +43,7 @@ class FileRow:
         """Return the text under ``key``, which must not be empty."""
         value = self.value(key)
         if not isinstance(value, str) or not value:
-            raise self.wrong(f"{key!r} must be text that is not empty, got {kind(value)}")
+            raise self.wrong(f"{key!r} must be text that is not empty, got {describe_value(value)}")
         return self._unicode(key, value)
 
     def texts(self, key: str) -> tuple[str, ...]:
@@ -53,14 +53,14 @@ class FileRow:
         if isinstance(value, str):
             values = [value]
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
-            raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {kind(value)}")
+            raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {describe_value(value)}")
         return tuple(self._unicode(key, text) for text in values)
 
     def records(self, key: str) -> list[FileRow]:
         """Return the objects of the list under ``key`` as rows. There must be at least one."""
         value = self.value(key)
         if not isinstance(value, list) or not value or not all(isinstance(entry, dict) for entry in value):
-            raise self.wrong(f"{key!r} must be a list of objects, at least one, got {kind(value)}")
+            raise self.wrong(f"{key!r} must be a list of objects, at least one, got {describe_value(value)}")
         return [FileRow(self.file, f"{self.place}, {key}[{i}]", entry) for i, entry in enumerate(value)]
 
     def count(self, key: str, default: int) -> int:
@@ -69,7 +69,7 @@ class FileRow:
         if value is None:
             return default
         if not is_count(value):
-            raise self.wrong(f"{key!r} must be a whole number from 1, got {kind(value)}")
+            raise self.wrong(f"{key!r} must be a whole number from 1, got {describe_value(value)}")
         return value
 
     def name(self, key: str, default: str) -> str:
@@ -79,7 +79,7 @@ class FileRow:
             return default
         # true and false are integers for Python, but no names
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
-            raise self.wrong(f"{key!r} must be text or a whole number, got {kind(value)}")
+            raise self.wrong(f"{key!r} must be text or a whole number, got {describe_value(value)}")
         return self._unicode(key, str(value))
 
     def _unicode(self, key: str, value: str) -> str:
@@ -95,7 +95,7 @@ def has_half_pair(text: str) -> bool:
     return HALF_PAIR.search(text) is not None
 
 
-def read(file: Path) -> Iterator[FileRow]:
+def read_rows(file: Path) -> Iterator[FileRow]:
     """Yield the records of a .jsonl, .json (a list) or .csv file, in order.
 
     Raises UsageError for a file of another kind or without records.
@@ -124,7 +124,7 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
                 place = f"line {number}"
                 text = _decode(file, place, raw, at_start=number == 1)
                 if text.strip():
-                    values = _check_object(file, place, parse(file, place, text))
+                    values = _check_object(file, place, parse_json(file, place, text))
                     yield FileRow(file, place, values, hint)
     except OSError as error:
         raise _unreadable(file, error) from None
@@ -132,9 +132,9 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
 
 def read_list(file: Path) -> Iterator[FileRow]:
     """Yield the objects of a file that holds one JSON list."""
-    entries = parse(file, "", _read_text(file))
+    entries = parse_json(file, "", _read_text(file))
     if not isinstance(entries, list):
-        raise UsageError(f"{file}: must hold a JSON list, got {kind(entries)}")
+        raise UsageError(f"{file}: must hold a JSON list, got {describe_value(entries)}")
     for i, entry in enumerate(entries, start=1):
         place = f"entry {i}"
         yield FileRow(file, place, _check_object(file, place, entry))
@@ -166,7 +166,7 @@ def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]
         raise UsageError(f"{file}, line {reader.line_num}: not CSV: {error}") from None
 
 
-def parse(file: Path, place: str, text: str) -> Any:
+def parse_json(file: Path, place: str, text: str) -> Any:
     """Return the value of a JSON text. Raises UsageError naming file, place and character if it is not JSON."""
     try:
         return json.loads(text)
@@ -183,7 +183,7 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def kind(value: object) -> str:
+def describe_value(value: object) -> str:
     """Return a value as JSON for error messages. A long one is cut after 40 characters, with its type in front."""
     if value is None:
         return "null"
@@ -226,7 +226,7 @@ def _name_place(file: Path, place: str) -> str:
 def _check_object(file: Path, place: str, value: object) -> Mapping[str, object]:
     """Return ``value`` if it is a JSON object. Raises UsageError for any other value."""
     if not isinstance(value, dict):
-        raise UsageError(f"{file}, {place}: must be a JSON object, got {kind(value)}")
+        raise UsageError(f"{file}, {place}: must be a JSON object, got {describe_value(value)}")
     return value
 
 

@@ -18,8 +18,8 @@ from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import drawn, one_of, whole
-from kvbench.tasks.rows import FileRow, read
+from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
 LETTERS = "ABCDEFGHIJ"
@@ -84,15 +84,15 @@ def load(
     except TypeError as error:
         # an unknown field is an author's slip, and its error should say so
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
-    whole(dataset, "max_new_tokens", max_new_tokens)
-    whole(dataset, "seed", seed, least=0)
+    check_whole(dataset, "max_new_tokens", max_new_tokens)
+    check_whole(dataset, "seed", seed, least=0)
     scorer = _choose_metric(dataset, form, metric)
     keys = form.answers
     if isinstance(keys, Mapping):
         keys = keys[one_of(dataset, "references", references, keys)]
     reader = RowReader(form, scorer, _as_list(keys))
     path = _find_file(dataset, files, form, file)
-    rows = list(read(path))
+    rows = list(read_rows(path))
     examples = []
     for i, row in enumerate(rows):
         if any(row.value(key) not in values for key, values in form.only.items()):
@@ -108,7 +108,7 @@ def load(
         metric=scorer.name,
         source=f"{form.title or dataset}, {path.name}",
         category=form.category,
-        note=_note(dataset, form, len(examples), len(rows)),
+        note=_note_of_task(dataset, form, len(examples), len(rows)),
         **task_fields,
     )
     return [task]
@@ -148,7 +148,7 @@ def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) ->
     return files.first(*places) or files.path(places[0])
 
 
-def _note(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
+def _note_of_task(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
     """Return the note of a task: the number of rows left out, a different published size, and the format's note."""
     facts = []
     if examples < rows:
@@ -174,7 +174,7 @@ class RowReader:
         """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete one."""
         form = self.form
         meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
-        order = list(drawn(form.choices, f"{seed}:{name}"))
+        order = list(shuffled_by_seed(form.choices, f"{seed}:{name}"))
         options = []
         for letter, key in zip(LETTERS, order, strict=False):
             options.append(f"({letter}) {row.text(key).strip()}")

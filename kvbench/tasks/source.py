@@ -59,8 +59,8 @@ class Files:
         # files that were put there by hand have no lock, and no lock lists folders
         if not lock.is_file() or not path.is_file():
             return
-        if _changed(self.root, name, _stamp(path), _stamp(lock)):
-            raise fetch.changed(self.root, fetch.Wanted(name))
+        if _has_changed(self.root, name, _stamp_of_file(path), _stamp_of_file(lock)):
+            raise fetch.changed_error(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
         """Return a hint for error messages: the two ways to get the files of this dataset."""
@@ -72,7 +72,7 @@ class Files:
         return f"Download it: `kvbench data fetch {self.dataset} data.root={self.root}`. Or put it there yourself."
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _stamp_of_file(path: Path) -> tuple[int, int]:
     """Return the size of a file and the time of its last change. A changed file differs in one of these."""
     # reading a file of gigabytes for every dataset that uses it would take longer than a run
     status = path.stat()
@@ -80,14 +80,14 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 @cache
-def _changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
+def _has_changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
     """Tell if a file differs from the lock.
 
     The stamps of both, ``file`` and ``lock``, are arguments so that a cached result stays true.
     """
     # the lock lists places without ./ and doubled slashes
     wanted = fetch.Wanted(PurePosixPath(name).as_posix())
-    return fetch.state(root, wanted, fetch.read_lock(root)) == "changed"
+    return fetch.state_of_file(root, wanted, fetch.read_lock(root)) == "changed"
 
 
 def data_root(given: str | None) -> Path | None:

@@ -11,7 +11,7 @@ Point = tuple[float, ...]
 """The values of an example's ``meta`` along the axes of a grid."""
 
 
-def spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
+def spread_order(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
     """Return the examples' indices in an order whose every beginning covers the grid of ``meta``'s values by ``keys``.
 
     The grid's points take turns: the first example of each, then the second of each, and so on. The lowest point comes

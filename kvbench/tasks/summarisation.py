@@ -15,8 +15,8 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import drawn, one_of, whole
-from kvbench.tasks.rows import FileRow, read
+from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
 SEPARATOR = "###"
@@ -64,9 +64,9 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     one_of(dataset, "source", knobs.source, SOURCES)
     # without shots, the prompt is an article alone, with the instruction behind it
     for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
-        whole(dataset, knob, getattr(knobs, knob), least)
+        check_whole(dataset, knob, getattr(knobs, knob), least)
     if knobs.examples is not None:
-        whole(dataset, "examples", knobs.examples)
+        check_whole(dataset, "examples", knobs.examples)
     ready_prompts = _find_ready_prompts(files, knobs)
     if ready_prompts:
         source = f"ready prompts, {ready_prompts.name}"
@@ -107,7 +107,7 @@ def _find_ready_prompts(files: Files, knobs: SummaryKnobs) -> Path | None:
 
 def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:
     """Yield an example for each article, behind the same ``shots``."""
-    for i, row in enumerate(read(path)):
+    for i, row in enumerate(read_rows(path)):
         yield Example(
             id=row.name("id", f"{dataset}-{i}"),
             prompt=shots + knobs.block(row),
@@ -119,7 +119,7 @@ def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) ->
 
 def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
     """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them."""
-    for i, row in enumerate(read(path)):
+    for i, row in enumerate(read_rows(path)):
         prompt = row.text("prompt")
         # the last paragraph asks for the summary: it is the question that ``query_aware=false`` withholds
         article, separator, end = prompt.rpartition("\n\n")
@@ -137,9 +137,9 @@ def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterat
 def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
     """Return the blocks of drawn training articles with their summaries. Raises UsageError if too few are short."""
     # the same generator for every example, so that all prompts begin with the same blocks
-    pool = list(islice(read(path), POOL))
+    pool = list(islice(read_rows(path), POOL))
     shots: list[FileRow] = []
-    for row in drawn(pool, f"{knobs.seed}:{dataset}"):
+    for row in shuffled_by_seed(pool, f"{knobs.seed}:{dataset}"):
         if len(shots) == knobs.shots:
             break
         # long shots would leave no room for the article to summarise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from kvbench.tasks.metrics.theorem import parse_reference
-from kvbench.tasks.rows import FileRow, kind
+from kvbench.tasks.rows import FileRow, describe_value
 
 # the type of the parsed answer, by the answer's type in the question's record
 TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of integer": tuple, "list of float": tuple}
@@ -18,7 +18,7 @@ def reference(row: FileRow) -> str:
     """
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
-        raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {kind(answer_type)}")
+        raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {describe_value(answer_type)}")
     reference = answer
     if not isinstance(answer, str):
         reference = json.dumps(answer)
@@ -28,7 +28,7 @@ def reference(row: FileRow) -> str:
         value = float(value)
         reference = str(value)
     if type(value) is not TYPES[answer_type]:
-        raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {kind(answer)}")
+        raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {describe_value(answer)}")
     if isinstance(value, bool):
         # Python's True, not JSON's true
         return str(value)

@@ -18,8 +18,8 @@ from kvbench.tasks.prompt import (
     Encoded,
     PromptPolicy,
     cut_middle,
+    divide_ids,
     no_room,
-    part,
     plain_ids,
     text_ids,
 )
@@ -111,12 +111,12 @@ def _encode_alone(
         # the beginning of the answer stands behind the template, where the model continues
         text += prompt.answer_prefix
         ids = text_ids(tokenizer, text, special)
-        together.append(part(tokenizer, ids, text, prompt.question, cut=0))
+        together.append(divide_ids(tokenizer, ids, text, prompt.question, cut=0))
     if len({encoded.ids for encoded in together}) == 1:
         return together[0].ids, [encoded.question for encoded in together]
     start, end = example.prompt, ""
     if templated:
-        start, end = _frame(tokenizer, policy, example.prompt)
+        start, end = _template_frame(tokenizer, policy, example.prompt)
     questions = [tuple(plain_ids(tokenizer, p.question + end + p.answer_prefix)) for p in prompts]
     return text_ids(tokenizer, start, special), questions
 
@@ -130,7 +130,7 @@ def _encode_later_questions(
     """
     end = ""
     if templated:
-        _, end = _frame(tokenizer, policy, "")
+        _, end = _template_frame(tokenizer, policy, "")
     later = []
     for i, turn in enumerate(example.turns[1:], start=1):
         question = turn.question
@@ -151,7 +151,7 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
     return tuple(plain_ids(tokenizer, reference))
 
 
-def _frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
+def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
     """Return the text of a chat template (up to the context's end, behind a question)."""
     start, mark, end = policy.render(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:

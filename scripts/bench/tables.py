@@ -34,6 +34,7 @@ from ratio import add_peers, finish, in_process, in_turns, kvpress_seconds, medi
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvbench.base.errors import KvbenchError
+from kvbench.base.example import scored_text
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.memory import process_memory
 from kvbench.engine.prefill import prefill_chains
@@ -313,12 +314,13 @@ def fidelity(model: str, examples: int) -> bool:
     ours = seconds(partial(through_kvbench, host, run))
     reading, forcing = 0.0, 0.0
     for example in group.examples:
-        prefix = int(example.meta["prefix"])
-        ids = torch.tensor(example.tokens)
+        window = scored_text(example)
+        prefix = window.prefix
+        ids = torch.tensor(window.ids)
         with torch.no_grad():
             reading += seconds(partial(host.model, ids[None, :prefix], logits_to_keep=1))
         full, *caches = prefill_chains(host.model, ids[:prefix], [cell.chain for cell in group.cells])
-        texts: list[Sequence[int]] = [example.tokens[prefix:]]
+        texts: list[Sequence[int]] = [window.ids[prefix:]]
         texts.extend(choose_texts(host, example, full).values())
         for text in texts:
             rest = torch.tensor(text)

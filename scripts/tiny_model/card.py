@@ -74,7 +74,7 @@ def accuracies(
 ) -> Accuracies:
     """Return {task: {length: exact match}} over ``limit`` examples each; ``noisy`` adds the needle in noise."""
     table = {
-        task: {n: exact_match(model, reader, [tiny.example(task, n, i) for i in range(limit)]) for n in lengths}
+        task: {n: exact_match(model, reader, [tiny.make_example(task, n, i) for i in range(limit)]) for n in lengths}
         for task in tiny.TASKS
     }
     if noisy:

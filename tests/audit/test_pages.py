@@ -203,7 +203,7 @@ def test_a_report_of_older_results_has_no_table_of_pages():
 def test_bench_memory_counts_pages_of_layers_that_it_builds(capsys):
     shape = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
     chain = chain_of({"method": "streamingllm", "kv_size": 64, "frozen_layers": [1]})
-    measured = layers.measure(chain, shape, 256, torch.float16)
+    measured = layers.measure_bytes(chain, shape, 256, torch.float16)
     assert measured.made == 2 and shares(measured.pages_freed) == pytest.approx(
         (0.75 * 11 / 16,) * 2 + (0.75 * 0.75,) * 2
     )

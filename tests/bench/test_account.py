@@ -28,7 +28,7 @@ METHODS = memory_table.default_methods()
 @grid("method", METHODS)
 def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
     chain = chain_of(method, {"per": per})
-    measured = layers.measure(chain, SHAPE, n, torch.float16)
+    measured = layers.measure_bytes(chain, SHAPE, n, torch.float16)
     assert measured.agrees and measured.off == 0
     declared = accounting.bytes_declared(chain, SHAPE, n, 2)
     if declared is None:
@@ -36,7 +36,7 @@ def test_layers_of_every_method_hold_what_the_formula_says(method, n, per):
         assert chain.name == "refreekv" or (chain.name, per) == ("chai", "kv_head")
     else:
         # heads that hold equally many by chance need no lengths
-        built = layers.compressed(chain, SHAPE, n, torch.float16) if chain.replayer else []
+        built = layers.compress_layers(chain, SHAPE, n, torch.float16) if chain.replayer else []
         equal = sum(4 * layer.heads for _, layer, _ in built if layer.segments[0].lengths is None)
         assert (declared.tokens, declared.payload, declared.overhead - equal) == (
             measured.tokens,
@@ -60,7 +60,7 @@ def test_random_layers_hold_as_much_as_a_prompt_of_a_model(method):
         cache.nbytes(),
     )
     if method != "refreekv":
-        random = layers.measure(chain_of(method), shape, 200, torch.float32).held
+        random = layers.measure_bytes(chain_of(method), shape, 200, torch.float32).held
         assert random.parts() == held_bytes.parts()
 
 
@@ -68,7 +68,7 @@ def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_ch
     model = build("llama")
     entry = {"method": "uncomp-stage+snapkv", "least": 0.25, "kv_ratio": 0.25}
     (cache,) = kvbench.prefill(model, prompt(200), [entry])
-    measured = layers.measure(cache.chain, from_config(model.config), 200, torch.float32)
+    measured = layers.measure_bytes(cache.chain, from_config(model.config), 200, torch.float32)
     declared = accounting.bytes_declared(cache.chain, from_config(model.config), 200, 4)
     # the last layer stores positions once for all heads
     assert [layer.segments[0].positions.shape[0] for layer in cache.layers] == [2, 2, 1]
@@ -77,8 +77,8 @@ def test_a_layer_that_reads_no_more_than_its_budget_is_not_taken_for_one_that_ch
 
 def test_the_last_queries_that_a_decode_budget_needs_are_counted():
     chain = chain_of("snapkv", {"kv_size": 64, "decode_budget": 64})
-    plain = layers.measure(chain_of("snapkv", {"kv_size": 64}), SHAPE, 300, torch.float16)
-    measured = layers.measure(chain, SHAPE, 300, torch.float16)
+    plain = layers.measure_bytes(chain_of("snapkv", {"kv_size": 64}), SHAPE, 300, torch.float16)
+    measured = layers.measure_bytes(chain, SHAPE, 300, torch.float16)
     assert measured.agrees and measured.off == 0
     assert measured.held.state == 4 * 4 * 32 * 32 * 2  # layers, query heads, queries, channels, bytes
     assert measured.held.total - measured.held.state == plain.held.total
@@ -86,14 +86,16 @@ def test_the_last_queries_that_a_decode_budget_needs_are_counted():
 
 def test_parts_are_told_apart():
     chain = chain_of("snapkv+think+kivi", {"kv_size": 228, "residual": 32, "recent": 32})
-    stored = layers.measure(chain, SHAPE, 300, torch.float16).held
+    stored = layers.measure_bytes(chain, SHAPE, 300, torch.float16).held
     keys, values, kept_tokens = 192, 196, 32 - int(0.4 * 32)
     heads = SHAPE.layers * SHAPE.kv_heads
     assert stored.exact == heads * 2 * 32 * (228 - keys + 228 - values)
     assert stored.codes == heads * (keys * kept_tokens // 4 + values * 32 // 4)
     assert stored.scales == heads * (keys // 32 * kept_tokens * 4 + values * 4)
     assert (stored.positions, stored.ids, stored.state) == (heads * 4 * 228, heads * 2 * kept_tokens, 0)
-    state = layers.measure(chain_of("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16).held.state
+    state = layers.measure_bytes(
+        chain_of("h2o", {"variant": "orig", "kv_size": 50}), SHAPE, 300, torch.float16
+    ).held.state
     assert state == heads * 4 * 50
 
 
@@ -185,7 +187,7 @@ def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypat
     line = ["bench", "memory", "model=llama3-8b-instruct", "method=snapkv+think", "kv_size=128", "n=4096", "--json"]
     assert main(line) == 0
     (built,) = json.loads(capsys.readouterr().out)["rows"]
-    monkeypatch.setattr(memory_table, "measure", None)
+    monkeypatch.setattr(memory_table, "measure_bytes", None)
     assert main([*line, "--formula"]) == 0
     (formula,) = json.loads(capsys.readouterr().out)["rows"]
     assert built["measured"] and built["agrees"] and built["layers_built"] == 1 and not formula["measured"]
@@ -197,7 +199,7 @@ def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypat
 
 
 def test_what_does_not_fit_is_formula_only(monkeypatch, capsys):
-    monkeypatch.setattr(memory_table, "room", lambda: 1000)
+    monkeypatch.setattr(memory_table, "room_for_layer", lambda: 1000)
     assert main(["bench", "memory", "method=snapkv,adakv,refreekv", "n=300"]) == 0
     shown = capsys.readouterr().out
     assert "snapkv, adakv: a layer would need" in shown and "only a prompt decides what is kept" in shown

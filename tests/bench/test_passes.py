@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, generation_pass, peers, roofline
-from kvbench.bench.sampling import Sampled, moves, sampled, skip, windows
-from kvbench.bench.workload import Workload, parse, prompts
+from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, stretch_starts, summarise_stretches
+from kvbench.bench.workload import Workload, parse_workload, random_prompts
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
@@ -50,7 +50,7 @@ def parsed(*arguments):
 
 @pytest.fixture(scope="module")
 def model():
-    return architecture.build(parsed("model=tiny").model, CPU)
+    return architecture.build_model(parsed("model=tiny").model, CPU)
 
 
 def chains(*methods, **knobs):
@@ -60,16 +60,18 @@ def chains(*methods, **knobs):
 
 @pytest.mark.parametrize(("name", "parameters"), SIZES.items())
 def test_random_weights_have_the_published_number_of_parameters(name, parameters):
-    built = architecture.build(parsed(f"model={name}").model, torch.device("meta"))
+    built = architecture.build_model(parsed(f"model={name}").model, torch.device("meta"))
     assert sum(p.numel() for p in built.parameters()) == parameters
     assert from_config(built.config) == from_entry(parsed(f"model={name}").model.shape)
-    assert architecture.build(parsed(f"model={name}").model, torch.device("meta"), 2).config.num_hidden_layers == 2
+    assert (
+        architecture.build_model(parsed(f"model={name}").model, torch.device("meta"), 2).config.num_hidden_layers == 2
+    )
 
 
 def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output(model):
     tied = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     assert architecture.weight_bytes(model) == tied == architecture.step_weight_bytes(model, 3)
-    untied = architecture.build(parsed("model=tiny").model, CPU)
+    untied = architecture.build_model(parsed("model=tiny").model, CPU)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
     table = untied.lm_head.weight
     own_value = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
@@ -78,13 +80,13 @@ def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output
 
 def test_a_checkpoint_keeps_its_layers():
     with pytest.raises(UsageError, match="layers=2 needs weights=random"):
-        architecture.build(config.read(["model=tiny"]).model, CPU, 2)
+        architecture.build_model(config.read(["model=tiny"]).model, CPU, 2)
 
 
 @pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "h2o", "snapkv+kivi", "adakv", "uncomp-stage"])
 def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     (chain,) = chains(method)
-    ids = prompts(Workload(150, 12, 3), 721, 0)
+    ids = random_prompts(Workload(150, 12, 3), 721, 0)
     measured = generation_pass.run(model, chain, ids, 12)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
     assert measured.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
@@ -98,7 +100,7 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
 @pytest.mark.parametrize("sample", [None, 4])
 def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
     (chain,) = chains("snapkv", kv_size=64)
-    ids = prompts(Workload(100, 22, 2), 721, 0)
+    ids = random_prompts(Workload(100, 22, 2), 721, 0)
     plain, graph = (generation_pass.run(model, chain, ids, 22, sample, graph=by) for by in (False, True))
     assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
     assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
@@ -107,23 +109,23 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
 
 
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
-    ids = prompts(Workload(100, 21, 2), 721, 0)
+    ids = random_prompts(Workload(100, 21, 2), 721, 0)
     measured = generation_pass.run(model, chains("full")[0], ids, 21)
     token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
     assert measured.read_bytes == 2 * token * (100 + 120) / 2
 
 
 def test_stretches_lie_evenly_and_short_answers_run_whole():
-    assert windows(256, 64) is None
-    assert windows(257, 64) == [0, 64, 129, 193]
-    assert windows(1000, 64) == [0, 312, 624, 936]
+    assert stretch_starts(256, 64) is None
+    assert stretch_starts(257, 64) == [0, 64, 129, 193]
+    assert stretch_starts(1000, 64) == [0, 312, 624, 936]
 
 
 def test_times_between_stretches_are_interpolated():
     # a step takes 1 + t / 100 s: the mean of steps 0..9 is 1.045, and lines are exact
     steps, starts, width = 400, [0, 130, 260, 390], 10
     spans = [1 + t / 100 for s in starts for t in range(s, s + width)]
-    actual = sampled(steps, starts, spans)
+    actual = summarise_stretches(steps, starts, spans)
     assert actual.times == pytest.approx((1.045, 2.345, 3.645, 4.945))
     assert actual.seconds == pytest.approx(sum(1 + t / 100 for t in range(steps)))
     bent = Sampled(4, 1, (0, 1, 2, 3), (1.0, 5.0, 2.0, 4.0))
@@ -133,12 +135,12 @@ def test_times_between_stretches_are_interpolated():
 @pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "snapkv+kivi", "adakv+kivi"])
 def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
     (chain,) = chains(method)
-    ids = prompts(Workload(160, 100, 2), 721, 0)
+    ids = random_prompts(Workload(160, 100, 2), 721, 0)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
-    assert moves(caches)
+    assert can_be_lengthened(caches)
     walked, skipped = build(model, caches, 100), build(model, caches, 100)
     token = torch.zeros(2, 1, dtype=torch.int64)
-    skip(model, skipped, 90)
+    lengthen(model, skipped, 90)
     with torch.no_grad(), attached(model):
         for t in range(91):
             step(model, walked, token, torch.full_like(token, 160 + t))
@@ -150,14 +152,14 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
 def test_packed_rows_are_skipped_at_once(model, monkeypatch):
     """Packing 90 tokens one by one in every layer takes as long as the steps that are left out."""
     (chain,) = chains("kivi")
-    caches = [prefill_chains(model, row, [chain])[0] for row in prompts(Workload(160, 400, 2), 721, 0)]
+    caches = [prefill_chains(model, row, [chain])[0] for row in random_prompts(Workload(160, 400, 2), 721, 0)]
     batch = build(model, caches, 400)
     stores = [s for layer in batch.with_keys for _, rows in layer.formats for s in (rows.k, rows.v)]
     before = [s.codes.codes.clone() for s in stores]
     with monkeypatch.context() as patch:
         for store in stores:
             patch.setattr(store, "pack", None)
-        skip(model, batch, 300)
+        lengthen(model, batch, 300)
     for store, old in zip(stores, before, strict=True):
         assert store.total == [460, 460] and store.packed == [store.residual.packed(460)] * 2
         # what the prompt left is still there, and what comes behind it is not all alike
@@ -175,19 +177,19 @@ def step_of(model, batch, position):
 
 
 def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
-    ids = prompts(Workload(160, 8, 1), 721, 0)
+    ids = random_prompts(Workload(160, 8, 1), 721, 0)
     caches = prefill_chains(model, ids[0], chains("scissorhands", "tova", kv_size=64))
-    assert moves(caches)
+    assert can_be_lengthened(caches)
     # the prompt does not fill the budget: the cache still grows
-    assert not moves(prefill_chains(model, ids[0], chains("tova", kv_size=400)))
+    assert not can_be_lengthened(prefill_chains(model, ids[0], chains("tova", kv_size=400)))
     # a share of all tokens grows with the text, whatever the prompt has left
-    assert not moves(prefill_chains(model, ids[0], chains("random", kv_size=100, decode_ratio=0.5)))
+    assert not can_be_lengthened(prefill_chains(model, ids[0], chains("random", kv_size=100, decode_ratio=0.5)))
 
 
 @pytest.mark.parametrize("method", ["full", "kivi", "tova"])
 def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     (chain,) = chains(method)
-    measured = generation_pass.run(model, chain, prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
+    measured = generation_pass.run(model, chain, random_prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
     assert measured.integrated and len(measured.steps) == 32
     assert measured.sampled.starts == (0, 30, 61, 91) and measured.tpot == measured.sampled.seconds / 99
     assert measured.total == pytest.approx(measured.ttft + 99 * measured.tpot)
@@ -198,11 +200,11 @@ KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
 
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
-    peer = peers.find(name)
+    peer = peers.find_peer(name)
     if why := peer.missing():
         assert why.startswith(("needs ", "declared, not driven"))
         return
-    ids, weights = prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
+    ids, weights = random_prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
     # another process may come in between
     tries = [peers.run(model, peer, ids, 9) for _ in range(3)]
     actual = min(tries, key=lambda p: p.total - p.ttft - p.decode)
@@ -219,7 +221,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer vllm"):
-        peers.find("vllm")
+        peers.find_peer("vllm")
     assert peers.Peer("x", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
 
 
@@ -250,7 +252,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
     try:
-        measured = peers.run(model, peers.find("dynamic"), prompts(Workload(20, 2, 1), 721, 0), 2)
+        measured = peers.run(model, peers.find_peer("dynamic"), random_prompts(Workload(20, 2, 1), 721, 0), 2)
         assert measured.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -276,18 +278,18 @@ def test_a_copy_is_made_in_memory_that_others_have_given_back(monkeypatch):
 
 @pytest.mark.parametrize(("text", "expected"), [("160+338x300", (160, 338, 300)), ("512+32", (512, 32, 1))])
 def test_workloads_as_written(text, expected):
-    actual = parse(text)
-    assert (actual.prompt, actual.new, actual.batch) == expected and parse(actual.name) == actual
+    actual = parse_workload(text)
+    assert (actual.prompt, actual.new, actual.batch) == expected and parse_workload(actual.name) == actual
 
 
 @pytest.mark.parametrize("text", ["512", "0+4", "8+1", "8+4x0", "8+4xmany", "8-4", "8+4x2x3"])
 def test_workloads_that_are_not_possible(text):
     with pytest.raises(UsageError, match=r"prompt\+new"):
-        parse(text)
+        parse_workload(text)
 
 
 def test_rows_have_prompts_of_their_own_and_methods_the_same_ones():
-    ids = prompts(parse("50+2x4"), 721, 3)
-    assert torch.equal(ids, prompts(parse("50+2x4"), 721, 3))
+    ids = random_prompts(parse_workload("50+2x4"), 721, 3)
+    assert torch.equal(ids, random_prompts(parse_workload("50+2x4"), 721, 3))
     assert len({tuple(r) for r in ids.tolist()}) == 4
-    assert parse("50+2xmax").batch is None
+    assert parse_workload("50+2xmax").batch is None

@@ -12,7 +12,7 @@ from support import processes
 from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, environment, peak, records, roofline, time_table, timing
 from kvbench.bench.request import OWN
-from kvbench.bench.workload import Workload, parse
+from kvbench.bench.workload import Workload, parse_workload
 from kvbench.cli.main import main
 from kvbench.cli.verbs import VERBS
 from kvbench.methods.core.base import Selector
@@ -42,7 +42,7 @@ def small_copies():
 @pytest.fixture(scope="module")
 def rows(folder):
     assert main([*SMALL, f"folder={folder}", "name=first"]) == 0
-    records_read = {r["method"]: r for r in records.read(folder / "first.jsonl")}
+    records_read = {r["method"]: r for r in records.read_rows(folder / "first.jsonl")}
     assert records_read.pop("deepspeed")["status"] in ("not run", "measured")
     return records_read
 
@@ -74,7 +74,7 @@ def test_a_finished_row_is_not_measured_again(rows, folder, capsys, monkeypatch)
         raise AssertionError("nothing is missing")
 
     before = (folder / "first.jsonl").read_text()
-    monkeypatch.setattr(architecture, "build", never)
+    monkeypatch.setattr(architecture, "build_model", never)
     assert main([*SMALL, f"results={folder.parent}", "name=first"]) == 0
     assert (folder / "first.jsonl").read_text() == before
     out = capsys.readouterr().out
@@ -98,7 +98,7 @@ def test_ratios_are_to_the_row_that_is_asked_for(rows, folder, capsys):
 def test_a_new_method_is_measured_beside_the_full_cache(rows, folder, capsys, no_processes):
     more = [a.replace("full,snapkv,kivi", "full,snapkv,kivi,think") for a in SMALL]
     assert main([*more, f"folder={folder}", "name=first", "--json"]) == 0
-    records_read = records.read(folder / "first.jsonl")
+    records_read = records.read_rows(folder / "first.jsonl")
     assert [r["method"] for r in records_read[len(rows) + 1 :]] == ["full", "think ratio=0.4"]
     shown = {r["method"]: r for r in json.loads(capsys.readouterr().out)}
     assert shown["think ratio=0.4"]["ratios"]["cache_bytes"] < 1
@@ -172,7 +172,7 @@ class Failing(Selector):
 @pytest.fixture(scope="module")
 def model():
     cfg = config.read(["model=tiny", "weights=random"])
-    return architecture.build(cfg.model, torch.device("cpu"))
+    return architecture.build_model(cfg.model, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def model():
 )
 def test_what_happens_to_one_row_leaves_the_others(error, status, model):
     failing = timing.Entrant("failing", ChainConfig(Chain((Failing(error=error),)), "failing"))
-    measured = timing.measure(model, [*entrants(), failing], Workload(40, 4, 1), settings(), constant_peak)
+    measured = timing.measure_entrants(model, [*entrants(), failing], Workload(40, 4, 1), settings(), constant_peak)
     assert [r["status"] for r in measured] == ["measured", status] and not measured[1]["quantities"]
     text = time_table.render([r | {"workload": "40+4x1"} for r in measured])
     assert f"{status}: failing at 40+4x1" in text
@@ -198,14 +198,14 @@ def test_what_happens_to_one_row_leaves_the_others(error, status, model):
 def test_processes_find_what_fits_and_die_alone():
     small = {"seed": 0, "layers": None, "sample": None, "graph": False}
     arguments = (("model=tiny", "model.weights=random"), "full")
-    assert peak.ask("peak", *arguments, "256+4x64", **small, limit=0.03) == {"oom": True}
-    most = peak.ask("largest", *arguments, "256+4xmax", **small, limit=0.05)["batch"]
+    assert peak.ask_child("peak", *arguments, "256+4x64", **small, limit=0.03) == {"oom": True}
+    most = peak.ask_child("largest", *arguments, "256+4xmax", **small, limit=0.05)["batch"]
     assert 1 <= most < 64
-    measured = peak.ask("peak", *arguments, "256+4x2", **small, limit=None)
+    measured = peak.ask_child("peak", *arguments, "256+4x2", **small, limit=None)
     # two rows of 256 tokens of 6 KiB, in their caches and in the batch
     assert 4 * 256 * 6144 < measured["allocated"] < measured["reserved"]
     with pytest.raises(KvbenchError, match=r"full at 256\+4x2: TypeError"):
-        peak.ask("peak", *arguments, "256+4x2", **{**small, "layers": "x"}, limit=None)
+        peak.ask_child("peak", *arguments, "256+4x2", **{**small, "layers": "x"}, limit=None)
 
 
 def test_out_of_memory_in_one_row_is_its_result(model):
@@ -216,7 +216,7 @@ def test_out_of_memory_in_one_row_is_its_result(model):
     )
     cfg = config.read(arguments.overrides)
     row = timing.Entrant("small", cfg.chains[0])
-    measured = timing.measure(model, [*entrants(), row], Workload(256, 2, 64), arguments)
+    measured = timing.measure_entrants(model, [*entrants(), row], Workload(256, 2, 64), arguments)
     assert [(r["method"], r["status"], r["reason"]) for r in measured] == [
         ("full", "OOM", "out of memory in a process of its own"),
         ("small", "measured", ""),
@@ -226,7 +226,7 @@ def test_out_of_memory_in_one_row_is_its_result(model):
 def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monkeypatch, no_processes):
     arguments = ["bench", "time", "method=full", "workloads=20+2,24+2,28+2", "repeats=1", "warmup=0", "peers=none"]
     arguments += [f"folder={tmp_path}", "name=x"]
-    measure, begun = timing.measure, []
+    measure, begun = timing.measure_entrants, []
 
     def killed(model, entrants, workload, *rest):
         begun.append(workload.name)
@@ -234,18 +234,18 @@ def test_what_was_finished_outlives_an_end_in_the_middle(tmp_path, capsys, monke
             raise KeyboardInterrupt
         return measure(model, entrants, workload, *rest)
 
-    monkeypatch.setattr(timing, "measure", killed)
+    monkeypatch.setattr(timing, "measure_entrants", killed)
     assert main(arguments) == 130
-    assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1"]
+    assert [r["workload"] for r in records.read_rows(tmp_path / "x.jsonl")] == ["20+2x1"]
     assert main(arguments) == 0 and begun[2:] == ["24+2x1", "28+2x1"]
-    assert [r["workload"] for r in records.read(tmp_path / "x.jsonl")] == ["20+2x1", "24+2x1", "28+2x1"]
+    assert [r["workload"] for r in records.read_rows(tmp_path / "x.jsonl")] == ["20+2x1", "24+2x1", "28+2x1"]
     capsys.readouterr()
 
 
 def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
     arguments = ["bench", "time", "method=full,kivi", "workloads=40+4", "repeats=1", "warmup=0", "peers=none"]
     assert main([*arguments, "step=graph", f"folder={tmp_path}", "name=x"]) == 0
-    rows = {r["method"]: r for r in records.read(tmp_path / "x.jsonl")}
+    rows = {r["method"]: r for r in records.read_rows(tmp_path / "x.jsonl")}
     assert {name: r["status"] for name, r in rows.items()} == {
         "full": "measured",
         "full step=graph": "measured",
@@ -263,7 +263,7 @@ def test_what_others_print_is_no_output_of_ours():
 import os
 from kvbench.bench import peak
 class Writer: send = lambda self, answer: None
-peak._answer = lambda request: os.system("echo chatter") or print(request)
+peak._answer_request = lambda request: os.system("echo chatter") or print(request)
 peak._send_answer(Writer(), "more")
 """
     process = processes.start_code(code)
@@ -283,11 +283,11 @@ def test_the_largest_batch_is_timed(found, fitting, status, batch, model):
     def answer(what, overrides, label, workload, **options):
         if what == "largest":
             return {"batch": found}
-        if parse(workload).batch > fitting:
+        if parse_workload(workload).batch > fitting:
             return {"oom": True}
         return constant_peak()
 
-    (row,) = timing.measure(model, entrants(), Workload(40, 4, None), settings(limit=1.0), answer)
+    (row,) = timing.measure_entrants(model, entrants(), Workload(40, 4, None), settings(limit=1.0), answer)
     assert (row["status"], row["batch"]) == (status, batch)
     if status == "OOM":
         assert row["reason"] == "not even one row fits"
@@ -303,12 +303,14 @@ def test_the_largest_batch_by_halving(most):
         tried.append(b)
         return b <= most
 
-    assert peak.largest(fits, 100) == most and len(tried) <= 14
-    assert peak.largest(lambda b: True, 100) == 100
+    assert peak.find_largest_batch(fits, 100) == most and len(tried) <= 14
+    assert peak.find_largest_batch(lambda b: True, 100) == 100
 
 
 def test_a_check_runs_all_steps_once(model):
-    measured = timing.measure(model, entrants(), Workload(64, 60, 1), settings(sample=8, check=True), constant_peak)
+    measured = timing.measure_entrants(
+        model, entrants(), Workload(64, 60, 1), settings(sample=8, check=True), constant_peak
+    )
     (row,) = measured
     assert row["marks"] == ["integrated"] and 0.2 < row["quantities"]["check"]["median"] < 5
     assert row["sampled"][0]["starts"] == (0, 17, 34, 51)
@@ -331,9 +333,9 @@ def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
 
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
     seen = [peak.Peak(1 << 40, 1 << 41), peak.Peak(3, 4)]
-    monkeypatch.setattr(peak, "watched", lambda run, device: (run(), seen.pop(0)))
+    monkeypatch.setattr(peak, "watch_memory", lambda run, device: (run(), seen.pop(0)))
     monkeypatch.setattr(timing.Trial, "ready", lambda self: None)
-    (row,) = timing.measure(model, entrants(), Workload(20, 3, 1), settings(repeats=2), constant_peak)
+    (row,) = timing.measure_entrants(model, entrants(), Workload(20, 3, 1), settings(repeats=2), constant_peak)
     assert row["quantities"]["peak_allocated"]["median"] == 1 << 40 and len(seen) == 1
 
 
@@ -355,22 +357,22 @@ def test_a_gpus_clocks_are_read_by_its_own_name_and_under_load(monkeypatch):
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path):
     path = tmp_path / "x.jsonl"
-    records.append(path, [{"key": "a", "v": 1}, {"key": "b"}])
+    records.append_rows(path, [{"key": "a", "v": 1}, {"key": "b"}])
     with path.open("a") as f:
         f.write('{"key": "c", "v"')
-    assert [r["key"] for r in records.read(path)] == ["a", "b"]
-    records.append(path, [{"key": "a", "v": 2}])
-    assert [r["key"] for r in records.read(path)] == ["a", "b", "a"] and records.latest(records.read(path))["a"][
-        "v"
-    ] == 2
+    assert [r["key"] for r in records.read_rows(path)] == ["a", "b"]
+    records.append_rows(path, [{"key": "a", "v": 2}])
+    assert [r["key"] for r in records.read_rows(path)] == ["a", "b", "a"] and records.latest_by_key(
+        records.read_rows(path)
+    )["a"]["v"] == 2
     path.write_text('{"key": "a"}\nnot json\n{"key": "b"}\n')
     with pytest.raises(KvbenchError, match="line 2"):
-        records.read(path)
+        records.read_rows(path)
 
 
 def test_medians_and_quartiles():
-    assert records.spread([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "n": 1}
-    assert records.spread([1.0, 2.0, 3.0, 4.0, 10.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "n": 5}
+    assert records.spread_of([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "n": 1}
+    assert records.spread_of([1.0, 2.0, 3.0, 4.0, 10.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "n": 5}
 
 
 def test_help_names_every_key():

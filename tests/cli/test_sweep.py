@@ -92,12 +92,12 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
 
     monkeypatch.setattr(experiment, "measure", measure)
     with pytest.raises(KvbenchError, match=r"RuntimeError: worker died.*run the same command again") as caught:
-        sweep.sweep(request, complete)
+        sweep.run_shards(request, complete)
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
     done = sum(g.answers_done for g in complete.todo())
     assert 0 < done < 72
-    sweep.sweep(request, complete)
+    sweep.run_shards(request, complete)
     report = experiment.settle(complete)
     assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
 
@@ -146,4 +146,4 @@ def test_workers_with_gpus_need_a_named_dtype_where_there_is_none(tmp_path, monk
     options = ["shards=2", "hydra/launcher=ray", "hydra.launcher.ray.remote.num_gpus=1", f"results={tmp_path}"]
     (request,) = words.read([*ARGUMENTS, *options], multirun=True)
     with pytest.raises(UsageError, match="dtype=bfloat16"):
-        sweep.sweep(request, prepare(*ARGUMENTS, f"results={tmp_path}"))
+        sweep.run_shards(request, prepare(*ARGUMENTS, f"results={tmp_path}"))

@@ -18,7 +18,7 @@ from kvbench.engine.step import build as batch_of
 from kvbench.kv import ops
 from kvbench.models import traits
 from kvbench.models.interface import attached, attention_modules, cache_shape
-from kvbench.models.temperature import scaled
+from kvbench.models.temperature import scale_queries
 from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.local_rows import LocalRows
 
@@ -79,11 +79,11 @@ def test_queries_are_scaled_by_hand_and_only_inside_kvbench():
     rotated, plain = attention_modules(model)[:2]
     query = torch.ones(2, 4, 2, 16)
     positions_of = {2: torch.tensor([[14, 15], [46, 47]])}.__getitem__
-    assert torch.equal(scaled(plain, query, positions_of), query)
+    assert torch.equal(scale_queries(plain, query, positions_of), query)
     with attached(model):
         assert plain.attn_temperature_tuning is False
-        assert torch.equal(scaled(rotated, query, positions_of), query)
-        out = scaled(plain, query, positions_of)
+        assert torch.equal(scale_queries(rotated, query, positions_of), query)
+        out = scale_queries(plain, query, positions_of)
     assert plain.attn_temperature_tuning
     # floor((p + 1) / 16) is 0, 1, 2 and 3; attn_scale is 0.1
     expected = 1 + 0.1 * torch.tensor([[1.0, 2.0], [3.0, 4.0]]).log()

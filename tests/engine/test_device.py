@@ -10,7 +10,7 @@ from support.families import OPT_WAITS, SMALL_BLOCKS
 from support.families import build as family
 
 from kvbench.audit.accounting import bytes_held
-from kvbench.bench.sampling import skip
+from kvbench.bench.sampling import lengthen
 from kvbench.engine import cuda_graph
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
@@ -124,7 +124,7 @@ def test_a_recorded_step_waits_for_nothing(name, method, monkeypatch):
         batch = build(model, [prefill_chains(model, ids, [chain])[0] for _ in range(2)], NEW)
         recording = cuda_graph.Graph(model, batch)
         assert isinstance(recording.place, Elsewhere) and requests == []
-        skip(model, batch, 9)
+        lengthen(model, batch, 9)
         before = len(waits)
         token = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
         recording.step(token, token + N + 9)

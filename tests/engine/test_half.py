@@ -102,7 +102,7 @@ def test_attention_of_our_own_is_as_near_the_truth_as_pytorchs(dtype, fresh, mon
     valid = torch.arange(90) < torch.tensor([[90], [60]])[..., None]
     segment = attend.RowSegment(normal(2, 2, 90, 16), normal(2, 2, 90, 16), valid)
     fused = attend.attend(query, [segment], tail, 0.25)[0]
-    monkeypatch.setattr(attend, "_fused", lambda *given: None)
+    monkeypatch.setattr(attend, "_attend_fused", lambda *given: None)
     own_value = attend.attend(query, [segment], tail, 0.25)[0]
     exact = attend.RowSegment(segment.k.float(), segment.v.float(), valid)
     true = attend.attend(query.float(), [exact], (tail[0].float(), tail[1].float()), 0.25)[0]

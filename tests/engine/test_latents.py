@@ -26,7 +26,7 @@ from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.core.stage import Stage
 from kvbench.models import traits
 from kvbench.models.interface import attached, attention_modules, cache_shape
-from kvbench.models.latent import absorbed, head_outputs
+from kvbench.models.latent import absorb_query, head_outputs
 
 pytestmark = pytest.mark.skipif(not HOLDS_LATENTS, reason="this release of transformers caches expanded latents")
 FAMILIES = tuple(WITH_LATENTS)
@@ -86,7 +86,7 @@ def test_a_token_takes_its_latent_and_rotated_key_once(family, dtype):
         declared = bytes_declared(cache.chain, shape, n, dtype.itemsize)
         assert declared is not None and declared.total == cache.nbytes()
         # layers built without a model count the same
-        built = bench_layers.measure(cache.chain, shape, n, dtype)
+        built = bench_layers.measure_bytes(cache.chain, shape, n, dtype)
         assert built.off == 0 and built.held.total == cache.nbytes()
     of_layers = [sum(t.nbytes for s in layer.segments for t in s.payload()) for layer in caches[0].layers]
     assert of_layers == [n * 32 * dtype.itemsize] * shape.layers
@@ -115,7 +115,7 @@ def test_the_absorbed_query_meets_latents_as_the_heads_queries_meet_their_keys()
     with torch.no_grad():
         keys, values = module.expand_kv(latent, rotated_key)
         held = torch.cat([latent, rotated_key], dim=-1)
-        logits = absorbed(module, query) @ held.transpose(2, 3)
+        logits = absorb_query(module, query) @ held.transpose(2, 3)
         torch.testing.assert_close(logits, query @ keys.transpose(2, 3))
         weights = logits.softmax(dim=-1)
         torch.testing.assert_close(head_outputs(module, weights @ held), weights @ values)

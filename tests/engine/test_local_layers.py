@@ -164,7 +164,7 @@ def test_bytes_by_formula_and_of_built_layers_count_windows():
     assert shape.full_bytes(70, 2) == 2 * 3 * 2 * 70 * 16 * 2 + local * WINDOW * 2
     assert shape.full_bytes(10, 2) == 2 * 5 * 2 * 10 * 16 * 2
     chain = chain_of({"method": "snapkv", "kv_size": 9, "window": 4})
-    declared, built = bytes_declared(chain, shape, 70, 4), bench_layers.measure(chain, shape, 70, torch.float32)
+    declared, built = bytes_declared(chain, shape, 70, 4), bench_layers.measure_bytes(chain, shape, 70, torch.float32)
     assert declared.payload == 2 * 3 * 2 * 9 * 16 * 4 + local * WINDOW * 4
     assert (built.held.payload, built.held.overhead) == (declared.payload, declared.overhead) and built.agrees
     for wrong in ({"local_layers": 2}, {"window": 4}, {"local_layers": -1, "window": 4}):

@@ -12,7 +12,7 @@ from kvbench.audit.accounting import bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
-from kvbench.bench.sampling import skip
+from kvbench.bench.sampling import lengthen
 from kvbench.engine.step import build as batch_of
 from kvbench.kv.model_shape import Shape, from_entry
 from kvbench.methods.core.resolve import chain_of
@@ -109,7 +109,7 @@ def test_layers_that_share_count_nothing_and_local_layers_their_own_heads(family
         assert measured.full_bytes == shape.full_bytes(70, 4)
         declared = bytes_declared(cache.chain, shape, 70, 4)
         assert declared is not None and declared.total == cache.nbytes()
-        built = bench_layers.measure(cache.chain, shape, 70, torch.float32)
+        built = bench_layers.measure_bytes(cache.chain, shape, 70, torch.float32)
         assert built.off == 0 and built.held.total == cache.nbytes()
 
 
@@ -138,7 +138,7 @@ def test_random_tokens_of_a_benchmark_have_the_heads_of_each_layer(family):
     caches = kvbench.prefill(model, prompt(30), ["full", "int8"])
     for cache in caches:
         batch = batch_of(model, [cache], 12)
-        skip(model, batch, 8)
+        lengthen(model, batch, 8)
         assert batch.used == 8
 
 

@@ -92,7 +92,7 @@ def test_states_are_counted_in_every_row_by_their_storages(family):
         assert measured.payload16 == 2 * (keys * tokens // 70 + numbers16)
         assert measured.payload + measured.overhead == cache.nbytes()
     # layers built without a model count the same
-    built = bench_layers.measure(small.chain, shape, 70, torch.float32)
+    built = bench_layers.measure_bytes(small.chain, shape, 70, torch.float32)
     assert built.held.total == small.nbytes()
     assert built.payload_formula + built.overhead_formula == small.nbytes()
 

@@ -9,7 +9,7 @@ import torch
 from support.data import data_path
 
 from kvbench.base.errors import UsageError
-from kvbench.base.example import Example
+from kvbench.base.example import Example, ScoredText
 from kvbench.cli.main import main
 from kvbench.engines import divergence, llamacpp
 from kvbench.engines.llamacpp import CacheType
@@ -41,22 +41,22 @@ def test_rotation_is_told_by_an_environment_variable_that_is_put_back(before, mo
         monkeypatch.delenv(llamacpp.NO_ROTATION, raising=False)
     else:
         monkeypatch.setenv(llamacpp.NO_ROTATION, before)
-    with llamacpp.rotation("off"):
+    with llamacpp.set_rotation("off"):
         assert os.environ[llamacpp.NO_ROTATION] == "1"
-    with llamacpp.rotation("on"):
+    with llamacpp.set_rotation("on"):
         assert os.environ[llamacpp.NO_ROTATION] == "0"
     assert os.environ.get(llamacpp.NO_ROTATION) == before
 
 
 def test_a_windows_divergence_counts_from_its_middle_on():
     # four tokens of a vocabulary of two; the predictions of tokens 2 and 3 count
-    example = Example("w", "", (), 0, tokens=(0, 1, 1, 0), meta={"scored_from": 1, "divisor": 2})
+    example = Example("w", "", (), 0, scored=ScoredText((0, 1, 1, 0), prefix=1, divisor=2, scored_from=1))
     exact = torch.zeros(4, 2)
     other = torch.zeros(4, 2)
     # 3 : 1 for token 1 behind token 1; the same as before behind token 2; what comes before the middle does not count
     other[1, 1] = math.log(3.0)
     other[0, 0] = 100.0
-    found = divergence.record(example, exact, other)
+    found = divergence.window_record(example, exact, other)
     # KL(1/2, 1/2 || 1/4, 3/4) = ln 2 / 2 + ln(2/3) / 2
     kl = 0.5 * math.log(2.0) + 0.5 * math.log(2.0 / 3.0)
     text = found["fidelity"][divergence.REFERENCE]

@@ -158,7 +158,7 @@ def test_the_commands_of_the_documentation_can_be_carried_out():
     assert len(runs) > 15
     for _, *words in runs:
         if any(word.startswith("engine=") for word in words):
-            engines.read([word for word in words if "=" in word])
+            engines.read_request([word for word in words if "=" in word])
             continue
         requests = words_of.read([w for w in words if "=" in w], "-m" in words)
         assert requests and all(config.parse(request) for request in requests), words

@@ -83,7 +83,7 @@ def test_a_figure_is_a_few_lines_or_an_entry(tmp_path, monkeypatch):
     exec(worked.block("figure.py"), {})
     assert "<svg" in (tmp_path / "mine.svg").read_text()
     ((name, entry),) = yaml.safe_load(worked.block("kvbench/papers/figures/ours.yaml")).items()
-    figure = registry_of_figures._figure(name, entry)
+    figure = registry_of_figures._build_figure(name, entry)
     source = measured.prepare(figure, {"dataset": "tiny/needle", "limit": "2", "results": str(tmp_path)})
     source.measure(quiet=True)
     paths, finding = figure.write(figure.compute(source), source.facts(), tmp_path)

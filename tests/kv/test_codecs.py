@@ -14,7 +14,7 @@ from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteg
 from kvbench.kv.codecs.lloyd_max import POSITIVE, LloydMax
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.packed import pack, unpack
-from kvbench.kv.rotation import basis, width
+from kvbench.kv.rotation import basis_width, make_basis
 
 ODD, EVEN = (0.3, -1.2, 2.4, 0.9), (0.315, -1.205, 2.54, 0.935)
 HALF_STEP = 2**-11  # of a number: the rounding of fp16
@@ -106,9 +106,9 @@ def test_nvfp4_worked_example():
 
 def test_the_inner_product_variant_is_unbiased():
     k, q = torch.tensor([3.0, 1, 1, 1]), torch.tensor([1.0, 2, -1, 0.5])
-    y = k @ basis(4, "hadamard", 4, CPU) / k.norm()
+    y = k @ make_basis(4, "hadamard", 4, CPU) / k.norm()
     assert y.sign().tolist() == [1, 1, 1, 1]
-    centroids = 0.797885 / 2 * y.sign() @ basis(4, "hadamard", 4, CPU).T
+    centroids = 0.797885 / 2 * y.sign() @ make_basis(4, "hadamard", 4, CPU).T
     r = k / k.norm() - centroids
     assert r.tolist() == pytest.approx([0.068140, 0.288675, 0.288675, 0.288675], abs=1e-6)
     assert (r.norm().item(), (q @ r).item()) == pytest.approx((0.504622, 0.501153), abs=1e-6)
@@ -270,23 +270,23 @@ def test_bits_are_packed_as_engines_do():
 @pytest.mark.parametrize("kind", ["hadamard", "signed", "haar"])
 @pytest.mark.parametrize("channels", [64, 80, 96, 128, 77, 16, 10])
 def test_rotations_keep_lengths_and_products(kind, channels):
-    r = basis(channels, kind, 2**30, CPU)
-    assert r.shape == (channels, width(channels, kind))
+    r = make_basis(channels, kind, 2**30, CPU)
+    assert r.shape == (channels, basis_width(channels, kind))
     torch.testing.assert_close(r @ r.T, torch.eye(channels), atol=1e-5, rtol=0)
     q, k = torch.randn(2, 5, channels, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close((q @ r) @ (k @ r).T, q @ k.T, atol=2e-5, rtol=1e-5)
 
 
 def test_rotation_blocks():
-    assert basis(128, "hadamard", 64, CPU)[:64, 64:].eq(0).all()
-    assert basis(96, "hadamard", 2**30, CPU)[:32, 32:].eq(0).all()  # 32 is the largest power of 2 in 96
-    assert basis(4, "hadamard", 4, CPU).mul(2).tolist() == [
+    assert make_basis(128, "hadamard", 64, CPU)[:64, 64:].eq(0).all()
+    assert make_basis(96, "hadamard", 2**30, CPU)[:32, 32:].eq(0).all()  # 32 is the largest power of 2 in 96
+    assert make_basis(4, "hadamard", 4, CPU).mul(2).tolist() == [
         [1, 1, 1, 1],
         [1, -1, 1, -1],
         [1, 1, -1, -1],
         [1, -1, -1, 1],
     ]
-    assert not torch.equal(basis(64, "signed", 64, CPU), basis(64, "hadamard", 64, CPU))
+    assert not torch.equal(make_basis(64, "signed", 64, CPU), make_basis(64, "hadamard", 64, CPU))
 
 
 @pytest.mark.parametrize("bits", POSITIVE)

@@ -14,13 +14,13 @@ SINKS = torch.tensor([0.5, -2.0, 3.0, 0.0])[:, None, None]
 
 def test_a_sink_takes_its_share_by_hand():
     # one query, two tokens of logits ln 2 and ln 3, a sink of ln 5: 2 / 10 and 3 / 10
-    scale = LogitScale.of(1.0, sinks=torch.tensor([[[math.log(5.0)]]]))
+    sinks = torch.tensor([[[math.log(5.0)]]])
     logits = torch.tensor([[[math.log(2.0), math.log(3.0)]]])
-    assert softmax(logits, scale).flatten().tolist() == pytest.approx([0.2, 0.3])
+    assert softmax(logits, sinks).flatten().tolist() == pytest.approx([0.2, 0.3])
     # a token that is hidden has no weight, and without any token the sink takes all
     hidden = torch.tensor([[[math.log(2.0), -math.inf]]])
-    assert softmax(hidden, scale).flatten().tolist() == pytest.approx([2 / 7, 0.0])
-    assert softmax(torch.full((1, 1, 2), -math.inf), scale).flatten().tolist() == [0.0, 0.0]
+    assert softmax(hidden, sinks).flatten().tolist() == pytest.approx([2 / 7, 0.0])
+    assert softmax(torch.full((1, 1, 2), -math.inf), sinks).flatten().tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])

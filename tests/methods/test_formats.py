@@ -12,7 +12,7 @@ import kvbench
 from kvbench.audit.accounting import bytes_after_decoding, bytes_declared
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
-from kvbench.bench.layers import measure
+from kvbench.bench.layers import measure_bytes
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.codecs import NAMED
 from kvbench.kv.model_shape import CacheShape, from_config
@@ -186,7 +186,7 @@ def test_layers_that_stay_exact_are_exact_and_counted():
     assert [a == b for a, b in zip(*payloads, strict=True)] == [True, False, True]
     chain, shape = cache.chain, from_config(model.config)
     assert bytes_declared(chain, shape, 30, 4).payload == sum(payloads[0])
-    assert measure(chain, shape, 30, torch.float32).agrees
+    assert measure_bytes(chain, shape, 30, torch.float32).agrees
     exact, *others = (kvbench.extend(model, c, prompt(1, 4)).logits for c in (full, cache, everywhere))
     errors = [(x - exact).abs().max().item() for x in others]
     assert 0 < errors[0] < errors[1]

@@ -127,7 +127,7 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress.utils", utils)
     monkeypatch.setattr(extras, "installed", lambda name: True)
     monkeypatch.setattr(package, "version", lambda name: module.__version__)
-    known = package.package, adapter.stage_class, registry.defaults
+    known = package.import_package, adapter.stage_class, registry.defaults
     for cached in known:
         cached.cache_clear()
     yield module
@@ -243,7 +243,7 @@ def test_an_assertion_of_a_press_is_one_line():
 
 
 def test_without_the_package_the_one_sentence_names_the_command(monkeypatch):
-    package.package.cache_clear()
+    package.import_package.cache_clear()
     monkeypatch.setattr(extras, "installed", lambda name: False)
     with pytest.raises(UsageError, match=r"needs the package kvpress, which is not installed: pip install .*\[peers\]"):
         chain_of("kvpress:first")

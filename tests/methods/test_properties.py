@@ -166,7 +166,7 @@ def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
     entry = configured(chain, SMALL)
     models = [build("llama", dtype) for dtype in (torch.float32, torch.bfloat16)]
     caches = [prefill(m, prompt(70), [entry], per=per)[0] for m in models]
-    single, half = (audit(c, *cache_shape(m)) for c, m in zip(caches, models, strict=True))
+    single, half = (audit(c, cache_shape(m)) for c, m in zip(caches, models, strict=True))
     assert (half.payload16, half.overhead16, half.full16) == (half.payload, half.overhead, half.full_bytes)
     for which, held_bytes in (("payload", single.payload16), ("overhead", single.overhead16)):
         pairs = [

@@ -190,7 +190,7 @@ def test_a_cache_with_fewer_tokens_than_decided_is_refused():
     layer = cache.layers[2]
     cut = ops.select(layer, torch.arange(layer.tokens - 1)[None])
     with pytest.raises(Refused, match="but decided to keep"):
-        audit(replace(cache, layers=(*cache.layers[:2], cut)), 2, 16, model.dtype)
+        audit(replace(cache, layers=(*cache.layers[:2], cut)), cache_shape(model))
 
 
 def test_frozen_layers_stand_for_those_that_the_model_has():

@@ -9,7 +9,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.think import Think
 from kvbench.storage.attend import attend
-from kvbench.storage.row_segments import stack
+from kvbench.storage.row_segments import stack_rows
 
 N, D = 24, 8
 
@@ -70,7 +70,7 @@ def test_split_logits_equal_dense_attention_with_masked_queries(per, base):
     cache = chain_of({**entry, "kv_size": 14, "window": 4} if base else entry).compress(dense, obs)
     thin, recent = cache.segments
     query, tail = ref.grid(1, 4, 2, D, seed=7), ref.grid(2, 1, 2, 2, D, seed=8)
-    got = attend(query, [stack([thin]), stack([recent])], (tail[0], tail[1]), scale=0.5)[0]
+    got = attend(query, [stack_rows([thin]), stack_rows([recent])], (tail[0], tail[1]), scale=0.5)[0]
 
     whole_k, whole_v = (t.repeat_interleave(2, dim=0) for t in (dense.segments[0].k, dense.segments[0].v))
     for h in range(4):

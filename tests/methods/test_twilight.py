@@ -18,7 +18,7 @@ from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.twilight import Twilight
 from kvbench.models.interface import cache_shape
 from kvbench.storage.attend import attend
-from kvbench.storage.row_segments import stack
+from kvbench.storage.row_segments import stack_rows
 
 
 def masked(weights, p):
@@ -92,7 +92,7 @@ def test_attention_is_that_of_a_slow_loop(hq, hk, p):
         Segment(k[b, :, :m].clone(), v[b, :, :m].clone(), torch.arange(m, dtype=torch.int32)[None])
         for b, m in enumerate(lengths)
     ]
-    out, attended = attend(q, [stack(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p))
+    out, attended = attend(q, [stack_rows(rows)], (k[:, :, stored:], v[:, :, stored:]), 0.9, masker=Twilight(p=p))
     counts = [[], []]
     for b, h in product(range(2), range(hq)):
         at = [*range(lengths[b]), *range(stored, stored + t)]

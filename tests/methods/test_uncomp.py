@@ -237,7 +237,7 @@ def test_bytes_are_those_of_what_is_held():
     model = mha()
     for knobs, stored in (({"high": 20, "low": 10}, [20, 20, 10, 10]), ({"kv_size": 15, "delete": 1}, [15] * 3)):
         (cache,) = kvbench.prefill(model, prompt(40), [ready(model, {"method": "uncomp-group", **knobs})])
-        measured = audit(cache, 4, 16, torch.float32)
+        measured = audit(cache, cache_shape(model))
         assert measured.payload == 2 * sum(stored) * 2 * 16 * 4
         copies = 2 * 4 if "delete" in knobs else 0
         assert measured.overhead == 2 * (sum(stored) * (4 + 4 * 8) + 4 * 4 + copies)
@@ -252,9 +252,9 @@ def test_a_head_without_tokens_is_refused_unless_it_copies_another():
     )
     arguments = [replace(layer, copy_from=torch.arange(4).to(torch.int16)) for layer in cache.layers]
     with pytest.raises(Refused, match="holds no token at all"):
-        audit(replace(cache, layers=tuple(arguments)), 4, 16, torch.float32)
+        audit(replace(cache, layers=tuple(arguments)), cache_shape(model))
     with pytest.raises(Refused, match="holds no token at all"):
-        audit(replace(cache, layers=tuple(replace(layer, copy_from=None) for layer in arguments)), 4, 16, torch.float32)
+        audit(replace(cache, layers=tuple(replace(layer, copy_from=None) for layer in arguments)), cache_shape(model))
 
 
 def test_no_head_ever_holds_more_than_its_own_budget():
@@ -285,7 +285,7 @@ def test_heads_are_deleted_from_prompts_shorter_than_the_window_too(n, delete):
         gone = slow_gone(content, i, delete)
         assert [len(p) for p in ref.kept(layer)] == [0 if h in gone else min(n, 15) for h in range(4)]
         assert all(p[-1] == n - 1 for p in ref.kept(layer) if p)
-    audit(cache, 4, 16, torch.float32)
+    audit(cache, cache_shape(model))
     assert len(kvbench.generate(model, [cache], 10)[0]) == 10
 
 
@@ -295,7 +295,7 @@ def test_heads_are_deleted_where_the_stage_leaves_fewer_tokens_than_the_window()
     entry = {"method": "uncomp-stage+uncomp-group", "kv_size": 15, **knobs}
     (cache,) = kvbench.prefill(model, prompt(20, 2), [ready(model, entry)])
     assert [sorted(len(p) for p in ref.kept(layer)) for layer in cache.layers] == [[0, 15, 15, 15], [0, 2, 2, 2]]
-    audit(cache, 4, 16, torch.float32)
+    audit(cache, cache_shape(model))
 
 
 REFUSED = {

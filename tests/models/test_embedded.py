@@ -56,7 +56,7 @@ def test_random_unicode_survives_the_tokenizer(reader):
 def test_the_corpus_is_encoded_as_the_tokenizer_does(reader):
     rng = random.Random(1)
     texts = [tiny_corpus.noise(rng) for _ in range(200)] + [text for text in NASTY if "<" not in text]
-    texts += [tiny.example(task, 256, 0).prompt for task in tiny.TASKS]
+    texts += [tiny.make_example(task, 256, 0).prompt for task in tiny.TASKS]
     for text in texts:
         assert list(tiny_corpus.encode(text)) == reader(text, add_special_tokens=False)["input_ids"]
 
@@ -112,7 +112,7 @@ def test_structured_beginning_is_reproducible_and_answers_nothing(reader):
 def test_structured_beginning_looks_back_one_to_four_tokens(reader):
     model = initial.build(initial.Shape(), seed=0).eval()
     model.set_attn_implementation("eager")
-    ids = torch.tensor([reader(tiny.example("needle", 64, 0).prompt)["input_ids"]])
+    ids = torch.tensor([reader(tiny.make_example("needle", 64, 0).prompt)["input_ids"]])
     attention = model(ids, output_attentions=True).attentions[0][0]
     for head in range(attention.shape[0]):
         assert attention[head].diagonal(-(1 + head % 4))[8:].mean() > 0.5
@@ -153,5 +153,5 @@ def test_noisy_needles_have_their_length(reader):
 
 def test_committed_weights_answer():
     model, reader = card.load(embedded.path())
-    examples = [tiny.example("needle", 512, index) for index in range(8)]
+    examples = [tiny.make_example("needle", 512, index) for index in range(8)]
     assert card.exact_match(model, reader, examples) == 1.0

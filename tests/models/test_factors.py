@@ -7,13 +7,13 @@ import torch
 
 from kvbench.models.factors import (
     Spectrum,
-    damping,
+    damping_needed,
     divided_ranks,
     group_size,
-    joined,
+    join_factors,
     nearest_rank,
     searched_ranks,
-    whitening,
+    whitening_factor,
 )
 
 
@@ -37,7 +37,7 @@ def product(part):
 @pytest.mark.parametrize("diagonal", [True, False])
 def test_full_rank_is_exact_whatever_the_scale(m, d, diagonal):
     w, x = noise(m, d), correlated(d)
-    side = x.abs().mean(dim=0) if diagonal else whitening(x.T @ x, 0.0)
+    side = x.abs().mean(dim=0) if diagonal else whitening_factor(x.T @ x, 0.0)
     spectrum = Spectrum.of(w, side)
     torch.testing.assert_close((spectrum.u * spectrum.s) @ spectrum.back, w, atol=1e-8, rtol=1e-8)
     torch.testing.assert_close(product(spectrum.cut(min(m, d))), w, atol=1e-8, rtol=1e-8)
@@ -61,7 +61,7 @@ def test_both_factors_carry_the_root_of_the_singular_values():
 
 def test_whitening_is_best_over_the_inputs_and_beats_the_plain_decomposition():
     w, x = noise(8, 16), correlated(16)
-    whitened, plain = Spectrum.of(w, whitening(x.T @ x, 0.0)), Spectrum.of(w, torch.ones(16))
+    whitened, plain = Spectrum.of(w, whitening_factor(x.T @ x, 0.0)), Spectrum.of(w, torch.ones(16))
     for rank in range(1, 8):
         errors = [float((x @ (w - product(s.cut(rank))).T).norm()) for s in (whitened, plain)]
         # the outputs' own decomposition says what rank r can leave at best (Eckart and Young)
@@ -72,12 +72,12 @@ def test_whitening_is_best_over_the_inputs_and_beats_the_plain_decomposition():
 
 def test_damping_is_nothing_where_moments_have_a_root_and_little_where_they_do_not():
     x = noise(40, 6)
-    assert damping(x.T @ x) == 0
+    assert damping_needed(x.T @ x) == 0
     flat = x[:4].T @ x[:4]  # rank 4 of 6
     flat = flat - 1e-12 * torch.eye(6)
-    added = damping(flat)
+    added = damping_needed(flat)
     assert 0 < added <= 1e-6 * float(flat.diagonal().mean())
-    root = whitening(flat, added)
+    root = whitening_factor(flat, added)
     torch.testing.assert_close(root @ root.T, flat, atol=1e-5, rtol=1e-5)
     assert torch.equal(root, root.tril())
 
@@ -134,5 +134,5 @@ def test_groups_divide_the_heads():
 
 def test_joined_factors_stack_the_latents_of_all_groups():
     parts = [Spectrum.of(noise(6, 10, seed=i), torch.ones(10)).cut(r) for i, r in enumerate((2, 6, 3))]
-    factors = joined(parts)
+    factors = join_factors(parts)
     assert factors.down.shape == (11, 10) and factors.ranks == (2, 6, 3) and factors.ups[1] is None

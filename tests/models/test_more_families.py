@@ -14,7 +14,8 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.likelihood import teacher_force
 from kvbench.engine.patches import group_by_batch
 from kvbench.models import embedded
-from kvbench.models.traits import TESTED, of_model
+from kvbench.models.interface import cache_shape
+from kvbench.models.traits import TESTED
 
 SMALL = {
     "vocab_size": 128,
@@ -101,9 +102,8 @@ def test_the_full_cache_answers_as_transformers_does_and_methods_keep_their_prom
     with nullcontext() if family in TESTED else pytest.warns(UserWarning, match="Untested family"):
         full, *caches = kvbench.prefill(model, ids, ["full", *map(entry, METHODS)])
     assert kvbench.generate(model, [full], NEW) == [wanted]
-    traits = of_model(model)
     for cache in caches:
-        assert audit(cache, traits.shape.kv_heads, traits.shape.head_dim, model.dtype).payload > 0
+        assert audit(cache, cache_shape(model)).payload > 0
     answers = kvbench.generate(model, caches, NEW)
     assert all(len(answer) == NEW for answer in answers)
 

@@ -51,7 +51,7 @@ def test_kvbenchs_own_passes_warn_of_nothing(family):
 )
 def test_what_is_newer_than_the_newest_tried_is_named(installed, named):
     tried = {"transformers": "5.24", "torch": "2.13", "tokenizers": "0.23", "numpy": "2.4"}
-    note = releases.untried(installed, tried)
+    note = releases.note_on_untried(installed, tried)
     assert [name for name in (f"{key} {value}" for key, value in installed.items()) if name in (note or "")] == named
 
 

@@ -17,13 +17,13 @@ from kvbench.cli.main import main
 from kvbench.papers import DATA
 from kvbench.papers.forensics import audit, report
 from kvbench.papers.forensics.exact import recomputed_cells
-from kvbench.papers.forensics.granularity import attainable, fits
+from kvbench.papers.forensics.granularity import fit_grids, is_attainable
 from kvbench.papers.forensics.identity import identity
-from kvbench.papers.forensics.repeats import repeated
-from kvbench.papers.forensics.statements import judged
+from kvbench.papers.forensics.repeats import repeated_places
+from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import decimals, fixed
-from kvbench.papers.spec.published_cells import Book, published
+from kvbench.papers.spec.published_cells import Book, read_published
 
 pytestmark = pytest.mark.e2e("recomputes every paper's statements")
 
@@ -40,7 +40,7 @@ def places(findings, check):
 
 
 def with_cell(i, text):
-    cells = published().cells
+    cells = read_published().cells
     return Book((*cells[:i], replace(cells[i], printed=text, value=float(text)), *cells[i + 1 :]))
 
 
@@ -51,7 +51,7 @@ def larger(cell):
 
 
 def drawn(seed, many):
-    numbers = [i for i, c in enumerate(published().cells) if c.value is not None]
+    numbers = [i for i, c in enumerate(read_published().cells) if c.value is not None]
     return random.Random(seed).sample(numbers, many)
 
 
@@ -77,8 +77,8 @@ def ids(findings):
 def test_altering_any_cell_makes_a_finding_appear_or_vanish():
     before, by_arithmetic = {}, 0
     for i in drawn(1, 20):
-        cell = published().cells[i]
-        own_value = [c for c in published().cells if c.paper == cell.paper]
+        cell = read_published().cells[i]
+        own_value = [c for c in read_published().cells if c.paper == cell.paper]
         if cell.paper not in before:
             before[cell.paper] = ids(audit(Book(tuple(own_value))))
         altered = replace(cell, printed=larger(cell), value=float(larger(cell)))
@@ -92,22 +92,22 @@ def test_altering_any_cell_makes_a_finding_appear_or_vanish():
 
 @pytest.mark.parametrize("paper", ["uncomp", "vatp"])
 def test_an_altered_dataset_fact_is_named(paper):
-    facts = (i for i, c in enumerate(published().cells) if (c.paper, c.table, c.dataset) == (paper, "5", "lcc"))
-    i = next(i for i in facts if published().cells[i].metric == "n_samples")
+    facts = (i for i, c in enumerate(read_published().cells) if (c.paper, c.table, c.dataset) == (paper, "5", "lcc"))
+    i = next(i for i in facts if read_published().cells[i].metric == "n_samples")
     wrong = [f for f in audit(with_cell(i, "400")) if (f.check, f.table) == ("derived", "5")]
     assert [(f.paper, f.cell, f.printed, f.recomputed) for f in wrong] == [(paper, "lcc n_samples", "400", "500")]
 
 
 def test_a_last_digit_is_seen_by_the_fingerprint():
     i = drawn(3, 1)[0]
-    cell = published().cells[i]
+    cell = read_published().cells[i]
     text = fixed(Fraction(cell.printed) + Fraction(1, 10 ** decimals(cell.printed)), decimals(cell.printed))
     assert altered_tables(with_cell(i, text)) == [(cell.paper, cell.table)]
-    assert altered_tables(published()) == []
+    assert altered_tables(read_published()) == []
 
 
 def test_findings_do_not_depend_on_what_was_flagged(findings):
-    assert audit(Book(tuple(replace(c, flag="") for c in published().cells))) == findings
+    assert audit(Book(tuple(replace(c, flag="") for c in read_published().cells))) == findings
 
 
 def test_ids_tell_findings_apart(findings):
@@ -129,7 +129,7 @@ def test_wrong_averages(findings):
 
 
 def test_repeated_cells(findings):
-    many = repeated(published())
+    many = repeated_places(read_published())
     assert 600 < len(many) < 700
     repeats = places(findings, "repeat")
     assert ("refreekv", "2+4+5+8+9+11+text", "llama-3-8b-instruct refreekv k=1 t=0.01", "narrativeqa") in repeats
@@ -140,7 +140,9 @@ def test_repeated_cells(findings):
 
 def test_the_same_measurement_under_several_names():
     ours = [
-        r for r in published().rows if (r.paper, r.method, r.model) == ("uncomp", "uncomp-group", "llama-2-7b-chat")
+        r
+        for r in read_published().rows
+        if (r.paper, r.method, r.model) == ("uncomp", "uncomp-group", "llama-2-7b-chat")
     ]
     rows = {(r.table, r.setting): r for r in ours}
     main_row = next(r for k, r in rows.items() if k[0] == "1")
@@ -158,21 +160,21 @@ def test_copies_twins_gains_and_breaks(findings):
 
 
 def test_granularity_by_hand():
-    assert attainable("33.33", 3) and attainable("66.67", 3) and not attainable("33.34", 3)
-    assert attainable("0.08", 1319) and not attainable("0.05", 1319)
-    assert attainable("100.00", 7) and not attainable("100.02", 5000)
-    shown = {(f.grid.paper, f.grid.dataset, f.grid.n): (len(f.cells), len(f.off)) for f in fits(published())}
+    assert is_attainable("33.33", 3) and is_attainable("66.67", 3) and not is_attainable("33.34", 3)
+    assert is_attainable("0.08", 1319) and not is_attainable("0.05", 1319)
+    assert is_attainable("100.00", 7) and not is_attainable("100.02", 5000)
+    shown = {(f.grid.paper, f.grid.dataset, f.grid.n): (len(f.cells), len(f.off)) for f in fit_grids(read_published())}
     assert shown["refreekv", "gsm8k", 1319] == (68, 2) and shown["refreekv", "gpqa", 448] == (48, 8)
     assert shown["vatp", "trec", 200] == (12, 10) and shown["vatp", "trec", 300] == (12, 0)
-    chance = next(f.chance for f in fits(published()) if f.grid.n == 200)
+    chance = next(f.chance for f in fit_grids(read_published()) if f.grid.n == 200)
     assert chance == pytest.approx(201 / 10001)
 
 
 def test_a_statement_follows_its_cells():
-    before = {j.statement.text: j.verdict for j in judged(published())}
-    cells = published().cells
+    before = {j.statement.text: j.verdict for j in judge_statements(read_published())}
+    cells = read_published().cells
     i = next(i for i, c in enumerate(cells) if (c.table, c.dataset) == ("4", "needle") and c.method == "uncomp-group")
-    after = {j.statement.text: j.shown for j in judged(with_cell(i, "99.90"))}
+    after = {j.statement.text: j.shown for j in judge_statements(with_cell(i, "99.90"))}
     assert before["It beats the full cache in the needle test"] == "partly"
     assert after["It beats the full cache in the needle test"].startswith("2 of 4")
 
@@ -209,13 +211,13 @@ def test_a_table_without_recomputable_cells(capsys):
 
 def test_the_committed_audit_is_current():
     committed = (ROOT / "results" / "audit.md").read_text(encoding="utf-8")
-    assert report.markdown(audit(), published(), "all") == committed, (
+    assert report.markdown(audit(), read_published(), "all") == committed, (
         "run: kvbench audit all --format md > results/audit.md"
     )
 
 
 # what is known of these tables, beside the project
-PAPERS = "|".join(catalogue.papers())
+PAPERS = "|".join(catalogue.paper_ids())
 
 
 def known():
@@ -260,7 +262,7 @@ def test_known_granularity_is_found(findings):
     # a value that two tables print is named at the one that comes first
     assert {(f"{row} {s}".replace(";", " "), d, v) for _, row, s, d, v in rows} == chosen and len(rows) == 22
     table = re.findall(r"^\| (\w+) \| (\w+) \| (\d+) \| (\d+) \| (\d+) \| (\d+)% \|$", section(4), re.M)
-    fitted = {(f.grid.paper, f.grid.dataset, str(f.grid.n)): f for f in fits(published())}
+    fitted = {(f.grid.paper, f.grid.dataset, str(f.grid.n)): f for f in fit_grids(read_published())}
     for paper, dataset, n, _, on, _ in table:
         fit = fitted[paper, dataset, n]
         assert len(fit.cells) - len(fit.off) >= int(on)
@@ -321,12 +323,12 @@ NOTED = {
 
 @cache
 def recomputed():
-    return recomputed_cells(published())
+    return recomputed_cells(read_published())
 
 
 @cache
 def judgements():
-    return judged(published())
+    return judge_statements(read_published())
 
 
 def verdict_of(paper, what, findings):
@@ -382,9 +384,9 @@ def test_known_baselines_are_found(findings):
 
 
 def test_known_flags_are_carried():
-    counted = {p: [0, 0, 0] for p in catalogue.papers()}
-    for p in catalogue.papers():
-        for entry in catalogue.paper(p).entries:
+    counted = {p: [0, 0, 0] for p in catalogue.paper_ids()}
+    for p in catalogue.paper_ids():
+        for entry in catalogue.read_paper(p).entries:
             if entry.id.isdigit():
                 counts = entry.counts()
                 for i, kind in enumerate(("suspect", "repaired", "missing")):

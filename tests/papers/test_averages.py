@@ -26,7 +26,7 @@ MIXED = (*TWO, ("trec", "accuracy", "70.0"), ("lcc", "accuracy", "52.0"))
 
 @pytest.mark.parametrize("metric", published.SCORES)
 def test_a_wrong_average_is_found_whatever_its_metric_is_called(metric, monkeypatch):
-    monkeypatch.setattr(catalogue, "chosen", lambda name: [type("Paper", (), {"id": "example"})])
+    monkeypatch.setattr(catalogue, "choose_papers", lambda name: [type("Paper", (), {"id": "example"})])
     (right,) = recomputed_cells(book(*TWO, ("avg", metric, "31.0")))
     assert (right.grade, right.shown, right.formula) == ("equal", "31.0", "mean of the 2 scores")
     assert not audit(book(*TWO, ("avg", metric, "31.0")))
@@ -56,7 +56,7 @@ def test_one_average_is_of_all_scores_and_of_several_each_is_of_its_own():
 
 def test_an_average_under_another_name_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "table1.csv"
-    monkeypatch.setattr(published, "files", lambda pattern: [path])
+    monkeypatch.setattr(published, "data_files", lambda pattern: [path])
     for name in ("average", "Avg.", "mean"):
         path.write_text(
             f"{','.join(COLUMNS)}\nexample,1,m,full,,qasper,f1,40.0,pct,1,\nexample,1,m,full,,{name},f1,1,pct,1,\n"

@@ -33,7 +33,7 @@ from kvbench.papers.claims.claims import (
     decide,
 )
 from kvbench.papers.measured import our_table
-from kvbench.papers.spec.row_knobs import knobs
+from kvbench.papers.spec.row_knobs import run_arguments
 from kvbench.report import writers
 from kvbench.tasks.metrics import stats
 
@@ -105,11 +105,11 @@ def test_the_first_measure_that_decides_a_claim_decides_it():
     tested = claim()
     words = {"points": UNDECIDED, "likelihood": SUPPORTED, "divergence": CONTRADICTED}
     verdicts = {m: claims.Verdict(tested, word) for m, word in words.items()}
-    assert claims.deciding(verdicts) == "likelihood"
-    assert claims.deciding({**verdicts, "points": claims.Verdict(tested, NO_DIFFERENCE)}) == "points"
-    assert claims.deciding({m: claims.Verdict(tested, UNDECIDED) for m in words}) == "points"
+    assert claims.deciding_measure(verdicts) == "likelihood"
+    assert claims.deciding_measure({**verdicts, "points": claims.Verdict(tested, NO_DIFFERENCE)}) == "points"
+    assert claims.deciding_measure({m: claims.Verdict(tested, UNDECIDED) for m in words}) == "points"
     floored = {**verdicts, "points": claims.Verdict(tested, FLOOR), "likelihood": claims.Verdict(tested, UNDECIDED)}
-    assert claims.deciding({**floored, "divergence": claims.Verdict(tested, UNDECIDED)}) == "likelihood"
+    assert claims.deciding_measure({**floored, "divergence": claims.Verdict(tested, UNDECIDED)}) == "likelihood"
 
 
 def test_what_the_data_cannot_decide_is_told_apart_from_what_is_open():
@@ -193,21 +193,21 @@ def test_an_unknown_test_is_refused():
         claim(test="nicer")
 
 
-@pytest.mark.parametrize("paper", claims.papers())
+@pytest.mark.parametrize("paper", claims.papers_with_claims())
 def test_the_claims_of_every_paper_load_and_name_rows_that_parse(paper):
     loaded = claims.load(paper)
     assert loaded
     assert len({c.id for c in loaded}) == len(loaded)
-    for table in claims.sides(loaded, scaled=True):
+    for table in claims.tables_of_sides(loaded, scaled=True):
         for row in table.rows:
-            knobs(row.method, row.setting)
+            run_arguments(row.method, row.setting)
 
 
 def plainly(text):
     return " ".join(re.sub(r"[*$]", "", text).split())
 
 
-@pytest.mark.parametrize("paper", claims.papers())
+@pytest.mark.parametrize("paper", claims.papers_with_claims())
 def test_every_claim_stands_in_the_papers_own_words(paper):
     """One claim was in no paper, three said what theirs do not; the texts belong to the papers and are not here."""
     text = plainly(text_of(paper))
@@ -217,7 +217,7 @@ def test_every_claim_stands_in_the_papers_own_words(paper):
 
 def test_budgets_by_dataset_are_those_of_the_paper():
     """Section 5.2 of Q-Hitter: 5, 2.5 and 2 times fewer tokens; all three ran at a fifth."""
-    (three, _) = (t for t in claims.sides(claims.load("qhitter")))
+    (three, _) = (t for t in claims.tables_of_sides(claims.load("qhitter")))
     ours = our_table.prepare(three, "tiny", ["limit=1"])
     line = next(x for x in ours.lines if x.row.name == "qhitter bits=4")
     stages = {d: line.chain_of(d).stages[0] for d in ("xsum", "cnn_dailymail", "mdqa")}
@@ -251,7 +251,7 @@ def test_the_ledger_end_to_end(measured, results):
     h2o = actual["vatp-h2o"]
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["measures"]["points"]["elsewhere"] is not None and list(h2o["measures"]) == ["points"]
-    assert ledger.read(tmp_path) == [] and ledger.read_with_own(tmp_path) == [json.loads(json.dumps(content))]
+    assert ledger.read_ledgers(tmp_path) == [] and ledger.read_with_own(tmp_path) == [json.loads(json.dumps(content))]
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a substitute model" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
@@ -279,18 +279,18 @@ def test_a_users_ledger_replaces_the_committed_one_of_the_same_claims_on_the_pag
     committed = content("tiny", decide(every, {}))
     own = content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 80})}))
     other = content("smollm2-135m-q4_1", decide(every, {}))
-    ledger.write(committed, ledger.ledger_path("tiny", tmp_path, claims.papers()))
-    ledger.write(other, ledger.ledger_path("smollm2-135m-q4_1", tmp_path, claims.papers()))
-    ledger.write(own, ledger.own_path("tiny", tmp_path, claims.papers()))
+    ledger.write_ledger(committed, ledger.ledger_path("tiny", tmp_path, claims.papers_with_claims()))
+    ledger.write_ledger(other, ledger.ledger_path("smollm2-135m-q4_1", tmp_path, claims.papers_with_claims()))
+    ledger.write_ledger(own, ledger.own_path("tiny", tmp_path, claims.papers_with_claims()))
     page = ledger.read_with_own(tmp_path)
     assert [one["model"] for one in page] == ["smollm2-135m-q4_1", "tiny"]
     assert page[1]["verdicts"][0]["verdict"] == "supported"
-    assert ledger.read(tmp_path)[1]["verdicts"][0]["verdict"] == "not testable here"
+    assert ledger.read_ledgers(tmp_path)[1]["verdicts"][0]["verdict"] == "not testable here"
 
 
 def test_a_ledger_is_written_from_its_samples_and_verified(results, tmp_path, monkeypatch, capsys):
     committed = ["--committed", str(tmp_path / "committed")]
-    monkeypatch.setattr(claims, "papers", lambda: ("vatp",))
+    monkeypatch.setattr(claims, "papers_with_claims", lambda: ("vatp",))
     assert paper_claims.main(["--pack", "--results", str(results), *committed]) == 0
     assert paper_claims.main(["--verify", "--model", "tiny", *committed]) == 0
     page = (tmp_path / "committed" / "claims.md").read_text()
@@ -302,13 +302,13 @@ def test_a_ledger_is_written_from_its_samples_and_verified(results, tmp_path, mo
 
 
 def content(model, verdicts):
-    return {**claim_runner.plain({}, model, {"points": verdicts}), "stand_in": True, "dtype": "float32"}
+    return {**claim_runner.as_plain({}, model, {"points": verdicts}), "stand_in": True, "dtype": "float32"}
 
 
 @pytest.mark.parametrize("style", ["text", "md", "latex"])
 def test_the_ledger_on_the_page(style):
     """Every claim of every paper fits 100 columns with its whole name, and text stands left; two models fit, too."""
-    every = [c for paper in claims.papers() for c in claims.load(paper)]
+    every = [c for paper in claims.papers_with_claims() for c in claims.load(paper)]
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
@@ -327,7 +327,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     every = claims.load("vatp") + claims.load("think")
     found = {c.id: shown({"t": [0.0, -100.0, 50.0] * 4}) for c in every if c.test != "elsewhere"}
     found["vatp-h2o"] = shown({"t": [50.0] * 80})
-    lines = ledger.brief(content("tiny", decide(every, found))).splitlines()
+    lines = ledger.brief_text(content("tiny", decide(every, found))).splitlines()
     assert lines[0] == "1 supported · 0 contradicted · 12 undecided · 1 not testable here"
     assert not any(line.startswith("!") for line in lines) and max(map(len, lines)) <= 100
     (h2o,) = [line for line in lines if line.startswith("✓ vatp-h2o ")]
@@ -337,7 +337,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     assert re.search(r"−16\.7 \[−[\d.]+, [\d.]+\] +n 12 +undecided, about [\d,]+ would decide$", l2)
     (throughput,) = [line for line in lines if line.startswith("— think-throughput ")]
     assert throughput.endswith("not testable here: a matter of GPU memory and time, see `bench`")
-    few = ledger.brief(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
+    few = ledger.brief_text(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
     assert few[1] == "! n = 3 at most. Preview only: so few examples decide nothing."
 
 

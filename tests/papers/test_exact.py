@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvbench.papers.forensics.exact import exact, recomputed_cells
-from kvbench.papers.spec.published_cells import Book, published
+from kvbench.papers.spec.published_cells import Book, read_published
 
 
 def cell(paper, table, column, **row):
@@ -81,12 +81,12 @@ def test_dataset_facts_are_those_of_the_tasks_that_run():
 
 def test_what_needs_a_model_is_left_out():
     assert exact("uncomp", "4") == [] and exact("think", "5") == []
-    shown = {(e.cell.paper, e.cell.table) for e in recomputed_cells(published())}
+    shown = {(e.cell.paper, e.cell.table) for e in recomputed_cells(read_published())}
     assert {("qhitter", "text"), ("vatp", "4"), ("refreekv", "10"), ("uncomp", "3")} <= shown
 
 
 def test_an_altered_input_shows():
-    cells = published().cells
+    cells = read_published().cells
     i = next(i for i, c in enumerate(cells) if c.paper == "vatp" and c.table == "4" and c.metric == "throughput")
     changed = Book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
     before = [e.ok for e in exact("vatp", "4")]

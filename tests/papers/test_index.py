@@ -10,31 +10,35 @@ from support.papers_text import text_of
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.cli.main import main
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.published import load_table, tables
-from kvbench.papers.spec.published_cells import published
+from kvbench.papers.spec.published import load_table, table_ids
+from kvbench.papers.spec.published_cells import read_published
 
 TABLES = {"think": 12, "refreekv": 12, "uncomp": 10, "vatp": 5, "qhitter": 3}
 FIGURES = {"think": 7, "refreekv": 3, "uncomp": 6, "vatp": 3, "qhitter": 10}
 
 
 def test_every_table_and_figure_is_there():
-    for name in catalogue.papers():
-        entries = catalogue.paper(name).entries
+    for name in catalogue.paper_ids():
+        entries = catalogue.read_paper(name).entries
         assert [e.id for e in entries if e.id.isdigit()] == [str(i + 1) for i in range(TABLES[name])]
         assert [e.id for e in entries if e.is_figure] == [f"figure{i + 1}" for i in range(FIGURES[name])]
         assert all(e.title and not e.title.endswith(".") for e in entries)
         assert all(e.cells for e in entries if not e.is_figure)
-    listed = {(p, e.id) for p in catalogue.papers() for e in catalogue.paper(p).entries if not e.is_figure}
-    assert listed == set(tables()) and sum(t.isdigit() for _, t in listed) == 42
+    listed = {(p, e.id) for p in catalogue.paper_ids() for e in catalogue.read_paper(p).entries if not e.is_figure}
+    assert listed == set(table_ids()) and sum(t.isdigit() for _, t in listed) == 42
 
 
 def test_counts():
-    entry = next(e for e in catalogue.paper("uncomp").entries if e.id == "10")
+    entry = next(e for e in catalogue.read_paper("uncomp").entries if e.id == "10")
     assert entry.counts() == {"published": 54, "suspect": 0, "repaired": 0, "missing": 6}
     # one cell of it is both
-    entry = next(e for e in catalogue.paper("think").entries if e.id == "4")
+    entry = next(e for e in catalogue.read_paper("think").entries if e.id == "4")
     assert entry.counts() == {"published": 34, "suspect": 17, "repaired": 2, "missing": 0}
-    assert sum(len(e.cells) for p in catalogue.chosen("all") for e in p.entries) == len(published().cells) == 5403
+    assert (
+        sum(len(e.cells) for p in catalogue.choose_papers("all") for e in p.entries)
+        == len(read_published().cells)
+        == 5403
+    )
 
 
 def test_cells_keep_what_is_printed():
@@ -49,16 +53,16 @@ def test_cells_keep_what_is_printed():
 
 def test_names_that_are_none(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"unknown paper thinc. Did you mean think"):
-        catalogue.paper("thinc")
+        catalogue.read_paper("thinc")
     with pytest.raises(UsageError, match=r"unknown table think/13"):
         load_table("think", "13")
     (tmp_path / "x").mkdir()
     page = "title: X\nsource: S\npreset: think\ntables:\n  '1': {title: T, kind: odd}\nfigures: {}\n"
     (tmp_path / "x" / "paper.yaml").write_text(page)
     monkeypatch.setattr("kvbench.papers.DATA", tmp_path)
-    monkeypatch.setattr(catalogue, "papers", lambda: ("x",))
+    monkeypatch.setattr(catalogue, "paper_ids", lambda: ("x",))
     with pytest.raises(KvbenchError, match="tables 1 needs a kind of quality"):
-        catalogue.paper("x")
+        catalogue.read_paper("x")
 
 
 def test_list_tables(capsys):
@@ -105,11 +109,13 @@ def near_its_label(cell, lines):
     return any(near.search("\n".join(lines[max(0, i - ABOVE) : i + 1])) for i in rows)
 
 
-@pytest.mark.parametrize("paper", catalogue.papers())
+@pytest.mark.parametrize("paper", catalogue.paper_ids())
 def test_certain_cells_stand_in_the_paper_near_their_row_label(paper):
     lines = text_of(paper).lower().splitlines()
     certain = [
-        c for c in published().cells if c.paper == paper and c.table.isdigit() and not c.flag and c.value is not None
+        c
+        for c in read_published().cells
+        if c.paper == paper and c.table.isdigit() and not c.flag and c.value is not None
     ]
     chosen = random.Random(0).sample(certain, min(50, len(certain)))
     lost = [c for c in chosen if not near_its_label(c, lines)]

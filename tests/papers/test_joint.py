@@ -4,26 +4,26 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvbench.papers.measured import our_table
-from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.run import experiment
 
 
 def prepared(table: str, results: Path) -> OurTable:
-    (spec,) = table_spec.find(table)
+    (spec,) = table_spec.find_tables(table)
     return our_table.prepare(spec, "tiny", [f"results={results}", "limit=1"])
 
 
 def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path) -> None:
     tables = [prepared("think/1", tmp_path), prepared("think/6", tmp_path)]
     runs = [t.run for t in tables if t.run is not None]
-    (run,) = joint(runs)
+    (run,) = join_runs(runs)
     ids = [c.id for g in run.groups for c in g.cells]
     assert len(ids) == len(set(ids))
     assert set(ids) == {c.id for r in runs for g in r.groups for c in g.cells}
     assert len(run.groups) == len({g.task.id for r in runs for g in r.groups})
-    one = joint([replace(run, groups=run.groups[:1])])
+    one = join_runs([replace(run, groups=run.groups[:1])])
     experiment.measure(one[0], quiet=True)
     task = run.groups[0].task.id
     assert not [g for t in runs for g in t.groups if g.task.id == task and t.left(g)]
@@ -32,12 +32,12 @@ def test_tables_of_one_paper_are_one_run_and_each_finds_its_cells(tmp_path: Path
 def test_tables_that_prompt_otherwise_are_apart(tmp_path: Path) -> None:
     runs = [prepared(t, tmp_path).run for t in ("think/6", "refreekv/7")]
     policies = {r.cfg.prompt.name for r in runs if r is not None}
-    assert len(joint(r for r in runs if r is not None)) == len(policies)
+    assert len(join_runs(r for r in runs if r is not None)) == len(policies)
 
 
 def test_a_shared_task_has_the_examples_of_the_run_that_wants_most(tmp_path: Path) -> None:
-    (table,) = table_spec.find("think/6")
+    (table,) = table_spec.find_tables("think/6")
     few, many = (our_table.prepare(table, "tiny", [f"results={tmp_path}", f"limit={n}"]).run for n in (1, 3))
     assert few is not None and many is not None
-    (run,) = joint([few, many])
+    (run,) = join_runs([few, many])
     assert [len(g.examples) for g in run.groups] == [3] * len(many.groups)

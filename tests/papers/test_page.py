@@ -63,7 +63,7 @@ def test_shades_are_the_share_of_layers_and_heads():
     model, _ = kvbench.load_model("tiny")
     ids = torch.arange(40) % 50 + 5
     (cache,) = kvbench.prefill(model, ids, [{"method": "snapkv", "kv_size": 12, "window": 4}])
-    shades = samples.shades(cache)
+    shades = samples.shade_tokens(cache)
     counts = torch.zeros(40)
     for layer in cache.layers:
         for head in layer.kept_positions():
@@ -74,14 +74,14 @@ def test_shades_are_the_share_of_layers_and_heads():
 
 def test_text_from_data_cannot_become_markup():
     evil = "</script><img src=x onerror=alert(1)>"
-    text = page.build(evil, [("a", evil, page.rows([evil], [[evil]], ["x"]))], [{"tokens": [evil]}])
+    text = page.build_page(evil, [("a", evil, page.sortable_table([evil], [[evil]], ["x"]))], [{"tokens": [evil]}])
     assert "<img" not in text
     assert text.count("</script>") == 2
     assert data_of(text) == [{"tokens": [evil]}]
 
 
 def test_columns_of_numbers_stand_right_and_long_texts_are_wrapped():
-    text = page.rows(["n", "id", "why"], [["−1.5", "a/2", "x" * 40], ["1,200", "b", ""]])
+    text = page.sortable_table(["n", "id", "why"], [["−1.5", "a/2", "x" * 40], ["1,200", "b", ""]])
     assert text.count('<td class="number">') == text.count('<td class="short">') == text.count('<td class="text">') == 2
 
 
@@ -91,7 +91,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.figures(registry.read_drawn(tmp_path))
+    text = page.figures_as_html(registry.read_drawn(tmp_path))
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text
@@ -223,11 +223,11 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     capsys.readouterr()
     assert main(["report", "--json", "samples=1", f"results={tmp_path}", *small]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [t["table"] for t in result["tables"]] == [f"{p}/{t}" for p, t in table_spec.ids()]
+    assert [t["table"] for t in result["tables"]] == [f"{p}/{t}" for p, t in table_spec.table_ids()]
     first = result["tables"][0]
     assert first["measured"]["cells"] == 66 and {c["status"] for c in first["cells"]} == {"measured"}
     assert result["tables"][9]["measured"] is None
-    assert result["claims"] == ledger.read(committed)
+    assert result["claims"] == ledger.read_ledgers(committed)
     assert len(result["audit"]) == len(audit()) and {"paper", "table", "why"} <= result["audit"][0].keys()
     assert [s["task"] for s in result["samples"]] == ["tiny/needle"]
     assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"]
@@ -252,7 +252,7 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     words = ["method=snapkv,h2o", "kv_size=24", "window=4", "dataset=tiny/needle,tiny/code", "length=128"]
     assert main(["run", *words, "limit=8", f"results={tmp_path}"]) == 0
     store = ResultStore(tmp_path)
-    (found,) = cards.collect(store)
+    (found,) = cards.collect_verdicts(store)
     assert (found.model, found.dataset, found.examples) == ("tiny", "2 tasks of tiny", "n = 8 a task")
     prepared = run_plan.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
     judged = verdict.judge_methods(of_run.report_run(prepared))

@@ -68,7 +68,7 @@ def test_what_is_measured_so_far_is_packed_and_gone_on_with(packed, folder):
         "vatp-2.md",
     ]
     assert [p.name for p in packs(of)] == [f"vatp.longbench.{t}.samples.jsonl.gz" for t in TASKS]
-    assert coverage.read(of.folder)["vatp/2"]["measured"] == "12"
+    assert coverage.read_counts(of.folder)["vatp/2"]["measured"] == "12"
     assert "not measured yet: narrativeqa, qasper, multifieldqa_en" in (of.folder / "vatp-1.md").read_text()
     assert f"`python scripts/paper_tables.py vatp/2 --model {of.model}`" in of.page(TABLE).read_text()
     assert "min to read 4 prompts, once for all rows" in of.page(TABLE).read_text()
@@ -208,19 +208,19 @@ def test_tables_of_other_methods_are_measured_as_one(packed, folder):
     names = ("vatp/1", "vatp/2")
     shards.measure_shard((names, of.model, results, of.arguments), 0, 1, 1)
     for name in names:
-        run = paper_tables.prepare(*table_spec.find(name), of, results, "limit=1").run
+        run = paper_tables.prepare(*table_spec.find_tables(name), of, results, "limit=1").run
         assert sum(t.answers_to_do for t in run.todo()) == 0
 
 
 def test_processes_share_the_calibrations(packed, folder, monkeypatch):
     of, _ = packed
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
-    monkeypatch.setattr(stand_ins, "depths", lambda size: few)
+    monkeypatch.setattr(stand_ins, "depth_knobs", lambda size: few)
     names, results = ("think/12",), str(folder / "shared")
     for shard in (0, 1):
         assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard
         shards.calibrate_shard((names, of.model, results, ()), shard, 2)
-    run = paper_tables.prepare(*table_spec.find("think/12"), of, results).run
+    run = paper_tables.prepare(*table_spec.find_tables("think/12"), of, results).run
     chains = [c.chain for g in run.groups for c in g.cells if run.session.requests(c.chain)]
     assert chains and not any(run.session.missing(c) for c in chains)
 

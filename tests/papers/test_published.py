@@ -6,12 +6,12 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.studies.imports.base import ImportedAnswer, Predictions
 from kvbench.studies.imports.scoring import Scored
-from kvbench.studies.imports.table import notes, tasks
-from kvbench.studies.imports.verdict import PredictionSource, beside, mark, means
+from kvbench.studies.imports.table import notes, task_records
+from kvbench.studies.imports.verdict import PredictionSource, judge_published, published_means, verdict_text
 
 
 def test_the_tables_are_complete():
-    assert {("think", "12"), ("uncomp", "1"), ("vatp", "1")} <= set(published.tables())
+    assert {("think", "12"), ("uncomp", "1"), ("vatp", "1")} <= set(published.table_ids())
     cells = published.load_table("think", "12")
     assert len(cells) == 102
     first = cells[0]
@@ -21,18 +21,18 @@ def test_the_tables_are_complete():
 
 def test_a_row_is_found_under_either_name_of_its_model():
     for name in ("llama2-7b-chat", "llama-2-7b-chat", "LLaMA-2-7b-chat"):
-        rows = {(paper, table): cells for paper, table, cells in published.rows(name, "full")}
+        rows = {(paper, table): cells for paper, table, cells in published.rows_with_scores(name, "full")}
         assert rows[("vatp", "1")]["lcc"].value == 59.88
         assert len(rows[("think", "12")]) == 17 and "avg" in rows[("think", "12")]
-    assert not list(published.rows("llama2-7b", "full"))
+    assert not list(published.rows_with_scores("llama2-7b", "full"))
 
 
 def test_settings_tell_rows_apart():
-    every = list(published.rows("llama2-7b-chat", "uncomp-group"))
+    every = list(published.rows_with_scores("llama2-7b-chat", "uncomp-group"))
     assert all(len({c.setting for c in cells.values()}) == 1 for _, _, cells in every)
-    chosen = list(published.rows("llama2-7b-chat", "h2o", "kv_size=384"))
+    chosen = list(published.rows_with_scores("llama2-7b-chat", "h2o", "kv_size=384"))
     assert [(p, t) for p, t, _ in chosen] == [("uncomp", "1"), ("uncomp", "4")]
-    assert not list(published.rows("llama2-7b-chat", "h2o", "kv_size=999"))
+    assert not list(published.rows_with_scores("llama2-7b-chat", "h2o", "kv_size=999"))
 
 
 def table(tmp_path, monkeypatch, *rows):
@@ -47,7 +47,7 @@ def table(tmp_path, monkeypatch, *rows):
 
 
 def clear():
-    for cached in (published.load_table, catalogue.paper, table_spec.load):
+    for cached in (published.load_table, catalogue.read_paper, table_spec.load):
         cached.cache_clear()
 
 
@@ -72,8 +72,10 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
         "think,99,llama-2-7b-chat,full,,triviaqa,f1,80.00,pct,1,repaired:label",
     )
     files = [scored(0.1, 0.3), scored(0.1, 0.3, "trec"), scored(None, None, "triviaqa")]
-    judged = beside(PredictionSource("llama2-7b-chat", "full", prompt="think"), files, "levenshtein")[("think", "99")]
-    assert [mark(judged[i]) for i in range(3)] == ["20.00? inside", "— no interval", "80.00~ no interval"]
+    judged = judge_published(PredictionSource("llama2-7b-chat", "full", prompt="think"), files, "levenshtein")[
+        ("think", "99")
+    ]
+    assert [verdict_text(judged[i]) for i in range(3)] == ["20.00? inside", "— no interval", "80.00~ no interval"]
     assert judged[0]["flag"] == "suspect:does not add up" and not judged[0]["indicative"]
 
 
@@ -92,14 +94,14 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
     ],
 )
 def test_when_a_verdict_is_only_indicative(prompt, dataset, extended, code_sim, paper, reasons):
-    published_values = beside(
+    published_values = judge_published(
         PredictionSource("llama2-7b-chat", "full", prompt=prompt), [scored(0, 1, dataset, extended)], code_sim
     )
     judged = next(j[0] for (p, _), j in published_values.items() if p == paper)
     assert judged["because"] == reasons
     assert judged["indicative"] == bool(reasons)
     assert judged["verdict"] == "inside"
-    assert mark(judged).endswith("inside*" if reasons else "inside")
+    assert verdict_text(judged).endswith("inside*" if reasons else "inside")
 
 
 def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeypatch):
@@ -107,7 +109,9 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     table(tmp_path, monkeypatch, *rows, "think,99,m,full,kv_size=full;budget=1.0,qasper,f1,25.00,pct,1,")
 
     def judged(*source):
-        return beside(PredictionSource("m", *source, prompt="think"), [scored(0, 1)], "levenshtein")[("think", "99")][0]
+        return judge_published(PredictionSource("m", *source, prompt="think"), [scored(0, 1)], "levenshtein")[
+            ("think", "99")
+        ][0]
 
     unknown = judged("h2o")
     assert unknown["because"] == ["setting unknown: kv_size=64;window=8"] and unknown["indicative"]
@@ -116,35 +120,39 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     assert (known["because"], known["setting"], known["matching"]) == ([], "kv_size=128;window=8", 1)
     assert judged("full")["because"] == []
     files = [scored(0, 1)]
-    published_values = beside(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
-    text = notes(tasks(files, published_values), published_values)
+    published_values = judge_published(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
+    text = notes(task_records(files, published_values), published_values)
     assert any("2 rows match; shown is table 99, kv_size=64;window=8" in line for line in text)
 
 
 def test_the_ends_of_the_interval_are_inside(tmp_path, monkeypatch):
     table(tmp_path, monkeypatch, "think,99,m,full,,qasper,f1,25.00,pct,1,")
     verdicts = [
-        beside(PredictionSource("m", "full"), [scored(low, high)], "levenshtein")[("think", "99")][0]["verdict"]
+        judge_published(PredictionSource("m", "full"), [scored(low, high)], "levenshtein")[("think", "99")][0][
+            "verdict"
+        ]
         for low, high in ((0.25, 0.5), (0.125, 0.25), (0.2501, 0.5), (0.125, 0.2499))
     ]
     assert verdicts == ["inside", "inside", "outside", "outside"]
 
 
 def test_published_means_and_those_of_their_cells(tmp_path, monkeypatch):
-    published_values = means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
+    published_values = published_means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
     assert published_values[("think", "12")] == {"stated": 33.37, "of_cells": 33.37}
     assert published_values[("vatp", "1")] == {"stated": None, "of_cells": 32.66}
-    from kvbench.tasks.longbench import names
+    from kvbench.tasks.longbench import task_names
 
-    rows = [f"think,99,m,full,,{name},f1,{i}.00,pct,1," for i, name in enumerate(names("en"))]
+    rows = [f"think,99,m,full,,{name},f1,{i}.00,pct,1," for i, name in enumerate(task_names("en"))]
     table(tmp_path, monkeypatch, *rows, "think,99,m,full,,avg,mean,9.00,pct,1,suspect:not that of its cells")
-    assert means(PredictionSource("m", "full"), [scored(0, 1)]) == {("think", "99"): {"stated": 9.0, "of_cells": 7.5}}
+    assert published_means(PredictionSource("m", "full"), [scored(0, 1)]) == {
+        ("think", "99"): {"stated": 9.0, "of_cells": 7.5}
+    }
 
 
 def test_nothing_is_guessed():
-    assert beside(PredictionSource(), [scored(0, 1)], "levenshtein") == {}
-    assert beside(PredictionSource("llama2-7b-chat"), [scored(0, 1)], "levenshtein") == {}
-    assert beside(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1, "mystery")], "levenshtein") == {}
+    assert judge_published(PredictionSource(), [scored(0, 1)], "levenshtein") == {}
+    assert judge_published(PredictionSource("llama2-7b-chat"), [scored(0, 1)], "levenshtein") == {}
+    assert judge_published(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1, "mystery")], "levenshtein") == {}
     with pytest.raises(UsageError, match="unknown prompt policy"):
         PredictionSource("m", "full", prompt="thinc")
 

@@ -6,12 +6,12 @@ from kvbench.base.errors import KvbenchError
 from kvbench.papers.forensics.queries import (
     PaperCells,
     count_rising,
+    describe_falls,
+    describe_lines,
+    describe_values,
     difference,
-    falls,
-    level,
-    lines,
-    listed,
-    listed_by_line,
+    group_lines,
+    labels_of,
     numeric_labels,
     ratio,
 )
@@ -89,24 +89,27 @@ def test_a_series_beside_one_of_fewer_fields(own, full):
 
 
 def test_labels_of_a_series(own):
-    assert level(own, "method") == ["full", "h2o", "h2o+think"]
+    assert labels_of(own, "method") == ["full", "h2o", "h2o+think"]
     sizes = PAPER.series("size", table=1, of="qasper", method="h2o*")
     assert numeric_labels(sizes).to_dict() == {"64": 64, "128": 128}
 
 
 def test_lines(own):
-    assert lines(own)[1:] == [
+    assert group_lines(own)[1:] == [
         (("h2o+think",), [("qasper", 8), ("trec", 42)]),
         (("h2o",), [("qasper", 9)]),
     ]
     assert count_rising(own) == 3 and count_rising(-own) == 1
-    assert falls("{0} {a:g} to {b:g} at {then}", -own, least=31) == ["h2o+think -8 to -42 at trec"]
-    assert falls("{0} {b:g}", own, least=31, rising=False) == ["h2o+think 42"]
+    assert describe_falls("{method} {a:g} to {b:g} at {then}", -own, least=31) == ["h2o+think -8 to -42 at trec"]
+    assert describe_falls("{method} {b:g}", own, least=31, rising=False) == ["h2o+think 42"]
 
 
 def test_texts(own, full):
     many = own[own > 39]
-    assert listed("{0}/{1} {2:.0f} of {3:.0f}", many, full) == "full/trec 40 of 40, h2o+think/trec 42 of 40"
-    assert listed("{0} {1:g}", full, sep=" and ") == "qasper 10 and trec 40"
-    assert listed_by_line(own) == "full 10.0, 40.0; h2o+think 8.0, 42.0; h2o 9.0"
-    assert listed_by_line(own, "{:.2f}", sep=" / ").startswith("full 10.00 / 40.00; ")
+    assert (
+        describe_values("{method}/{dataset} {value:.0f} of {full:.0f}", many, full=full)
+        == "full/trec 40 of 40, h2o+think/trec 42 of 40"
+    )
+    assert describe_values("{dataset} {value:g}", full, sep=" and ") == "qasper 10 and trec 40"
+    assert describe_lines(own) == "full 10.0, 40.0; h2o+think 8.0, 42.0; h2o 9.0"
+    assert describe_lines(own, "{:.2f}", sep=" / ").startswith("full 10.00 / 40.00; ")

@@ -5,17 +5,17 @@ import json
 from kvbench.cli.main import main
 from kvbench.papers.report import reference
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.published_cells import published
+from kvbench.papers.spec.published_cells import read_published
 from kvbench.plan import presets
 
 
 def entry(paper, number):
-    return next(e for e in catalogue.paper(paper).entries if e.id == number)
+    return next(e for e in catalogue.read_paper(paper).entries if e.id == number)
 
 
 def test_every_value_of_every_preset_is_there_with_its_source():
-    page = reference.markdown(catalogue.chosen("all"))
-    names = {paper.preset for paper in catalogue.chosen("all")} - {""}
+    page = reference.markdown(catalogue.choose_papers("all"))
+    names = {paper.preset for paper in catalogue.choose_papers("all")} - {""}
     assert names == {*presets.available()} - {"kvpress"}  # which is no paper's
     for name in names:
         for setting in presets.settings(name):
@@ -25,14 +25,17 @@ def test_every_value_of_every_preset_is_there_with_its_source():
 
 
 def test_what_can_be_reproduced():
-    book = published()
-    assert reference.reproduction(entry("think", "figure1"), book) == "a drawing"
-    assert "without a model: averages, the memory column (32 values, 0 off)" in reference.reproduction(
+    book = read_published()
+    assert reference.describe_reproduction(entry("think", "figure1"), book) == "a drawing"
+    assert "without a model: averages, the memory column (32 values, 0 off)" in reference.describe_reproduction(
         entry("think", "7"), book
     )
-    assert reference.reproduction(entry("refreekv", "4"), book) == "with llama3-8b-instruct, mistral-7b-instruct-v0.3"
-    assert "not here: accelerate, deepspeed" in reference.reproduction(entry("qhitter", "2"), book)
-    assert reference.reproduction(entry("uncomp", "1"), book).endswith("; not here: mistral-7b-instruct")
+    assert (
+        reference.describe_reproduction(entry("refreekv", "4"), book)
+        == "with llama3-8b-instruct, mistral-7b-instruct-v0.3"
+    )
+    assert "not here: accelerate, deepspeed" in reference.describe_reproduction(entry("qhitter", "2"), book)
+    assert reference.describe_reproduction(entry("uncomp", "1"), book).endswith("; not here: mistral-7b-instruct")
 
 
 def test_the_verb(capsys):
@@ -49,5 +52,5 @@ def test_the_verb_as_json(capsys):
     (paper,) = json.loads(capsys.readouterr().out)
     assert (paper["paper"], paper["preset"]["name"]) == ("vatp", "vatp")
     assert [s["key"] for s in paper["settings"]] == [s.key for s in presets.settings("vatp")]
-    assert [e["title"] for e in paper["entries"]] == [e.title for e in catalogue.paper("vatp").entries]
+    assert [e["title"] for e in paper["entries"]] == [e.title for e in catalogue.read_paper("vatp").entries]
     assert all(s["verdict"] for s in paper["statements"])

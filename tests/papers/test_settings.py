@@ -4,7 +4,7 @@ import pytest
 
 from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec import row_knobs, table_spec
-from kvbench.papers.spec.row_knobs import StandIn, knobs
+from kvbench.papers.spec.row_knobs import StandIn, run_arguments
 
 SMALL = StandIn(length=1024, of=4096, layers=6, heads=8, dim=32)
 
@@ -31,22 +31,24 @@ SMALL = StandIn(length=1024, of=4096, layers=6, heads=8, dim=32)
     ],
 )
 def test_a_setting_as_knobs(method, setting, expected):
-    assert knobs(method, setting) == expected
+    assert run_arguments(method, setting) == expected
 
 
 def test_groups_fall_from_the_largest_to_the_smallest_printed_size():
-    actual = knobs("uncomp-group", "kv_size=384;groups=3;group_sizes=32/384/736")
+    actual = run_arguments("uncomp-group", "kv_size=384;groups=3;group_sizes=32/384/736")
     assert (actual["low"], actual["high"], actual["groups"], actual["kv_size"]) == ("32", "736", "3", "null")
 
 
 def test_a_stand_in_scales_tokens_heads_and_eigenvalues():
-    assert knobs("snapkv", "kv_size=384", SMALL) == {"kv_size": "96"}
-    assert knobs("uncomp-group", "kv_high=512;kv_low=12", SMALL) == {"high": "128", "low": "3"}
-    assert knobs("uncomp-group", "kv_high=512;deleted_heads=8", SMALL) == {"kv_size": "128", "delete": "2"}
-    assert knobs("uncomp-group", "kv_size=384;topk=all", SMALL)["top"] == "32"
-    assert knobs("refreekv", "frozen=0+1+31;t=0.01", SMALL)["frozen_layers"] == "[0,1,5]"
-    assert knobs("streamingllm", "budget=0.5", SMALL) == {"kv_ratio": "0.5"}  # fractions stay
-    assert knobs("h2o+think", "ratio=0.4;recent=0", SMALL)["method.think.recent"] == "0"  # nothing stays nothing
+    assert run_arguments("snapkv", "kv_size=384", SMALL) == {"kv_size": "96"}
+    assert run_arguments("uncomp-group", "kv_high=512;kv_low=12", SMALL) == {"high": "128", "low": "3"}
+    assert run_arguments("uncomp-group", "kv_high=512;deleted_heads=8", SMALL) == {"kv_size": "128", "delete": "2"}
+    assert run_arguments("uncomp-group", "kv_size=384;topk=all", SMALL)["top"] == "32"
+    assert run_arguments("refreekv", "frozen=0+1+31;t=0.01", SMALL)["frozen_layers"] == "[0,1,5]"
+    assert run_arguments("streamingllm", "budget=0.5", SMALL) == {"kv_ratio": "0.5"}  # fractions stay
+    assert (
+        run_arguments("h2o+think", "ratio=0.4;recent=0", SMALL)["method.think.recent"] == "0"
+    )  # nothing stays nothing
 
 
 def test_windows_of_a_preset_scale_down_to_two_tokens():
@@ -60,12 +62,12 @@ def test_windows_of_a_preset_scale_down_to_two_tokens():
 
 def test_an_unknown_setting_is_an_error_that_says_where_to_add_it():
     with pytest.raises(KvbenchError, match=r"novelty=3.*row_knobs\.py"):
-        knobs("snapkv", "kv_size=8;novelty=3")
+        run_arguments("snapkv", "kv_size=8;novelty=3")
 
 
 def test_every_setting_of_every_measured_table_is_known():
-    for table in table_spec.find("all"):
+    for table in table_spec.find_tables("all"):
         if table.measurable:
             for row in table.rows:
-                knobs(row.method, row.setting)
-                knobs(row.method, row.setting, SMALL)
+                run_arguments(row.method, row.setting)
+                run_arguments(row.method, row.setting, SMALL)

@@ -13,7 +13,7 @@ import pytest
 from kvbench.base.files import line_of
 from kvbench.cli.main import main
 from kvbench.papers.measured import coverage, grid, our_table, page, trace
-from kvbench.papers.measured.cell_view import view
+from kvbench.papers.measured.cell_view import build_view
 from kvbench.papers.spec import catalogue, stand_ins, table_spec
 from kvbench.papers.spec.table_spec import Column
 from kvbench.plan import presets, words
@@ -22,7 +22,7 @@ from kvbench.tasks.metrics import stats
 
 pytestmark = pytest.mark.e2e("reads every table")
 
-MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
+MEASURED = [t.id for t in table_spec.find_tables("all") if t.measurable]
 SMALL = ["limit=2", "length=256", "dataset.tiny.examples=2"]
 
 
@@ -45,9 +45,9 @@ def shown(capsys, *arguments):
 
 
 def test_all_tables_of_the_papers_are_declared():
-    assert len(table_spec.ids()) == 42
-    assert {t.paper for t in table_spec.find("all")} == set(catalogue.papers())
-    assert all(t.title and t.rows and t.columns for t in table_spec.find("all"))
+    assert len(table_spec.table_ids()) == 42
+    assert {t.paper for t in table_spec.find_tables("all")} == set(catalogue.paper_ids())
+    assert all(t.title and t.rows and t.columns for t in table_spec.find_tables("all"))
 
 
 @pytest.mark.parametrize("name", MEASURED)
@@ -76,7 +76,7 @@ def test_on_a_model_of_the_paper_numbers_are_those_printed():
 
 
 def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
-    seen = view(our_table.printed(table("think/4"), "tiny", "not run"))
+    seen = build_view(our_table.printed_table(table("think/4"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "kivi+think")
     cells = [line.row.cells[c.name].value for c in seen.ours.declared.scores]
     assert entries[-1].published == pytest.approx(sum(cells) / 16)
@@ -85,7 +85,7 @@ def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
 
 
 def test_relative_averages_are_those_of_refreekv():
-    seen = view(our_table.printed(table("refreekv/2"), "tiny", "not run"))
+    seen = build_view(our_table.printed_table(table("refreekv/2"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "refreekv" and "llama" in x[0].row.model)
     full = seen.ours.declared.full_row(line.row.model)
     shares = [line.row.cells[c.name].value / full.cells[c.name].value for c in seen.ours.declared.scores]
@@ -93,15 +93,15 @@ def test_relative_averages_are_those_of_refreekv():
 
 
 def test_the_papers_own_full_row_has_an_average_that_is_right():
-    seen = view(our_table.printed(table("refreekv/8"), "tiny", "not run"))
+    seen = build_view(our_table.printed_table(table("refreekv/8"), "tiny", "not run"))
     full = [entries[-1] for line, entries in seen.rows if line.row.method == "full"]
     assert [(e.published, e.stated) for e in full] == [(100, None)] * 3
-    wrong = view(our_table.printed(table("refreekv/2"), "tiny", "not run"))
+    wrong = build_view(our_table.printed_table(table("refreekv/2"), "tiny", "not run"))
     assert sum(e.stated is not None for _, row in wrong.rows for e in row) == 8
 
 
 def test_printed_shares_are_averaged_as_printed():
-    seen = view(our_table.printed(table("refreekv/1"), "tiny", "not run"))
+    seen = build_view(our_table.printed_table(table("refreekv/1"), "tiny", "not run"))
     line, entries = seen.rows[3]
     assert line.row.name == "h2o budget=0.2"
     assert [e.published_relative for e in entries[:-1]] == [3.2, 8.5, 96.5]
@@ -112,21 +112,21 @@ def test_printed_shares_are_averaged_as_printed():
 
 def test_the_interval_of_an_average_of_equal_scores_is_not_a_point():
     ones = np.ones((10, 2))
-    share, (low, high) = stats.share([ones, ones])
+    share, (low, high) = stats.share_of_full([ones, ones])
     assert (share, high) == (100, 100)
     assert low == pytest.approx(100 * 0.025 ** (1 / 20))
 
 
 def test_the_share_of_a_perplexity_has_an_interval():
     losses = np.array([[2.0, 1.9], [3.0, 2.8], [2.5, 2.5], [2.2, 2.1], [2.9, 2.6]] * 2)
-    share, (low, high) = stats.share([losses], log_losses=True)
+    share, (low, high) = stats.share_of_full([losses], log_losses=True)
     assert share == pytest.approx(100 * np.exp((losses[:, 1] - losses[:, 0]).mean()))
     assert low < share < high < 100
 
 
 def test_tiny_shows_its_own_tasks_each_once(store):
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
-    seen = view(ours)
+    seen = build_view(ours)
     assert [c.name for c in seen.columns] == ["needle", "hop", "listing", "labels", "multikey", "code", "avg"]
     _, entries = seen.rows[0]
     assert entries[-1].ours == pytest.approx(sum(e.ours for e in entries[:-1]) / 6)
@@ -138,7 +138,7 @@ def test_tiny_shows_its_own_tasks_each_once(store):
 def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
     ours = our_table.prepare(table("qhitter/3"), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.row.name for line in ours.lines] == ["full", "h2o+quant bits=4", "qhitter bits=4"]
-    assert coverage.count(view(ours)) == {
+    assert coverage.count_cells(build_view(ours)) == {
         "table": "qhitter/3",
         "model": "tiny",
         "measured": "0",
@@ -150,7 +150,7 @@ def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):
 def test_shares_are_paired_with_the_full_cache(store):
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     column = ours.declared.scores[3]
-    line, entries = view(ours).rows[0]
+    line, entries = build_view(ours).rows[0]
     ((_, cell),), ((_, full_cache),) = ours.cells(line, column), ours.full(line, column)
     scores = [s["score"] for s in ours.run.store.lines(cell.id).values()]
     full = [s["score"] for s in ours.run.store.lines(full_cache.id).values()]
@@ -172,8 +172,8 @@ def test_every_view_in_every_format(store, capsys, style, show):
 
 @pytest.mark.parametrize("name", ["refreekv/1", "refreekv/10", "uncomp/5", "think/4", "think/10"])
 def test_latex_has_no_sign_that_its_fonts_lack(name):
-    ours = our_table.printed(table(name), "tiny", "")
-    text = page.render(view(ours), "latex", "both" if ours.timings else "published")
+    ours = our_table.printed_table(table(name), "tiny", "")
+    text = page.render(build_view(ours), "latex", "both" if ours.timings else "published")
     lines = [line for line in text.splitlines() if not line.startswith("%")]
     assert all(line.isascii() for line in lines)
     assert not any(re.search(r"(?<!\\)[%_#]", line) for line in lines)
@@ -181,7 +181,7 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 
 
 def test_notes_say_what_the_view_shows(store):
-    seen = view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
+    seen = build_view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
     notes = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
     assert [show for show in notes if "per cent of its own full cache" in notes[show]] == [
         "both",
@@ -190,13 +190,13 @@ def test_notes_say_what_the_view_shows(store):
         "beside",
     ]
     assert "n = " not in notes["published"]
-    assert grid.title(seen, "published").endswith("as printed")
-    printed = " ".join(grid.notes(view(our_table.printed(table("think/4"), "tiny", "")), "published"))
+    assert grid.title_line(seen, "published").endswith("as printed")
+    printed = " ".join(grid.notes(build_view(our_table.printed_table(table("think/4"), "tiny", "")), "published"))
     assert "suspect" in printed and "stated: the average that the paper states" in printed
 
 
 def test_groups_of_tasks_stand_over_their_columns():
-    seen = view(our_table.printed(table("think/4"), "tiny", ""))
+    seen = build_view(our_table.printed_table(table("think/4"), "tiny", ""))
     lines = page.render(seen, "text", "published").splitlines()
     above, names = next((a, b) for a, b in pairwise(lines) if "single-document QA" in a)
     rule = next(line for line in lines[lines.index(names) :] if line.startswith("─"))
@@ -211,10 +211,10 @@ def test_groups_of_tasks_stand_over_their_columns():
 
 
 def test_groups_of_one_column_each_are_left_out(tmp_path):
-    seen = view(our_table.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
-    assert not any(grid.grid(seen, "both").groups)
+    seen = build_view(our_table.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
+    assert not any(grid.cell_texts(seen, "both").groups)
     for name in ("refreekv/2", "refreekv/8", "think/1", "vatp/1"):  # names of groups in folded pieces
-        lines = page.render(view(our_table.printed(table(name), "tiny", "")), "text").splitlines()
+        lines = page.render(build_view(our_table.printed_table(table(name), "tiny", "")), "text").splitlines()
         assert any("summarisation" in line for line in lines)
         assert max(map(len, lines)) <= 100
 
@@ -237,9 +237,9 @@ def test_json_has_what_csv_has_and_the_notes(store, capsys):
         {k: v for k, v in row.items() if v} for row in rows
     ]
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
-    assert len(result["notes"]) > 2 and result["notes"] == grid.notes(view(ours))
+    assert len(result["notes"]) > 2 and result["notes"] == grid.notes(build_view(ours))
     both = json.loads(shown(capsys, "vatp", f"results={store}", *SMALL, "--stored", "--json")[1])
-    assert [t["table"] for t in both] == [t.id for t in table_spec.find("vatp")]
+    assert [t["table"] for t in both] == [t.id for t in table_spec.find_tables("vatp")]
     assert main(["table", "think/4", "--json", "--plan"]) == 2 and "leave it out with" in capsys.readouterr().err
 
 
@@ -254,7 +254,7 @@ def test_an_average_traces_to_its_cells(store, capsys):
     arguments = ["think/4", f"results={store}", *SMALL, "--stored"]
     _, out = shown(capsys, *arguments, "--trace", "kivi bits=2", "avg")
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
-    seen = view(ours)
+    seen = build_view(ours)
     cells = {c.id for column in ours.declared.scores for _, c in ours.cells(ours.lines[0], column)}
     assert len(cells) == 6
     assert all(out.count(f"result {cell}") == 1 for cell in cells)
@@ -265,7 +265,7 @@ def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={tmp_path}", "limit=1"])
     line = ours.lines[0]
     lines = (replace(line, chain=None, skipped="another model"), *ours.lines)
-    out = trace.trace(replace(ours, lines=lines), line.row.name, "hop")
+    out = trace.trace_number(replace(ours, lines=lines), line.row.name, "hop")
     assert f"result {ours.cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
 
 

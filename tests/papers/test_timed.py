@@ -96,8 +96,8 @@ def test_rows_of_two_devices_share_no_table_and_no_ratio():
     # the latest row's device, whose base was not measured on it
     assert {c.device for c in shown} == {"another GPU"} and all(c.ratio is None for c in shown)
     declared = bench_spec.load("think", "10")
-    assert row_matching.others(declared, list(placed.values()), rows) == {"CPU a CPU, 1 thread": 2}
-    assert row_matching.workloads(declared, list(placed.values())) == [AT]
+    assert row_matching.count_others(declared, list(placed.values()), rows) == {"CPU a CPU, 1 thread": 2}
+    assert row_matching.list_workloads(declared, list(placed.values())) == [AT]
 
 
 def test_out_of_memory_and_what_is_not_run_are_said():
@@ -150,7 +150,7 @@ def test_a_stand_in_divides_what_is_declared_and_rounds_up():
     assert bench_spec.Scale().words() == "as in the paper"
 
 
-@pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
+@pytest.mark.parametrize(("paper", "table"), bench_spec.table_ids())
 def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     declared = bench_spec.load(paper, table)
     small = declared.scaled_for("tiny")
@@ -163,7 +163,7 @@ def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     rest = [f"{k}={v}" for k, v in arguments.items() if k not in OWN]
     cfg = config.read([*rest, "weights=random"])
     assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *arguments["peers"].split(",")}
-    assert max(workload.parse(w).prompt for w, _ in wanted) <= 2048
+    assert max(workload.parse_workload(w).prompt for w, _ in wanted) <= 2048
     # as on a GPU, by the same arguments
     options = dict(a.split("=", 1) for a in declared.words([]))
     assert options["model"] == declared.model and options["method"] == arguments["method"]
@@ -197,7 +197,7 @@ def test_the_script_measures_what_the_targets_are_about(dry):
     """Decoding of what compresses the prompt alone: 16k tokens, one row and eight, with and without a recorded step."""
     options = [dict(a.split("=", 1) for a in arguments.split()) for arguments in parts(dry)["targets"]]
     for arguments in options:
-        sizes = [workload.parse(w) for w in split_list(arguments["workloads"])]
+        sizes = [workload.parse_workload(w) for w in split_list(arguments["workloads"])]
         assert {s.batch for s in sizes} == {1, 8} and min(s.prompt for s in sizes) >= 16384
     assert {a.get("step", "plain") for a in options} == {"plain", "plain,graph"}
 
@@ -209,7 +209,7 @@ def test_a_reason_may_be_about_some_settings_alone():
     assert status == {"32": "missing", "512": "not run", "1024": "not run"}
 
 
-@pytest.mark.parametrize(("paper", "table"), bench_spec.tables())
+@pytest.mark.parametrize(("paper", "table"), bench_spec.table_ids())
 def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
     declared, built = bench_spec.load(paper, table), set()
     for arguments in parts(dry)[declared.results]:
@@ -236,11 +236,11 @@ def test_the_script_runs_and_what_it_measured_is_not_measured_again(tmp_path, ca
     small = environment(KVBENCH_GPU_TABLES_SMALL="1", FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
     done = subprocess.run([SCRIPT, "check"], capture_output=True, text=True, env=small, timeout=250)
     assert done.returncode == 0 and "TTFT" in done.stdout, done.stderr
-    rows = records.read(tmp_path / "check.jsonl")
+    rows = records.read_rows(tmp_path / "check.jsonl")
     assert [(r["method"], r["status"], r["marks"]) for r in rows] == [
         (name, "measured", ["integrated"]) for name in ("full", "kivi bits=4")
     ]
-    monkeypatch.setattr(architecture, "build", None)
+    monkeypatch.setattr(architecture, "build_model", None)
     (arguments,) = parts(done.stdout)["check"]
     assert main(["bench", "time", *arguments.split(), f"folder={tmp_path}", "name=check"]) == 0
-    assert records.read(tmp_path / "check.jsonl") == rows and capsys.readouterr().out in done.stdout
+    assert records.read_rows(tmp_path / "check.jsonl") == rows and capsys.readouterr().out in done.stdout

@@ -13,7 +13,7 @@ from kvbench.bench import records, request, timing
 from kvbench.cli.main import main
 from kvbench.kv.model_shape import Shape
 from kvbench.papers.measured import coverage, grid, our_table
-from kvbench.papers.measured.cell_view import view
+from kvbench.papers.measured.cell_view import build_view
 from kvbench.papers.report import tables as html_tables
 from kvbench.papers.spec import table_spec
 from kvbench.papers.timed import bench_spec, timings
@@ -21,7 +21,7 @@ from kvbench.papers.timed import bench_spec, timings
 pytestmark = pytest.mark.e2e("times tables")
 
 ROOT = Path(__file__).parents[2]
-TABLES = [t.id for t in table_spec.find("all") if t.kind == timings.KIND]
+TABLES = [t.id for t in table_spec.find_tables("all") if t.kind == timings.KIND]
 KIVI = "kivi bits=4/4;batch=300;prompt=160;gen=338"
 HALF = "kivi+think bits=4/4;ratio=0.5;batch=300;prompt=160;gen=338"
 
@@ -57,7 +57,7 @@ def think10(model, at, **more):
 
 @pytest.fixture
 def results(tmp_path):
-    records.append(tmp_path / "cpu" / "think10.jsonl", think10("tiny", "160+338x4"))
+    records.append_rows(tmp_path / "cpu" / "think10.jsonl", think10("tiny", "160+338x4"))
     return tmp_path
 
 
@@ -68,7 +68,7 @@ def shown(capsys, *arguments):
 
 
 def test_the_nine_tables_are_declared():
-    assert len(TABLES) == 9 and set(TABLES) == {f"{p}/{t}" for p, t in bench_spec.tables()}
+    assert len(TABLES) == 9 and set(TABLES) == {f"{p}/{t}" for p, t in bench_spec.table_ids()}
 
 
 def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys):
@@ -124,7 +124,7 @@ def test_a_number_traces_to_its_line_and_that_of_its_base(results, capsys):
 
 def test_rows_of_a_gpu_come_first_and_never_meet_those_of_a_cpu(results, capsys):
     both = think10("llama2-7b", "160+338x300", device="a GPU")[:1]
-    records.append(results / "gpu" / "think10.jsonl", both)
+    records.append_rows(results / "gpu" / "think10.jsonl", both)
     status, out = shown(capsys, "think/10", f"results={results}")
     assert status == 0 and "llama2-7b with random weights on a GPU" in out and "substitute" not in out.lower()
     # what is missing on the GPU is missing: the CPU's row is no substitute
@@ -135,7 +135,7 @@ def test_rows_of_a_gpu_come_first_and_never_meet_those_of_a_cpu(results, capsys)
 
 def test_a_cpus_rows_among_a_gpus_are_left_out(tmp_path, capsys):
     rows = [*think10("llama2-7b", "160+338x300"), *think10("llama2-7b", "160+338x300", device="a GPU", session="t")]
-    records.append(tmp_path / "gpu" / "think10.jsonl", rows)
+    records.append_rows(tmp_path / "gpu" / "think10.jsonl", rows)
     _, out = shown(capsys, "think/10", f"results={tmp_path}")
     assert "Left out: 3 rows of CPU a processor, 1 thread" in out
 
@@ -159,7 +159,7 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
         row("full", at, "tiny", cache_bytes=full) | {"dtype": "float32"},
         row("refreekv per=query_head", at, "tiny", cache_bytes=384 * 6 * (8 * 32 * 2 * 4 + 4)) | {"dtype": "float32"},
     ]
-    records.append(tmp_path / "cpu" / "refreekv10.jsonl", rows)
+    records.append_rows(tmp_path / "cpu" / "refreekv10.jsonl", rows)
     arguments = ["refreekv/10", f"results={tmp_path}", "--stored"]
     _, out = shown(capsys, *arguments, "--format", "csv")
     actual = {(r["method"], r["setting"], r["column"]): r["ours"] for r in csv.DictReader(io.StringIO(out))}
@@ -170,12 +170,12 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 
 
 def test_notes_of_timings_say_what_the_view_shows(results):
-    seen = view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
+    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
     notes = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
     assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta"]
     assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
     assert "the paper's over its own kivi" in notes["published"]
-    assert grid.title(seen, "published").endswith("as printed")
+    assert grid.title_line(seen, "published").endswith("as printed")
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -206,10 +206,10 @@ def test_what_is_missing_is_measured_once(tmp_path, monkeypatch, capsys):
         inputs = dict(w.split("=", 1) for w in words)
         requests.append(inputs)
         path = Path(inputs["folder"]) / f"{inputs['name']}.jsonl"
-        records.append(path, think10(inputs["model"], inputs["workloads"]))
+        records.append_rows(path, think10(inputs["model"], inputs["workloads"]))
         return [], path
 
-    monkeypatch.setattr(request, "measure", measure)
+    monkeypatch.setattr(request, "measure_rows", measure)
     assert main(["table", "think/10", f"results={tmp_path}", "repeats=1"]) == 0
     (inputs,) = requests
     assert inputs["workloads"] == "160+338x4" and inputs["method"] == "kivi,kivi+think" and inputs["device"] == "cpu"
@@ -244,34 +244,38 @@ def test_mistakes_are_named(arguments, message, results, capsys):
 
 def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
     rows = think10("tiny", "160+338x4")
-    records.append(tmp_path / "cpu" / "think10.jsonl", [*rows[:2], rows[2] | {"status": "refused", "reason": "why"}])
+    records.append_rows(
+        tmp_path / "cpu" / "think10.jsonl", [*rows[:2], rows[2] | {"status": "refused", "reason": "why"}]
+    )
     status, out = shown(capsys, "think/10", f"results={tmp_path}", "--stored")
     assert status == 1 and "✗ (0.83×)" in out and "✗ think+kivi ratio=0.5 bits=4 at 160+338x4: why" in out
 
 
 def test_the_report_shows_them(results):
     table = table_spec.load("think", "10")
-    text = html_tables.fragment(view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.table_as_html(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
-    records.append(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
-    text = html_tables.fragment(view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    records.append_rows(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
+    text = html_tables.table_as_html(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "on a GPU" in text and "CPU a processor" not in text
 
 
 def test_what_is_counted_of_a_table(results):
-    seen = view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
-    line = coverage.count(seen)
+    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    line = coverage.count_cells(seen)
     assert line == {"table": "think/10", "model": "tiny", "measured": "9", "refused": "0", "missing": "0"}
-    coverage.write(results / "tables", line | {"table": "think/9"})
-    coverage.write(results / "tables", line)
-    assert list(coverage.read(results / "tables")) == ["think/9", "think/10"]
-    none = coverage.count(view(our_table.prepare(table_spec.load("qhitter", "2"), "", [f"results={results}"])))
+    coverage.write_counts(results / "tables", line | {"table": "think/9"})
+    coverage.write_counts(results / "tables", line)
+    assert list(coverage.read_counts(results / "tables")) == ["think/9", "think/10"]
+    none = coverage.count_cells(
+        build_view(our_table.prepare(table_spec.load("qhitter", "2"), "", [f"results={results}"]))
+    )
     assert (none["measured"], none["missing"]) == ("0", "30")
 
 
 def test_the_list_says_what_is_measured(results, capsys):
-    seen = view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
-    coverage.write(results / "tables", coverage.count(seen) | {"refused": "2"})
+    seen = build_view(our_table.prepare(table_spec.load("think", "10"), "", [f"results={results}"]))
+    coverage.write_counts(results / "tables", coverage.count_cells(seen) | {"refused": "2"})
     assert main(["list", "tables", f"results={results}"]) == 0
     out = capsys.readouterr().out
     assert "(9 published; tiny: 9 measured, 2 refused)" in " ".join(out.split())
@@ -282,8 +286,8 @@ def test_the_list_says_what_is_measured(results, capsys):
 
 
 def test_the_list_covers_every_committed_table():
-    known = coverage.read(ROOT / "results" / "tiny")
-    assert set(known) == {t.id for t in table_spec.find("all") if t.measurable or t.kind == timings.KIND}
+    known = coverage.read_counts(ROOT / "results" / "tiny")
+    assert set(known) == {t.id for t in table_spec.find_tables("all") if t.measurable or t.kind == timings.KIND}
 
 
 def test_verifying_finds_one_altered_digit(tmp_path):
@@ -302,7 +306,7 @@ def test_verifying_finds_one_altered_digit(tmp_path):
     assert paper_tables.main(verify) == 1
     page.write_text(before)
     assert paper_tables.main(verify) == 0
-    changed = records.read(rows)
+    changed = records.read_rows(rows)
     for r in changed:
         if r["method"] == "kivi bits=4":
             r["quantities"]["tpot"]["median"] *= 1.1
@@ -317,7 +321,7 @@ def test_a_table_is_timed_for_real(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(timing.Trial, "ask", lambda *request, **options: {"allocated": 1, "reserved": 2})
     status, out = shown(capsys, "vatp/4", f"results={tmp_path}", "repeats=1", "warmup=0", "--format", "csv")
     assert status == 0
-    rows = {r["method"]: r for r in records.read(tmp_path / "cpu" / "vatp4.jsonl")}
+    rows = {r["method"]: r for r in records.read_rows(tmp_path / "cpu" / "vatp4.jsonl")}
     cells = [r for r in csv.DictReader(io.StringIO(out)) if "budget=0.25;gpu=a100-80g" in r["setting"]]
     quarter = next(m for m in rows if m.startswith("scissorhands+vatp half_ratio=0.125"))
     speeds = [rows[m]["quantities"]["throughput"]["median"] for m in (quarter, "full")]

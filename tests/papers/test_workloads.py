@@ -9,15 +9,15 @@ from kvbench.cli.main import main
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.evidence import evidence_by_measure
 from kvbench.papers.measured import coverage, grid, our_table, page
-from kvbench.papers.measured.cell_view import view
-from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.cell_view import build_view
+from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.spec import catalogue, row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
 from kvbench.tasks.metrics import metric, stats
 
 pytestmark = pytest.mark.e2e("measures every table on one example")
 
-MEASURED = [t.id for t in table_spec.find("all") if t.measurable]
+MEASURED = [t.id for t in table_spec.find_tables("all") if t.measurable]
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +47,17 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
     for line in ours.lines:
         for column in (c for c in ours.declared.scores if c.name in line.row.cells):
             assert line.refused or ours.cells(line, column), (line.row.name, column)
-            method = row_knobs.method_of(line.row.method, row_knobs.parse(line.row.setting))
-            knobs = sorted(row_knobs.knobs(line.row.method, line.row.setting).items())
-            own_knobs = {k: v for k, v in row_knobs.parse(line.row.setting).items() if k in ("shots", "context")}
+            method = row_knobs.method_of(line.row.method, row_knobs.parse_setting(line.row.setting))
+            knobs = sorted(row_knobs.run_arguments(line.row.method, line.row.setting).items())
+            own_knobs = {
+                k: v for k, v in row_knobs.parse_setting(line.row.setting).items() if k in ("shots", "context")
+            }
             if not line.refused:
                 ids = tuple(c.id for _, c in ours.cells(line, column))
                 rows.setdefault((method, str(knobs), str(own_knobs), column.dataset), set()).add(ids)
     assert all(len(ids) == 1 for ids in rows.values())
     units = {metric(g.task.metric).shown is None for g in ours.run.groups}
-    for line, entries in view(ours).rows if units == {True} else ():
+    for line, entries in build_view(ours).rows if units == {True} else ():
         printed = [e.published for e in entries if e.published]
         assert not printed or max(printed) > 1, line.row.name  # of 100
 
@@ -66,20 +68,20 @@ def test_shots_are_read_of_each_row(folder, data, tmp_path):
     assert len(set(cells)) == len(cells) == 4 * 3 * 2
     prompts = {g.column: g.examples[0].prompt for g in ours.run.groups}
     assert [prompts[f"xsum shots={n}"].count("###") for n in (0, 1, 3, 5)] == [1, 2, 4, 6]
-    assert coverage.count(view(ours))["missing"] == "24"
+    assert coverage.count_cells(build_view(ours))["missing"] == "24"
 
 
 def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
     ours = prepared(table("qhitter/3"), folder, data, tmp_path)
-    assert view(ours).rows[0][1][0].published == pytest.approx(17.1)
-    assert "17.1" in page.render(view(ours), show="published")
-    assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.notes(view(ours)))
-    coqa = view(our_table.printed(table("refreekv/7"), "x", ""))
+    assert build_view(ours).rows[0][1][0].published == pytest.approx(17.1)
+    assert "17.1" in page.render(build_view(ours), show="published")
+    assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.notes(build_view(ours)))
+    coqa = build_view(our_table.printed_table(table("refreekv/7"), "x", ""))
     assert next(e.printed for e in coqa.rows[1][1] if e.printed) == "25.0"
 
 
 def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
-    by_paper = {p: claims.sides(claims.load(p)) for p in claims.papers()}
+    by_paper = {p: claims.tables_of_sides(claims.load(p)) for p in claims.papers_with_claims()}
     for sides in by_paper.values():
         for side in sides:
             if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
@@ -93,7 +95,9 @@ def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
 
 def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data, tmp_path):
     ours = prepared(table("uncomp/4"), folder, data, tmp_path, "depths=50")
-    four, eight = (next(x for x in ours.lines if row_knobs.parse(x.row.setting)["context"] == c) for c in ("4k", "8k"))
+    four, eight = (
+        next(x for x in ours.lines if row_knobs.parse_setting(x.row.setting)["context"] == c) for c in ("4k", "8k")
+    )
     column = ours.declared.scores[0]
     lengths = [[int(g.task.id.partition("/")[2]) for g, _ in ours.cells(line, column)] for line in (four, eight)]
     assert lengths == [[1000, 2000, 3000, 3900], [1000, 2000, 3000, 3900, 5000, 6000, 7000, 7900]]
@@ -109,8 +113,8 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
         ours = prepared(table("refreekv/1"), folder, data, tmp_path)
     finally:
         (data / "away.csv").rename(data / "gpqa_main.csv")
-    assert grid.absent(ours) == ["gpqa is not here: dataset=gpqa needs gpqa_main.csv, which is not there"]
-    assert str(data) not in page.render(view(ours))
+    assert grid.reasons_for_absence(ours) == ["gpqa is not here: dataset=gpqa needs gpqa_main.csv, which is not there"]
+    assert str(data) not in page.render(build_view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
     assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column).status == "missing"
 
@@ -149,13 +153,13 @@ def test_where_the_full_cache_is_at_the_floor_no_share_is_shown():
     rare = np.zeros(20)
     rare[0] = 1.0  # 5 of 100, with an interval that reaches 0
     assert stats.at_floor(rare)
-    assert stats.share([np.stack([x, x], 1) for x in (rare, some)]).point == pytest.approx(100)
+    assert stats.share_of_full([np.stack([x, x], 1) for x in (rare, some)]).point == pytest.approx(100)
 
 
 def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, data, tmp_path):
     ours = prepared(table("vatp/2"), folder, data, tmp_path, "limit=1")
     experiment.measure(ours.run, quiet=True)
-    seen = view(ours)
+    seen = build_view(ours)
     _line, entries = seen.rows[0]
     floored = [e for e in entries if e.floor]
     assert floored and all(e.relative is None for e in floored)
@@ -168,33 +172,33 @@ def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, 
     assert "Δ" not in page.render(seen)
 
 
-@pytest.mark.parametrize("paper", catalogue.papers())
+@pytest.mark.parametrize("paper", catalogue.paper_ids())
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
-    monkeypatch.setattr(stand_ins, "depths", lambda size: few)
-    tables = [t for t in table_spec.find(paper) if t.measurable]
+    monkeypatch.setattr(stand_ins, "depth_knobs", lambda size: few)
+    tables = [t for t in table_spec.find_tables(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
     all_ours = []
-    for table in (*tables, *claims.sides(claims.load(paper))):
+    for table in (*tables, *claims.tables_of_sides(claims.load(paper))):
         datasets = {c.dataset for c in table.scores}
         more = [x for name in short.keys() & datasets for x in short[name]]
         answers = [] if "wikitext103" in datasets else ["max_new_tokens=2"]
         all_ours.append(prepared(table, folder, data, tmp_path, "limit=1", *more, *answers))
-    for run in joint(ours.run for ours in all_ours):
+    for run in join_runs(ours.run for ours in all_ours):
         experiment.fill(run, quiet=True)
     for ours in all_ours:
-        seen = view(ours)
+        seen = build_view(ours)
         for line, entries in seen.rows:
             scores = zip(seen.columns, entries, strict=True)
             states = {e.status for c, e in scores if c in ours.declared.scores} - {"none"}
             assert states == {"refused" if line.refused else "measured"}, (ours.declared.id, line.row.name)
 
 
-@pytest.mark.parametrize("paper", claims.papers())
+@pytest.mark.parametrize("paper", claims.papers_with_claims())
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     chosen = [c for c in claims.load(paper) if c.test != "elsewhere"]
-    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.sides(chosen)]
+    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.tables_of_sides(chosen)]
     for claim in chosen:
         by_points = evidence_by_measure(claim, tables)[claims.POINTS]
         assert len(by_points.cells) >= 2 or by_points.reason, claim.id
@@ -205,14 +209,14 @@ def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, da
     few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
     ours = our_table.prepare(table("vatp/2"), "llama2-7b-chat", few)
     experiment.measure(ours.run, quiet=True)
-    notes = " ".join(page.render(view(ours)).split())
+    notes = " ".join(page.render(build_view(ours)).split())
     assert not ours.stand_in and notes.count("Δ") > 2
     assert "°: other conditions than the paper's" in notes and "LongBench-E, ours are of LongBench's own split" in notes
     assert "max_new_tokens=2 here" in notes
     assert "prompt=" not in notes.partition("°: ")[2].partition("n = ")[0]
     chosen = our_table.prepare(table("think/4"), "llama2-7b-chat", [*few, "prompt=plain"])
     experiment.measure(chosen.run, quiet=True)
-    assert "prompt=plain here, think there" in " ".join(page.render(view(chosen)).split())
+    assert "prompt=plain here, think there" in " ".join(page.render(build_view(chosen)).split())
     cut = our_table.prepare(table("vatp/2"), "llama2-7b-chat", [*few, "max_length=900"])
     experiment.measure(cut.run, quiet=True)
-    assert "max_new_tokens=2 max_length=900 here" in " ".join(page.render(view(cut)).split())
+    assert "max_new_tokens=2 max_length=900 here" in " ".join(page.render(build_view(cut)).split())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvbench.base.example import Example
+from kvbench.base.example import Example, ScoredText
 from kvbench.cli.main import main
 from kvbench.plan.advice import about_prompts, at_floor
 from kvbench.tasks.base import Task
@@ -22,8 +22,8 @@ class Plain:
     chat_template = None
 
 
-def task(new=64, classes=(), metric="f1", tokens=(), chat=True):
-    example = Example("a", "p", ("x",), new, classes=classes, tokens=tokens)
+def task(new=64, classes=(), metric="f1", scored=None, chat=True):
+    example = Example("a", "p", ("x",), new, classes=classes, scored=scored)
     return Task("some/task", (example,), metric, "here", chat=chat)
 
 
@@ -33,7 +33,7 @@ def test_a_chat_model_without_its_template_is_told_of_once():
     assert about_prompts(PromptPolicy(), [task()], Plain()) == []
     # what a paper's scripts did is meant, a likelihood has no prompt, and the template is there
     assert about_prompts(PromptPolicy(name="think"), [task()], Chatty()) == []
-    assert about_prompts(PromptPolicy(), [task(tokens=(1, 2))], Chatty()) == []
+    assert about_prompts(PromptPolicy(), [task(scored=ScoredText((1, 2), prefix=1, divisor=1))], Chatty()) == []
     assert about_prompts(PromptPolicy(name="chat", template="skip"), [task()], Chatty()) == []
 
 

@@ -130,10 +130,10 @@ def test_answers_are_scored_as_kvpress_scores_them_and_score_reads_them_again(tm
     rows = (folder / "predictions.csv").read_text().splitlines()
     assert rows[1] == "e0,niah_multivalue,['11' '22' '44' '55'],\" 11, 22 and 33\",0.875"
     assert rows[2] == "e1,niah_multivalue,['1'],,0.875"
-    for predictions in imports.read(folder / "predictions.csv"):
+    for predictions in imports.read_predictions(folder / "predictions.csv"):
         name = scoring.choose_metric(predictions, "levenshtein", None)
         scored = scoring.score_file(predictions, name)
-        assert scoring.printed(name, scored.scores) == metrics[predictions.dataset]["string_match"]
+        assert scoring.printed_mean(name, scored.scores) == metrics[predictions.dataset]["string_match"]
 
 
 @pytest.mark.parametrize(

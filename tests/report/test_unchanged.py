@@ -190,7 +190,7 @@ def test_no_claim_is_decided_by_a_method_that_compressed_nothing(tmp_path, monke
     monkeypatch.setattr(claims, "load", lambda paper: ledger)
     prepared = claim_runner.prepare(["vatp"], "tiny", ["limit=2", f"results={tmp_path}"])
     claim_runner.measure(prepared)
-    verdicts = {v.claim.id: v for v in claim_runner.settle(prepared, "tiny")["points"]}
+    verdicts = {v.claim.id: v for v in claim_runner.reach_verdicts(prepared, "tiny")["points"]}
     for name in ("first", "second"):
         assert verdicts[name].verdict == "not testable here" and verdicts[name].mean is None
         assert "nothing was compressed by snapkv kv_ratio=1" in verdicts[name].reason

@@ -18,7 +18,7 @@ from kvbench.storage.format import Room, StoredRow
 from kvbench.storage.kernels import SWITCH, exact, softmax
 from kvbench.storage.kernels.softmax import Parts
 from kvbench.storage.packed_rows import PackedRows
-from kvbench.storage.row_segments import Ragged, RowSegment, flat, stack
+from kvbench.storage.row_segments import Ragged, RowSegment, flatten_rows, stack_rows
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not kernels.interpreted() else "cpu")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -110,7 +110,7 @@ def test_whole_segments_and_the_tail_are_under_one_softmax(both, dtype, h, group
         def cast(s):
             return Segment(s.k.to(dtype).to(kind), s.v.to(dtype).to(kind), s.positions)
 
-        both_halves = [stack([cast(s) for s in segments]), stack([cast(s) for s in reversed(segments)])]
+        both_halves = [stack_rows([cast(s) for s in segments]), stack_rows([cast(s) for s in reversed(segments)])]
         assert both_halves[0].longest == longest
         inputs = [x.to(dtype).to(kind) for x in (query, tail_k, tail_v)]
         return attend(inputs[0], both_halves, (inputs[1], inputs[2]), d**-0.5)[0]
@@ -148,7 +148,7 @@ def ragged(lengths, d, seed, thin=None):
 def test_ragged_heads_are_read_where_they_lie(both, dtype, thin, group, t):
     d, shapes = 24, [(33, 3), (0, 17), (17, 17)]
     segments = [ragged(lengths, d, seed, thin) for seed, lengths in enumerate(shapes)]
-    segment = flat(segments)
+    segment = flatten_rows(segments)
     assert segment.lengths.tolist() == [list(lengths) for lengths in shapes]
     query, tail_k, tail_v = (random(3, heads, m, d, seed=m) for heads, m in ((2 * group, t), (2, 4), (2, 4)))
 
@@ -164,7 +164,7 @@ def test_ragged_heads_are_read_where_they_lie(both, dtype, thin, group, t):
         actual, want = both(lambda at=rows: run(dtype, at), lambda at=rows: run(FP32, at))
         close(actual, want, dtype)
     if dtype == FP32:
-        close(actual[:1], attend(query[:1], [flat(segments[:1])], (tail_k[:1], tail_v[:1]), d**-0.5)[0])
+        close(actual[:1], attend(query[:1], [flatten_rows(segments[:1])], (tail_k[:1], tail_v[:1]), d**-0.5)[0])
 
 
 @pytest.mark.parametrize("stored", [2, 4])
@@ -280,7 +280,7 @@ def test_packed_steps_equal_the_plain_ones(both, name, bits, thin, lengths, h, g
 def test_the_logarithm_of_sums_is_that_of_the_logits():
     query, keys = random(2, 4, 1, 16), random(2, 2, 70, 16, seed=1)
     run = RowSegment(keys, keys)
-    cut = softmax.cut(query, 2, 70)
+    cut = softmax.cut_tokens(query, 2, 70)
     assert cut.count > 2
     parts = Parts.room(cut.count, query)
     exact.attend(query, run, 0.3, cut, parts)

@@ -16,7 +16,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.segment import Segment
 from kvbench.storage import kernels
 from kvbench.storage.kernels import SWITCH
-from kvbench.storage.row_segments import Ragged, flat
+from kvbench.storage.row_segments import Ragged, flatten_rows
 from kvbench.store.provenance import collect_provenance
 
 pytestmark = pytest.mark.e2e("compiles kernels")
@@ -136,9 +136,9 @@ def test_a_device_that_runs_no_kernel_is_left_to_plain_pytorch_with_a_warning(mo
 @grid("programs", [1, 8, 64, 5000])
 @grid("token_bytes", [32, 256, 512, 1024, 4096])
 def test_splits_cover_every_token_once(longest, programs, token_bytes):
-    from kvbench.storage.kernels.softmax import LEAST_SPAN, MOST_SPLITS, TILE_BYTES, splits
+    from kvbench.storage.kernels.softmax import LEAST_SPAN, MOST_SPLITS, TILE_BYTES, cut_runs
 
-    cut = splits(longest, programs, token_bytes, 132)
+    cut = cut_runs(longest, programs, token_bytes, 132)
     assert (cut.count - 1) * cut.span < longest <= cut.count * cut.span and 1 <= cut.count <= MOST_SPLITS
     assert cut.span % cut.block == 0 and cut.block in (16, 32, 64)
     assert cut.block == 16 or cut.block * token_bytes <= TILE_BYTES
@@ -157,7 +157,7 @@ def test_provenance_says_which_attention_it_was(monkeypatch):
 
 @pytest.mark.parametrize("counts", [[[5, 5], [3, 3], [0, 0]], [[5, 6], [3, 3], [0, 1]], [[7], [4], [2]]])
 def test_counts_of_rows(counts):
-    actual = kernels._numbers(counts, torch.device("cpu"))
+    actual = kernels._counts_on_device(counts, torch.device("cpu"))
     assert actual.tolist() == counts and actual.dtype == torch.int32 and actual.is_contiguous()
 
 
@@ -168,7 +168,7 @@ def test_rows_of_ragged_heads_move_up():
         k = torch.arange(start, start + sum(row)).float().view(1, -1, 1)
         stored.append(Segment(k, -k, torch.zeros(1, k.shape[1]).int(), torch.tensor(row, dtype=torch.int32)))
         start += sum(row)
-    segment = flat(stored)
+    segment = flatten_rows(stored)
     assert isinstance(segment, Ragged) and segment.starts.tolist() == [[0, 2, 2], [5, 6, 7], [8, 12, 14]]
     remaining = segment.rows(torch.tensor([0, 2]))
     assert remaining.k[:, 0].tolist() == [*range(5), *range(8, 19)] == (-remaining.v[:, 0]).tolist()

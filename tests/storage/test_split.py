@@ -3,7 +3,7 @@
 import torch
 from support.grids import grid
 
-from kvbench.kv.exact_attention import fusible
+from kvbench.kv.exact_attention import can_fuse
 from kvbench.kv.scale import LogitScale
 from kvbench.storage import attend, split
 from kvbench.storage.row_segments import RowSegment
@@ -37,7 +37,9 @@ SEGMENTS = {
 
 
 def in_parts(query, segments, tail):
-    return split.merged(split.over(query, segments, SCALE), split.causal(query, *tail, SCALE))
+    return split.merge_outputs(
+        split.attend_segments(query, segments, SCALE), split.attend_causally(query, *tail, SCALE)
+    )
 
 
 @grid("name", SEGMENTS)
@@ -61,6 +63,6 @@ def test_a_row_does_not_depend_on_its_place_in_a_batch():
 
 def test_what_is_attended_otherwise():
     query = random(1, 2, 1, D)
-    assert fusible(query, SCALE)
-    assert not fusible(query.bfloat16(), SCALE)
-    assert not fusible(query, LogitScale.of(SCALE, 30.0))
+    assert can_fuse(query, SCALE)
+    assert not can_fuse(query.bfloat16(), SCALE)
+    assert not can_fuse(query, LogitScale.of(SCALE, 30.0))

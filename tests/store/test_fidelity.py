@@ -124,19 +124,20 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
 
     (task,) = load("essays", windows="prefix", length=100)
     assert [e.id for e in task.examples] == ["fidelity-essays-100-a", "fidelity-essays-100-c"] and task.fidelity
-    assert {len(e.tokens) for e in task.examples} == {150} and task.examples[0].tokens[0] == tokenizer.bos_token_id
+    assert {len(e.scored.ids) for e in task.examples} == {150}
+    assert task.examples[0].scored.ids[0] == tokenizer.bos_token_id
     (task,) = load("essays", windows="llamacpp", length=None)
-    assert {len(e.tokens) for e in task.examples} == {512} and task.examples[0].meta["divisor"] == 255
+    assert {len(e.scored.ids) for e in task.examples} == {512} and task.examples[0].scored.divisor == 255
     first = len(tokenizer.encode((folder / "a.txt").read_text()))
-    assert 512 < first < 1024 and [e.meta["document"] for e in task.examples] == ["a", "c", "a"]
+    assert 512 < first < 1024 and [e.scored.document for e in task.examples] == ["a", "c", "a"]
     # the same windows and counted predictions, the first half read at once; documents take turns
     (half,) = load("essays", windows="halves", length=None)
-    assert [(e.id, e.tokens) for e in half.examples] == [(e.id, e.tokens) for e in task.examples]
+    assert [(e.id, e.scored.ids) for e in half.examples] == [(e.id, e.scored.ids) for e in task.examples]
     for one, other in zip(half.examples, task.examples, strict=True):
-        assert (one.meta["prefix"], other.meta["prefix"]) == (256, 1)
+        assert (one.scored.prefix, other.scored.prefix) == (256, 1)
         # the first token that is fed is predicted by the prompt; from the middle on 255 count
         assert (one.max_new_tokens, other.max_new_tokens) == (256, 511)
-        assert one.meta["scored_from"] == other.meta["scored_from"] == 256
+        assert one.scored.scored_from == other.scored.scored_from == 256
     with pytest.raises(UsageError, match="less than two windows of 4096"):
         load("essays", windows="llamacpp", length=4096)
     with pytest.raises(UsageError, match="no text of 9050 tokens: lower length="):

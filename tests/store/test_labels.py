@@ -8,7 +8,7 @@ from support.runs import run_json
 
 from kvbench.base.files import write_json
 from kvbench.cli.main import main
-from kvbench.cli.runs import _fold
+from kvbench.cli.runs import _break_text
 from kvbench.methods.core import registry
 from kvbench.plan import config, words
 from kvbench.report.listing import list_cells
@@ -134,7 +134,7 @@ def test_a_cell_says_in_what_it_differs_if_only_a_revision_or_a_calibration_does
 
 @pytest.mark.parametrize("text", ["/home/me/smollm2", "a/b", "/" + "x" * 60 + "/y", "/"])
 def test_a_path_keeps_its_slashes_when_it_is_folded(text):
-    assert "".join(_fold(text, "/")) == text
+    assert "".join(_break_text(text, "/")) == text
 
 
 def test_a_run_says_what_its_cells_are(tmp_path, capsys):

@@ -224,7 +224,7 @@ def test_looking_at_a_cell_never_keeps_a_process_from_measuring_it(tmp_path):
 
 def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path, monkeypatch):
     path, chosen = tmp_path / "lock-0", []
-    take = files._take
+    take = files._try_lock
 
     def late(fd, kind, name):
         if not chosen:
@@ -232,7 +232,7 @@ def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path,
         chosen.append(fd)
         return take(fd, kind, name)
 
-    monkeypatch.setattr(files, "_take", late)
+    monkeypatch.setattr(files, "_try_lock", late)
     stored = lock(path, 5.0)
     monkeypatch.undo()
     assert len(chosen) == 2

@@ -47,7 +47,7 @@ def test_too_few_examples_have_no_interval(tasks, interval):
 def test_a_difference_is_paired_by_prompt_and_a_mean_over_tasks():
     a = {"x": {"1": 1.0, "2": 1.0, "9": 0.0}, "y": {"1": 0.5}, "only a": {"1": 1.0}}
     b = {"x": {"1": 0.0, "2": 1.0}, "y": {"1": 1.0}}
-    assert leaderboard.difference(a, b) == (100 * (0.5 - 0.5) / 2, None)
+    assert leaderboard.points_between(a, b) == (100 * (0.5 - 0.5) / 2, None)
 
 
 def entry(method, withheld, score, kept):

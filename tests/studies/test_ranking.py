@@ -47,7 +47,7 @@ def test_ranks_are_those_of_the_better_direction_and_ties_share_theirs():
     ],
 )
 def test_kendalls_tau_by_hand(other, expected):
-    assert ranking.tau({"a": 1, "b": 2, "c": 3, "d": 4}, other) == (expected and pytest.approx(expected))
+    assert ranking.kendall_tau({"a": 1, "b": 2, "c": 3, "d": 4}, other) == (expected and pytest.approx(expected))
 
 
 def test_rows_are_compared_on_the_prompts_that_all_of_them_have():

@@ -57,7 +57,7 @@ def test_the_score_is_the_share_of_the_way_from_random_to_full():
     # full 1.0, random 0.2, the method 0.6 on every prompt: (0.6 - 0.2) / (1.0 - 0.2) = 1/2
     n = 10
     rows = [row("random", CHANCE, [0.2] * n), row("m", METHOD, [0.6] * n)]
-    by_name = {entry.name: entry for entry in scores.score(suite(), rows, full([1.0] * n))}
+    by_name = {entry.name: entry for entry in scores.score_rows(suite(), rows, full([1.0] * n))}
     assert by_name["m"].parts["p"].retained == pytest.approx(50.0)
     assert (by_name["random"].mean, by_name["random"].parts["p"].retained) == (0.0, 0.0)
     part = by_name["m"].parts["p"]
@@ -68,7 +68,7 @@ def test_the_score_is_the_share_of_the_way_from_random_to_full():
 def test_a_score_may_lie_below_random_and_above_full():
     n = 12
     rows = [row("random", CHANCE, [0.4] * n), row("worse", METHOD, [0.2] * n), row("better", METHOD, [0.9] * n)]
-    scored = scores.score(suite(), rows, full([0.8] * n))
+    scored = scores.score_rows(suite(), rows, full([0.8] * n))
     assert [entry.name for entry in scored] == ["better", "random", "worse"]
     assert scored[0].mean == pytest.approx(125.0) and scored[2].mean == pytest.approx(-50.0)
 
@@ -81,7 +81,7 @@ def test_divergences_are_scored_on_their_logarithm_between_random_and_the_floor(
     n = 8
     rows = [row("random", CHANCE, [None] * n, **with_kl(1.0)), row("m", METHOD, [None] * n, **with_kl(0.01))]
     rows.append(row("exact", METHOD, [None] * n, **with_kl(1e-9)))
-    by_name = {entry.name: entry for entry in scores.score(suite(KL), rows, full([None] * n))}
+    by_name = {entry.name: entry for entry in scores.score_rows(suite(KL), rows, full([None] * n))}
     # (ln 1 - ln 0.01) / (ln 1 - ln 0.0001) = 1/2; below the floor is the floor
     assert by_name["m"].mean == pytest.approx(50.0) and by_name["exact"].mean == pytest.approx(100.0)
     assert by_name["m"].parts["p"].raw == pytest.approx(0.01) and by_name["m"].parts["p"].full == pytest.approx(FLOOR)
@@ -91,7 +91,7 @@ def test_divergences_are_scored_on_their_logarithm_between_random_and_the_floor(
 def test_a_part_in_which_full_is_not_above_random_says_nothing():
     values = [0.0, 1.0] * 6
     rows = [row("random", CHANCE, values[::-1]), row("m", METHOD, values)]
-    (m,) = [entry for entry in scores.score(suite(), rows, full(values)) if entry.name == "m"]
+    (m,) = [entry for entry in scores.score_rows(suite(), rows, full(values)) if entry.name == "m"]
     assert m.parts["p"].retained is None and m.mean is None and m.rank is None
 
 
@@ -105,7 +105,7 @@ def test_rows_that_are_not_told_apart_share_a_rank():
         row("b", CONTROL, noisy),
         row("c", METHOD, base * 0.4),
     ]
-    ranks = {entry.name: entry.rank for entry in scores.score(suite(), rows, full(base * 0.5 + 0.5))}
+    ranks = {entry.name: entry.rank for entry in scores.score_rows(suite(), rows, full(base * 0.5 + 0.5))}
     assert ranks == {"a": 1, "b": 1, "c": 3, "random": 4}
 
 
@@ -113,7 +113,7 @@ def test_a_row_that_is_the_full_cache_has_no_rank():
     values = [1.0] * 10
     same = {"p": {"t": {i: replace(s, payload16=100.0, kept=float(s.n)) for i, s in answers(values)["t"].items()}}}
     rows = [row("random", CHANCE, [0.0] * 10), RowSamples(name="noop", budget=2, role=METHOD, parts=same)]
-    (noop,) = [entry for entry in scores.score(suite(), rows, full(values)) if entry.name == "noop"]
+    (noop,) = [entry for entry in scores.score_rows(suite(), rows, full(values)) if entry.name == "noop"]
     assert noop.nothing_compressed and noop.unchanged == 1.0 and noop.rank is None
 
 
@@ -123,19 +123,19 @@ def test_no_control_may_be_below_the_negative_one():
     low = [0.05, 0.1] * 10
     rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("c", CONTROL, low)]
     rows.append(row("m", METHOD, low))
-    scored = scores.score(suite(), rows, full([0.9, 1.0] * 10))
+    scored = scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))
     (problem,) = scores.check_negative(scored)
     assert problem.startswith("p at 1/2: c (") and "below the negative control first" in problem
     # a method may be below it, and the card says so
     assert {place.name for place in scores.below_negative(scored)} == {"c", "m"}
     assert any("Worse than the first tokens alone" in note and ": m (" in note for note in card.notes(suite(), scored))
     rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
-    assert scores.check_negative(scores.score(suite(), rows, full([0.9, 1.0] * 10))) == []
+    assert scores.check_negative(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
 
 
 def test_a_budget_without_random_tokens_has_no_scores():
     with pytest.raises(UsageError, match="1/2 has no row of random tokens"):
-        scores.score(suite(), [row("m", METHOD, [1.0] * 8)], full([1.0] * 8))
+        scores.score_rows(suite(), [row("m", METHOD, [1.0] * 8)], full([1.0] * 8))
 
 
 def test_the_interval_of_a_share_of_the_way_holds_the_truth():

@@ -16,7 +16,7 @@ from kvbench.models import load
 from kvbench.plan import config
 from kvbench.suite import definition, rows
 from kvbench.suite.definition import METHOD
-from kvbench.suite.verify import verify
+from kvbench.suite.verify import verify_folder
 
 pytestmark = pytest.mark.e2e("measures a suite")
 
@@ -75,8 +75,8 @@ def test_without_texts_all_but_the_answers_is_checked(measured, monkeypatch):
 
     monkeypatch.setattr("kvbench.suite.plan.prepare", missing)
     with pytest.raises(MissingData):
-        verify(measured)
-    checked = verify(measured, without_texts=True)
+        verify_folder(measured)
+    checked = verify_folder(measured, without_texts=True)
     assert not checked.problems and checked.numbers and not checked.answers and checked.unscored
 
 
@@ -103,21 +103,21 @@ def test_a_changed_answer_is_noticed(copied):
     entries = samples_of(copied)
     first_answer(entries)["prediction"] = "nothing of the kind"
     write_samples(copied, entries)
-    assert any("the answer to" in problem for problem in verify(copied).problems)
+    assert any("the answer to" in problem for problem in verify_folder(copied).problems)
 
 
 def test_a_changed_score_is_noticed(copied):
     entries = samples_of(copied)
     first_answer(entries)["score"] = 0.0
     write_samples(copied, entries)
-    assert any("scores 1.0, and 0.0 is stored" in problem for problem in verify(copied).problems)
+    assert any("scores 1.0, and 0.0 is stored" in problem for problem in verify_folder(copied).problems)
 
 
 def test_a_missing_sample_is_noticed(copied):
     entries = samples_of(copied)
     entries.remove(next(entry for entry in entries if "sample" in entry))
     write_samples(copied, entries)
-    assert any(problem.endswith(" is missing") for problem in verify(copied).problems)
+    assert any(problem.endswith(" is missing") for problem in verify_folder(copied).problems)
 
 
 def test_a_changed_number_is_noticed(copied, capsys):
@@ -135,7 +135,7 @@ def test_a_missing_control_is_noticed(copied):
     path = copied / "results.jsonl"
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["name"] != "firsttokens"]
     path.write_text("\n".join(kept) + "\n")
-    assert "the control firsttokens at 1/2 is missing" in verify(copied).problems
+    assert "the control firsttokens at 1/2 is missing" in verify_folder(copied).problems
 
 
 def test_another_prompt_is_noticed(copied, monkeypatch, tmp_path):
@@ -146,7 +146,7 @@ def test_another_prompt_is_noticed(copied, monkeypatch, tmp_path):
     changed = tmp_path / "lock.json"
     changed.write_text(json.dumps(lock))
     monkeypatch.setattr("kvbench.suite.lock.lock_path", lambda name: changed)
-    (problem,) = verify(copied).problems
+    (problem,) = verify_folder(copied).problems
     assert problem.startswith("retrieval: 1 of 10 prompts of tiny/needle are others")
     assert main(["suite", "tiny", "edition=quick", "method=snapkv", f"results={tmp_path}"]) == 2
 
@@ -159,7 +159,7 @@ def test_another_method_of_the_same_prompts_is_another_result(copied):
     (other,) = snapkv["results"]["distance"].values()
     snapkv["results"]["retrieval"] = {"tiny/needle": other}
     path.write_text("".join(json.dumps(row) + "\n" for row in stored))
-    assert any("measured on other prompts" in problem for problem in verify(copied).problems)
+    assert any("measured on other prompts" in problem for problem in verify_folder(copied).problems)
 
 
 def test_the_leaderboard_lists_committed_rows_of_full_editions(measured, tmp_path, monkeypatch):
@@ -194,7 +194,7 @@ def test_a_budget_is_the_largest_share_of_tokens_that_fits():
 def test_an_alias_of_a_control_is_a_row_of_its_own():
     suite = definition.load("tiny")
     shape = from_config(load.locate(config.configure({"model": "tiny"}).model).config)
-    names = [row.name for row in rows.rows(suite, ["q4_0_h", "q4_0"], {}, shape)]
+    names = [row.name for row in rows.make_rows(suite, ["q4_0_h", "q4_0"], {}, shape)]
     assert names.count("q4_0_h") == 1 and names.count("q4_0") == 1
 
 

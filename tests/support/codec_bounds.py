@@ -13,7 +13,7 @@ from kvbench.kv.codecs.floating import Fp8Codec
 from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
 from kvbench.kv.codecs.lloyd_max import LloydMax
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
-from kvbench.kv.rotation import basis
+from kvbench.kv.rotation import make_basis
 
 
 def half_error(stored):
@@ -182,7 +182,7 @@ def codec_bound(codec, x):
         slack = 2.0**-20 * x.double().abs().amax(dim=-1, keepdim=True)
         bound = (BOUNDS[type(codec)](codec, y) + slack).expand_as(y)
         return bound.norm(dim=-1, keepdim=True) if isinstance(codec, LloydMax) else bound
-    y = y @ basis(x.shape[-1], codec.rotate, codec.block, torch.device("cpu")).double()
+    y = y @ make_basis(x.shape[-1], codec.rotate, codec.block, torch.device("cpu")).double()
     bound = BOUNDS[type(codec)](codec, y).expand_as(y).norm(dim=-1, keepdim=True) + 2.0**-18 * length
     if isinstance(codec, ZeroPointInt4):  # rounded to the model's type once it is rotated
         bound = bound + length * torch.finfo(x.dtype).eps

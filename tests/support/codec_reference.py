@@ -11,7 +11,7 @@ from kvbench.kv.codecs.floating import Fp8Codec
 from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
 from kvbench.kv.codecs.lloyd_max import LloydMax, sketch
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
-from kvbench.kv.rotation import basis
+from kvbench.kv.rotation import make_basis
 
 CASES = (
     Fp8Codec(),
@@ -89,7 +89,7 @@ def read_back(codec, x):
 def token(codec, row, head, tensor_max):
     dtype, channels = row.dtype, len(row)
     if isinstance(codec, ZeroPointInt4) and codec.rotate != "none":
-        matrix = basis(channels, codec.rotate, codec.block, torch.device("cpu"))
+        matrix = make_basis(channels, codec.rotate, codec.block, torch.device("cpu"))
         turned = ((row.float() @ matrix) * channels**0.5).to(dtype)
         return (torch.tensor(zero_point(numbers(turned))) / channels**0.5 @ matrix.T).tolist()
     values = numbers(row)

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvbench
-from kvbench.tasks.longbench import TASKS, names
+from kvbench.tasks.longbench import TASKS, task_names
 
 EXAMPLES = 3
 WORDS = "the city of paris has a river and seven bridges . a river runs to the sea ."
@@ -76,7 +76,7 @@ def data(root: Path) -> Path:
     return longbench(root, "longbench")
 
 
-def longbench(root: Path, folder: str, wanted: tuple[str, ...] = names("en")) -> Path:
+def longbench(root: Path, folder: str, wanted: tuple[str, ...] = task_names("en")) -> Path:
     """Examples of LongBench's tasks in ``folder``, and prompts of our own in place of its official ones."""
     for name in wanted:
         rows = [

@@ -255,7 +255,7 @@ def test_a_damaged_lock_is_an_error(tmp_path, text):
 
 
 def test_every_entry_of_conf_says_what_status_shows():
-    sources = fetch.sources()
+    sources = fetch.sources_by_dataset()
     assert {"longbench", "longbench_e", "longbench_zh"} <= set(sources)
     for name, entry in sources.items():
         if entry is not None:
@@ -274,6 +274,6 @@ def test_fetched_files_are_those_that_the_loader_reads(tmp_path):
     ):
         files = {w.destination: w.alternative for w in fetch.source_of(dataset).files}
         folder = "longbench_mini" if "mini" in dataset else "longbench"
-        expected = dict(longbench.places(n, split, folder) for n in longbench.names(split))
+        expected = dict(longbench.file_places(n, split, folder) for n in longbench.task_names(split))
         official = {f"longbench/{n}": None for n in (longbench.PROMPTS, longbench.LENGTHS)}
         assert files == {**expected, **official}

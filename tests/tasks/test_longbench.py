@@ -125,7 +125,7 @@ def test_longbench_e_knows_its_ranges(root):
     fill(root, ["qasper"], ending="_e")
     task = load(root, "longbench_e", "qasper")[0]
     assert [e.meta["bucket"] for e in task.examples] == ["0-4k", "4-8k", "8k+", "8k+"]
-    assert [longbench.bucket(n) for n in (1, 3999, 4000, 7999, 8000)] == ["0-4k", "0-4k", "4-8k", "4-8k", "8k+"]
+    assert [longbench.length_bucket(n) for n in (1, 3999, 4000, 7999, 8000)] == ["0-4k", "0-4k", "4-8k", "4-8k", "8k+"]
 
 
 def test_the_backend_of_code_sim_is_a_knob_and_identity(root):

@@ -88,9 +88,9 @@ def test_words_are_those_of_the_text_that_end_in_the_scored_part(tmp_path, fast,
     expected = [sum(letters[n + 8] < end <= letters[n + 19] for end in ends) for n in range(0, len(ids) - 18, 19)]
     actual = [e.meta["words"] for e in task.examples]
     assert actual == expected and len(set(actual)) > 1
-    assert {e.meta["divisor"] for e in task.examples} == {sum(actual) / len(actual)}
+    assert {e.scored.divisor for e in task.examples} == {sum(actual) / len(actual)}
     # counting the pieces of the scored text counts a word once more wherever a part begins or ends inside it
-    assert sum(actual) < sum(len(tokenizer.decode(list(e.tokens[9:])).split()) for e in task.examples)
+    assert sum(actual) < sum(len(tokenizer.decode(list(e.scored.ids[9:])).split()) for e in task.examples)
 
 
 @pytest.mark.parametrize(

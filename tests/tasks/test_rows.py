@@ -3,7 +3,7 @@ import json
 import pytest
 
 from kvbench.base.errors import UsageError
-from kvbench.tasks.rows import FileRow, read
+from kvbench.tasks.rows import FileRow, read_rows
 
 
 def write(folder, name, content):
@@ -13,7 +13,7 @@ def write(folder, name, content):
 
 
 def values(path):
-    return [(row.place, dict(row.values)) for row in read(path)]
+    return [(row.place, dict(row.values)) for row in read_rows(path)]
 
 
 def test_three_formats(tmp_path):
@@ -47,16 +47,16 @@ def test_three_formats(tmp_path):
 def test_what_is_no_file_of_records(tmp_path, name, content, message):
     path = write(tmp_path, name, content)
     with pytest.raises(UsageError, match=message):
-        list(read(path))
+        list(read_rows(path))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
 def test_missing_files_and_folders(tmp_path, name):
     with pytest.raises(UsageError, match="there is no file"):
-        list(read(tmp_path / name))
+        list(read_rows(tmp_path / name))
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError, match="is a folder"):
-        list(read(tmp_path / name))
+        list(read_rows(tmp_path / name))
 
 
 def test_checked_access(tmp_path):

@@ -33,10 +33,10 @@ def test_each_task_mirrors_another_category_with_its_metric():
 
 @pytest.mark.parametrize("task", tiny.TASKS)
 def test_an_example_is_a_function_of_task_length_and_index(task):
-    first = tiny.example(task, 256, 7)
-    assert first == tiny.example(task, 256, 7)
+    first = tiny.make_example(task, 256, 7)
+    assert first == tiny.make_example(task, 256, 7)
     assert first.id == f"{task}-256-00007"
-    others = [tiny.example(task, 256, 8), tiny.example(task, 257, 7)]
+    others = [tiny.make_example(task, 256, 8), tiny.make_example(task, 257, 7)]
     assert first.prompt not in [other.prompt for other in others]
 
 
@@ -44,7 +44,7 @@ def test_an_example_is_a_function_of_task_length_and_index(task):
 @grid("length", LENGTHS)
 def test_prompts_have_exactly_the_length_asked_for(task, length, reader):
     for index in range(12):
-        example = tiny.example(task, length, index)
+        example = tiny.make_example(task, length, index)
         assert len(reader(example.prompt)["input_ids"]) == length
         assert 1 + tiny.count_tokens(example.prompt) == length
 
@@ -52,7 +52,7 @@ def test_prompts_have_exactly_the_length_asked_for(task, length, reader):
 @pytest.mark.parametrize("task", tiny.TASKS)
 def test_answers_have_two_tokens_and_follow_from_the_prompt(task, reader):
     for index in range(30):
-        example = tiny.example(task, 512, index)
+        example = tiny.make_example(task, 512, index)
         (answer,) = example.answers
         ids = reader(f" {answer}", add_special_tokens=False)["input_ids"]
         assert 2 <= len(ids) < example.max_new_tokens
@@ -64,20 +64,20 @@ def test_answers_have_two_tokens_and_follow_from_the_prompt(task, reader):
 def test_the_answer_repeats_the_fact_of_its_key():
     for index in range(30):
         for task, joint in (("needle", " "), ("multikey", " "), ("code", " "), ("labels", " ")):
-            example = tiny.example(task, 512, index)
+            example = tiny.make_example(task, 512, index)
             key = " ".join(example.prompt.split()[-2:])
             assert example.prompt.count(f"{key}{joint}{example.answers[0]}") == 1
-        example = tiny.example("hop", 512, index)
+        example = tiny.make_example("hop", 512, index)
         lab = example.answers[0].split()[0]
         assert f"{example.prompt.split()[-4]} works at the {lab} lab. " in example.prompt
         assert f" {example.answers[0].split('. ')[1]}. " in example.prompt
-        example = tiny.example("listing", 512, index)
+        example = tiny.make_example("listing", 512, index)
         for point in f"first: {example.answers[0]}".split(", "):
             assert f"key point {point}. " in example.prompt
 
 
 def test_needle_depths_are_spread_and_recorded():
-    examples = [tiny.example("needle", 1024, index) for index in range(50)]
+    examples = [tiny.make_example("needle", 1024, index) for index in range(50)]
     depths = sorted(float(example.meta["depth"]) for example in examples)
     assert depths[0] < 0.05 and depths[-1] > 0.9
     assert max(b - a for a, b in pairwise(depths)) < 0.06
@@ -94,7 +94,7 @@ def test_words_belong_to_one_list_so_that_a_key_is_found_once():
 
 def test_training_never_meets_an_evaluation_prompt(reader):
     prompts = {
-        reader.decode(reader(tiny.example(task, length, index).prompt)["input_ids"])
+        reader.decode(reader(tiny.make_example(task, length, index).prompt)["input_ids"])
         for task in tiny.TASKS
         for length in (64, 128)
         for index in range(200)
@@ -122,4 +122,4 @@ def test_needle_for_real_text_keeps_the_phrasing_of_the_suite():
 @pytest.mark.parametrize(("task", "length", "named"), [("nedle", 256, "needle"), ("needle", 8, "64..4096")])
 def test_wrong_requests_are_explained(task, length, named):
     with pytest.raises(ValueError, match=named):
-        tiny.example(task, length, 0)
+        tiny.make_example(task, length, 0)

@@ -5,7 +5,7 @@ from support.dataset_files import load, write_lines, write_table
 from kvbench.base.errors import UsageError
 from kvbench.tasks.base import own_wording
 from kvbench.tasks.metrics import score
-from kvbench.tasks.rows import read
+from kvbench.tasks.rows import read_rows
 
 SHOTS = """Q: How many legs does a spider have?
 A: A spider has eight legs.
@@ -85,7 +85,7 @@ def test_real_data():
     """The release at hand has 790 questions; those of published tables have 817, and the note says so."""
     path = data_path("TruthfulQA.csv")
     (task,) = load("truthfulqa", path.parent, file=path.name)
-    assert len(task.examples) == len(list(read(path))) == 790
+    assert len(task.examples) == len(list(read_rows(path))) == 790
     assert "817" in task.note
     first = task.examples[0]
     assert first.answers[0] == "The watermelon seeds pass through your digestive system"

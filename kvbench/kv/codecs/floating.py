@@ -89,11 +89,11 @@ class Fp8Codec(Codec):
             run=channels,
             group=channels,
             channels=channels,
-            table=_numbers(self.kind, codes.device),
+            table=_numbers_of_bytes(self.kind, codes.device),
         )
 
 
 @cache
-def _numbers(kind: str, device: torch.device) -> Tensor:
+def _numbers_of_bytes(kind: str, device: torch.device) -> Tensor:
     """Return the number [256] fp32 of each byte."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(TYPES[kind]).float()

@@ -41,7 +41,7 @@ class SymmetricInteger(Codec):
         levels = 2 ** (self.bits - 1)
         scale = self._token_scale(x.abs().amax(dim=-1, keepdim=True) / (levels - 1))
         # codes are computed with the stored scale, because a reader multiplies by that one
-        steps = x / _nonzero(scale)
+        steps = x / _infinity_for_zero(scale)
         steps = steps.trunc() if self.truncate else steps.round()
         codes = steps.clamp(-levels, levels - 1).to(torch.int8)
         if self.bits < 8:
@@ -81,7 +81,7 @@ class CentredInt8(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         centre, scale = ((low + high) / 2).half(), ((high - low) / 255).half()
-        steps = (x - centre.float()) / _nonzero(scale)
+        steps = (x - centre.float()) / _infinity_for_zero(scale)
         return {"codes": steps.round().clamp(-128, 127).to(torch.int8), "scale": scale, "centre": centre}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
@@ -191,7 +191,7 @@ def _token_levels(
     )
 
 
-def _nonzero(scale: Tensor) -> Tensor:
+def _infinity_for_zero(scale: Tensor) -> Tensor:
     """Return the scale as fp32, with infinity for 0: a value divided by it is then 0, not NaN."""
     step = scale.float()
     return step.masked_fill(step == 0, torch.inf)

@@ -29,7 +29,7 @@ POSITIVE = {
 
 
 @cache
-def _tables(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _centroids_and_borders(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the quantiser of N(0, 1): centroids [2^bits] and the borders [2^bits - 1] between them, both ascending."""
     positive = torch.tensor(POSITIVE[bits], dtype=torch.float64)
     centroids = torch.cat([-positive.flip(0), positive])
@@ -77,7 +77,7 @@ class LloydMax(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / (norm + 1e-8)
-        centroids, borders = _tables(self.code_bits, x.device)
+        centroids, borders = _centroids_and_borders(self.code_bits, x.device)
         root = x.shape[-1] ** 0.5
         # coordinates of y have variance 1 / C, so borders shrink by sqrt(C); right=True puts ties into the upper bucket
         codes = torch.bucketize(y, borders / root, right=True)
@@ -92,7 +92,7 @@ class LloydMax(Codec):
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         device = tensors["codes"].device
-        centroids, _ = _tables(self.code_bits, device)
+        centroids, _ = _centroids_and_borders(self.code_bits, device)
         codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")
         y = centroids[codes.long()] / channels**0.5
         if self.normed:
@@ -109,7 +109,7 @@ class LloydMax(Codec):
         # the sketch of the residual adds a product with a matrix
         if self.inner:
             return None
-        centroids, _ = _tables(self.code_bits, tensors["codes"].device)
+        centroids, _ = _centroids_and_borders(self.code_bits, tensors["codes"].device)
         scale = tensors["norm"].float()
         if not self.normed:
             scale = scale / channels**0.5

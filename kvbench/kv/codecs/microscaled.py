@@ -24,19 +24,19 @@ E4M3_MAX = 448.0  # the largest block scale that NVFP4 can store
 
 
 @cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def _values_and_borders(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values [16] of all codes, and the midpoints [7] between their magnitudes."""
     magnitudes = torch.tensor(LEVELS)
     # bit 3 of a code is the sign: codes 8 to 15 are the negative levels
     return torch.cat([magnitudes, -magnitudes]).to(device), torch.tensor(MIDPOINTS).to(device)
 
 
-def e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
+def encode_e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
     """Return the E2M1 codes of x as int64 in the shape of x. Bit 3 is the sign.
 
     Ties go to the even code, or to the larger magnitude if ``ties_up``.
     """
-    _, borders = _tables(x.device)
+    _, borders = _values_and_borders(x.device)
     magnitude = x.abs().contiguous()
     # right=True returns the code above a border, right=False the code below it; between borders both are the same
     codes = torch.bucketize(magnitude, borders, right=True)
@@ -100,10 +100,10 @@ class MicroscaledFp4(Codec):
         g: the scale of the whole tensor, which all blocks share.
         """
         # b = e4m3(absmax / (6 g))
-        scale = _e4m3(absmax / (LARGEST * g))
+        scale = _round_to_e4m3(absmax / (LARGEST * g))
         if self.four_over_six:
             # absmax / 4 puts the largest value on level 4, and avoids the wide gap between levels 4 and 6
-            larger = _e4m3(absmax / (4 * g))
+            larger = _round_to_e4m3(absmax / (4 * g))
             larger_is_better = _squared_error(x, larger, g) < _squared_error(x, scale, g)
             scale = torch.where(larger_is_better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
         return _scaled_codes(x, scale, g), scale.view(torch.uint8)
@@ -123,18 +123,18 @@ class MicroscaledFp4(Codec):
             exponent = power - (mantissa == 0.5).to(power.dtype)
         exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
         # 2^-127 is below fp32's normal range, so the division runs in fp64
-        codes = e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
+        codes = encode_e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
         return codes, (exponent + 127).to(torch.uint8)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         stored = tensors["scale"]
         scale = self._block_scale(stored, frozen)
         codes = unpack(tensors["codes"], 4, stored.shape[-1] * self.group, layout="stream")
-        blocks = _levels(codes).unflatten(-1, (-1, self.group))
+        blocks = _levels_of_codes(codes).unflatten(-1, (-1, self.group))
         return (blocks * scale[..., None]).flatten(-2)[..., :channels]
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
-        table, _ = _tables(tensors["codes"].device)
+        table, _ = _values_and_borders(tensors["codes"].device)
         return Levels(
             codes=tensors["codes"],
             scale=self._block_scale(tensors["scale"], frozen),
@@ -154,7 +154,7 @@ class MicroscaledFp4(Codec):
         return torch.exp2(stored.float() - 127)
 
 
-def _e4m3(scale: Tensor) -> Tensor:
+def _round_to_e4m3(scale: Tensor) -> Tensor:
     """Return block scales rounded to e4m3. The type has no infinity, so larger scales are clipped."""
     return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 
@@ -162,16 +162,16 @@ def _e4m3(scale: Tensor) -> Tensor:
 def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
     """Return the codes of x / (b g), for block scales b and the scale g of all blocks, or 0 where b g is 0."""
     step = block_scale.float() * g
-    return e2m1(x / step.masked_fill(step == 0, torch.inf))
+    return encode_e2m1(x / step.masked_fill(step == 0, torch.inf))
 
 
 def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
     """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] that is coded by scale b g."""
-    read_back = _levels(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
+    read_back = _levels_of_codes(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
     return (read_back - x).square().sum(dim=-1, keepdim=True)
 
 
-def _levels(codes: Tensor) -> Tensor:
+def _levels_of_codes(codes: Tensor) -> Tensor:
     """Return the fp32 levels that codes 0 to 15 stand for."""
-    levels, _ = _tables(codes.device)
+    levels, _ = _values_and_borders(codes.device)
     return levels[codes.long()]

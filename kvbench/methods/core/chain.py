@@ -291,7 +291,7 @@ class Chain:
         stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
         for stage in self.stages:
             stage.check_heads(stored_heads, model.shape.query_heads)
-            reason = _unsupported(stage, model)
+            reason = _why_unsupported(stage, model)
             if reason is not None:
                 raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
 
@@ -460,7 +460,7 @@ def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
     return None
 
 
-def _unsupported(stage: Stage, model: ModelTraits) -> str | None:
+def _why_unsupported(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
     reads_modules = _reads_modules(stage)
     reason = _unsupported_by_shape(stage, model.shape)
@@ -489,7 +489,9 @@ def _check_as_set(chain: Chain) -> None:
     selector = chain.selector
     if isinstance(selector, Selector) and selector.chooses_again:
         reason = refusal(selector)
-        knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
+        knob = "decode_budget"
+        if selector.decode_budget is None:
+            knob = "decode_ratio"
         selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
     if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
         # the test prompt is longer than any budget, because a shorter one might keep all its tokens

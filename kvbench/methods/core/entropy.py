@@ -25,7 +25,7 @@ EPSILON = 1.0
 """A new group of layers begins if the effective rank falls by more than this (equation 11, the paper's value)."""
 
 
-def spectrum(rows: Tensor) -> Tensor:
+def measure_spectrum(rows: Tensor) -> Tensor:
     """Return the eigenvalues [H, D] fp64 of each head's Sigma, largest first, from its rows [H, n, D].
 
     A row that equals the mean has no direction and counts as zero.
@@ -39,13 +39,13 @@ def spectrum(rows: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(sigma.double()).flip(-1).clamp(min=0)
 
 
-def entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
+def truncated_entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
     """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k; None: all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
 
-def ranks(values: Tensor) -> Tensor:
+def rank_heads(values: Tensor) -> Tensor:
     """Return each head's rank by values [..., H]: H - 1 is the largest. Among equals the lower head ranks higher."""
     order = values.sort(dim=-1, descending=True, stable=True).indices
     # the head at place i of the order gets the rank H - 1 - i
@@ -92,18 +92,18 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         """Add the statistics of one layer of one window."""
-        queries = spectrum(obs.queries(obs.n))
-        truncated = entropy(queries, top)
-        rank = ranks(truncated)
+        queries = measure_spectrum(obs.queries(obs.n))
+        truncated = truncated_entropy(queries, top)
+        rank = rank_heads(truncated)
         sums.add("entropy", obs.layer, truncated)
         # counts marks the half of the heads with the largest H_k (appendix A.4); a middle head is in the lower half
         sums.add("counts", obs.layer, rank >= heads - heads // 2)
         sums.add("ranks", obs.layer, rank)
         sums.add("spectra", obs.layer, queries)
-        all_spectra = (queries, spectrum(k), spectrum(v))
+        all_spectra = (queries, measure_spectrum(k), measure_spectrum(v))
         # erank = exp(H), eq. 10, averaged over heads: [3] for queries, keys and values
-        sums.add("erank", obs.layer, torch.stack([entropy(s).exp().mean() for s in all_spectra]))
-        sums.add("erank_k", obs.layer, torch.stack([entropy(s, top).exp().mean() for s in all_spectra]))
+        sums.add("erank", obs.layer, torch.stack([truncated_entropy(s).exp().mean() for s in all_spectra]))
+        sums.add("erank_k", obs.layer, torch.stack([truncated_entropy(s, top).exp().mean() for s in all_spectra]))
 
     count = 0
     for window in run.windows():
@@ -136,7 +136,7 @@ def group_sizes(heads: int, groups: int) -> list[int]:
     return sizes
 
 
-def assign(scores: Tensor, groups: int) -> list[int]:
+def assign_groups(scores: Tensor, groups: int) -> list[int]:
     """Return each head's group by scores [H].
 
     Group 0 takes the heads with the largest scores, group 1 the next, and so on. Of equal scores the lower head comes

@@ -85,7 +85,7 @@ def _code_of(cls: type[Knobs]) -> str | None:
     for c in classes:
         try:
             # follow the class's file and everything that it imports from its own folder
-            _follow(c.__module__, Path(inspect.getfile(c)).parent, modules)
+            _collect_imports(c.__module__, Path(inspect.getfile(c)).parent, modules)
         except (TypeError, OSError):
             try:
                 # a notebook has no file, but keeps the source of its cells
@@ -107,7 +107,7 @@ def is_own(module: str) -> bool:
     return package == PACKAGE and name in OWN
 
 
-def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
+def _collect_imports(name: str, folder: Path, modules: dict[str, bytes]) -> None:
     """Add to ``modules`` (name to source) a module that lies in ``folder``, and all modules there that it imports.
 
     The imports of these modules are followed as well. kvbench's own modules are left out.
@@ -130,4 +130,4 @@ def _follow(name: str, folder: Path, modules: dict[str, bytes]) -> None:
             imported = [base]
             imported += [f"{base}.{alias.name}" for alias in node.names]
         for module_name in imported:
-            _follow(module_name, folder, modules)
+            _collect_imports(module_name, folder, modules)

@@ -30,11 +30,11 @@ from kvbench.methods.core.kvpress_package import (
     BY_LAYER,
     MASKS,
     REMOVES,
-    canonical,
+    canonical_name,
     count_kept,
     fields_of,
     installed_version,
-    short,
+    short_name,
     types_of,
 )
 from kvbench.methods.core.statistics import at_heads
@@ -77,7 +77,7 @@ class PressSelector(Selector):
     @property
     def kind(self) -> str:
         """The outermost press by its name in ``kvpress:NAME``, such as ``adakv``."""
-        return short(self.types[0].__name__)
+        return short_name(self.types[0].__name__)
 
     def check(self) -> None:
         super().check()
@@ -180,7 +180,7 @@ class PressSelector(Selector):
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:
-        reads_all = any(short(t.__name__) == WITH_ATTENTION for t in self.types)
+        reads_all = any(short_name(t.__name__) == WITH_ATTENTION for t in self.types)
         return Needs(hidden=True, call=True, last_q=n if reads_all else 0)
 
     def _ratio(self, n: int, read: int, budget: int) -> float:
@@ -295,8 +295,8 @@ def stage_class(method: str) -> type[PressSelector]:
 
     Raises UsageError for a press that kvpress lacks, or that does not run here.
     """
-    if method != canonical(method):
-        return stage_class(canonical(method))
+    if method != canonical_name(method):
+        return stage_class(canonical_name(method))
     types = types_of(method)
     knobs: list[tuple[str, str, Any]] = []
     knob_names: set[str] = set()

@@ -53,7 +53,7 @@ class PressRecord(TypedDict):
 
 
 @cache
-def package() -> ModuleType:
+def import_package() -> ModuleType:
     """Return the package kvpress. Importing it leaves transformers as it was.
 
     On import kvpress wraps all of transformers' attention functions for good, so the plain ones are put back. Raises
@@ -73,59 +73,59 @@ def package() -> ModuleType:
     return module
 
 
-def presses() -> dict[str, type]:
+def presses_by_name() -> dict[str, type]:
     """Return kvpress's presses by the names that they have here: ``snapkv`` for SnapKVPress."""
-    base, scorer = package().BasePress, package().ScorerPress
+    base, scorer = import_package().BasePress, import_package().ScorerPress
     classes = {}
-    for value in vars(package()).values():
+    for value in vars(import_package()).values():
         # the two base classes score nothing themselves
         if isinstance(value, type) and issubclass(value, base) and value not in (base, scorer):
-            classes[short(value.__name__)] = value
+            classes[short_name(value.__name__)] = value
     return classes
 
 
-def short(name: str) -> str:
+def short_name(name: str) -> str:
     """Return the short name of a press, such as ``snapkv`` for ``SnapKVPress``, ``snap-kv`` or ``Snap_KV``."""
     return name.lower().replace("_", "").replace("-", "").removesuffix("press")
 
 
-def canonical(method: str) -> str:
+def canonical_name(method: str) -> str:
     """Return the one name of a method that may be typed in several ways: kvpress:SnapKVPress is ``kvpress:snapkv``."""
     words = ["kvpress"]
-    words += [short(name) for name in method.split(":")[1:]]
+    words += [short_name(name) for name in method.split(":")[1:]]
     return ":".join(words)
 
 
 def refusal(name: str, press: type) -> str:
     """Return why a press does not run here, or '' if it does."""
-    reasons = _facts()["refused"]
+    reasons = _read_facts()["refused"]
     if name in reasons:
         return reasons[name]
     if name in MASKS or name in REMOVES or name == BY_LAYER:
         return ""
-    if not issubclass(press, package().ScorerPress):
+    if not issubclass(press, import_package().ScorerPress):
         return "it does not score tokens"
     # kvpress calls this function to have a press read its file; a wrapper only hands the call on
-    own_init = getattr(press, "post_init_from_model", None) is not package().BasePress.post_init_from_model
+    own_init = getattr(press, "post_init_from_model", None) is not import_package().BasePress.post_init_from_model
     if own_init and not wraps_another(press):
         return "it reads a trained file of the model"
     return ""
 
 
 @cache
-def _facts() -> _PressFacts:
+def _read_facts() -> _PressFacts:
     """Return the facts in kvpress.yaml."""
     return cast(_PressFacts, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
-def listing() -> list[PressRecord]:
+def press_records() -> list[PressRecord]:
     """Return a record of every press of kvpress, by name."""
     items: list[PressRecord] = []
-    for name, press in sorted(presses().items()):
+    for name, press in sorted(presses_by_name().items()):
         there = "removed"
-        if name in _facts()["masked"]:
+        if name in _read_facts()["masked"]:
             there = "masked"
-        elif name in _facts()["zeroed"]:
+        elif name in _read_facts()["zeroed"]:
             there = "zeroed"
         press_id = f"kvpress:{name}"
         here = "stored for real"
@@ -148,7 +148,7 @@ def types_of(method: str) -> tuple[type, ...]:
     Raises UsageError, with the reason, for a press that kvpress lacks, one that does not run here, and presses that
     cannot stand inside each other.
     """
-    known, names = presses(), canonical(method).split(":")[1:]
+    known, names = presses_by_name(), canonical_name(method).split(":")[1:]
     for name in names:
         if name not in known:
             raise unknown("press of kvpress", name, known, listed_by="kvbench list kvpress")
@@ -163,7 +163,7 @@ def types_of(method: str) -> tuple[type, ...]:
             raise UsageError(f"method={method} wraps a press that scores tokens: name it, as in {method}:snapkv")
         if not wraps_another(outer) and inner is not None:
             raise UsageError(f"method={method}: {outer.__name__} wraps no other press")
-        if inner is not None and not issubclass(inner, package().ScorerPress):
+        if inner is not None and not issubclass(inner, import_package().ScorerPress):
             raise UsageError(f"method={method}: {outer.__name__} needs a press that scores tokens inside it")
     return types
 
@@ -207,4 +207,4 @@ def installed_version() -> str:
     try:
         return version("kvpress")
     except PackageNotFoundError:
-        return str(getattr(package(), "__version__", "unknown"))
+        return str(getattr(import_package(), "__version__", "unknown"))

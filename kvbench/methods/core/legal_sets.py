@@ -29,13 +29,14 @@ class Conflict(NamedTuple):
     """Two kinds of stages that cannot stand in one chain, and why.
 
     a, b: the two kinds.
-    reason: a format string with the ids of the stages, {a} and {b}, and the other words of ``_words``.
-    beside: the role of a third stage, {c}, without which the two do not conflict, or None if they always do.
+    reason: the function that returns the reason. It is called with the two stages, and with the third if there is
+        ``beside``.
+    beside: the role of a third stage without which the two do not conflict, or None if they always do.
     """
 
     a: Kind
     b: Kind
-    reason: str
+    reason: Callable[..., str]
     beside: Role | None = None
 
 
@@ -54,81 +55,176 @@ def kind(*roles: Role, **flags: bool) -> Kind:
     return is_of_kind
 
 
-AGAIN = kind("selector", chooses_again=True)
+chooses_again = kind("selector", chooses_again=True)
 """Selectors that choose again while decoding."""
-ROLLS = kind("selector", evicts=True, rolled=True)
+rolls = kind("selector", evicts=True, rolled=True)
 """Selectors that give stored keys new positions at every step."""
-PACKS_TOGETHER = kind("quantise", by_token=False)
+packs_together = kind("quantise", by_token=False)
 """Quantisers that pack several tokens together, or keep some exact for a while."""
-PACKS_HALF = kind("quantise", only=True)
+packs_half = kind("quantise", only=True)
 """Quantisers that pack only keys or only values."""
 
 
-def EVICTS(stage: Stage) -> bool:
+def evicts(stage: Stage) -> bool:
     """Return True if the stage evicts tokens while decoding, by itself or under a budget while decoding."""
-    return AGAIN(stage) or kind("selector", evicts=True)(stage)
+    return chooses_again(stage) or kind("selector", evicts=True)(stage)
 
 
-# the reasons: format strings with the words of ``_words``, some of which are joined in the tables below
-_EVICTING = "{a} evicts tokens while decoding as set here"
-_ROLLED = "method.{a}.{rolled} turns stored keys to new positions at every step, and {b} stores them "
-_ONLY_AFTER = "use a variant that evicts only after the prompt, without decode_budget or decode_ratio"
-_OWNER = (
-    "{owner} owns its quantiser, which packs every token that it keeps; {b} has nothing left to store: use h2o+{b}, or "
-    "{owner} alone"
-)
-_SHARER = (
-    "{a} shares logits between heads and holds keys for some of them only, which other methods cannot choose by: it is "
-    "written alone"
-)
-_BALANCER = "{a} divides one budget over layers that all read the whole prompt; use another selector"
-_LATENT_CHANNELS = (
-    "{b} removes channels of stored keys or values, and {a} stores none: its latents have no channels to rank; leave "
-    "out one of them"
-)
-_LATENT_CODES = (
-    "{b} packs keys and values as attention reads them, and {a} stores latents from before rotation; leave out one of "
-    "them"
-)
-_LATENT_SLOTS = ", from slots that hold each head's own keys, and the heads of a layer share the latents of {b}; "
-_TWO_WIDTHS = (
-    "; {c} then leaves new tokens whole, and {b} would have to pack them at another width: leave out {c} or {b}, or "
-)
-_HALF_PRUNED = (
-    "{a} drops channels of what {b} packs, and method.{b}.only={only} leaves half of the cache exact: leave out one of "
-    "the two"
-)
-_PARTLY_EXACT = (
-    ", and {b} as set here keeps some tokens exact beside packed ones: leave out method.{b}.decode=exact, residual and "
-    "exact_layers, or "
-)
-_GROUPED = ", and {b} packs tokens together, of which some leave before the others; "
-_MISSING = (
-    "{a} chooses again while decoding, by the last queries, and {b} leaves later layers without some of the last "
-    "tokens: leave out decode_budget or decode_ratio"
-)
-_WHOLE = "{b} leaves later layers only some of the tokens that {a} as set here cuts into whole chunks: use variant=fill"
+_EVICT_AFTER_PROMPT = "use a variant that evicts only after the prompt, without decode_budget or decode_ratio"
+
+# the reasons, one function for each conflict
+
+
+def _owns_its_quantiser(owner: Stage, other: Stage) -> str:
+    name = owner.id
+    if getattr(owner, "lam", None) == 1:
+        # the user may have written the alias
+        name += " (with lam=1: h2o+quant)"
+    return (
+        f"{name} owns its quantiser, which packs every token that it keeps; {other.id} has nothing left to store: use "
+        f"h2o+{other.id}, or {name} alone"
+    )
+
+
+def _shares_logits(sharer: Stage, other: Stage) -> str:
+    return (
+        f"{sharer.id} shares logits between heads and holds keys for some of them only, which other methods cannot "
+        "choose by: it is written alone"
+    )
+
+
+def _rebalances_layers(balancer: Stage, hidden: Stage) -> str:
+    return f"{balancer.id} divides one budget over layers that all read the whole prompt; use another selector"
+
+
+def _latents_have_no_channels(lowrank: Stage, pruner: Stage) -> str:
+    return (
+        f"{pruner.id} removes channels of stored keys or values, and {lowrank.id} stores none: its latents have no "
+        "channels to rank; leave out one of them"
+    )
+
+
+def _latents_are_not_packed(lowrank: Stage, quantiser: Stage) -> str:
+    return (
+        f"{quantiser.id} packs keys and values as attention reads them, and {lowrank.id} stores latents from before "
+        "rotation; leave out one of them"
+    )
+
+
+def _evicts_latents(selector: Stage, lowrank: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here, from slots that hold each head's own keys, and the "
+        f"heads of a layer share the latents of {lowrank.id}; {_EVICT_AFTER_PROMPT}"
+    )
+
+
+def _rolls_thin_keys(selector: Stage, pruner: Stage) -> str:
+    knob = _rolling_knob(selector)
+    return (
+        f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {pruner.id} stores them "
+        f"without some of the channels that turn together: leave out {knob}"
+    )
+
+
+def _evicts_partly_exact(selector: Stage, quantiser: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} as set here keeps some tokens "
+        f"exact beside packed ones: leave out method.{quantiser.id}.decode=exact, residual and exact_layers, or "
+        f"{_EVICT_AFTER_PROMPT}"
+    )
+
+
+def _evicts_packed_groups(selector: Stage, quantiser: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} packs tokens together, of which "
+        f"some leave before the others; {_EVICT_AFTER_PROMPT}"
+    )
+
+
+def _rolls_packed_keys(selector: Stage, quantiser: Stage) -> str:
+    knob = _rolling_knob(selector)
+    return (
+        f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {quantiser.id} stores them "
+        f"packed: leave out {knob}"
+    )
+
+
+def _evicts_masked(selector: Stage, mask: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here, and {mask.id} masks caches that only grow; "
+        f"{_EVICT_AFTER_PROMPT}"
+    )
+
+
+def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here; {pruner.id} then leaves new tokens whole, and "
+        f"{quantiser.id} would have to pack them at another width: leave out {pruner.id} or {quantiser.id}, or "
+        f"{_EVICT_AFTER_PROMPT}"
+    )
+
+
+def _prunes_exact_half(pruner: Stage, quantiser: Stage) -> str:
+    return (
+        f"{pruner.id} drops channels of what {quantiser.id} packs, and {_only_knob(quantiser)} leaves half of the "
+        "cache exact: leave out one of the two"
+    )
+
+
+def _needs_whole_chunks(selector: Stage, hidden: Stage) -> str:
+    return (
+        f"{hidden.id} leaves later layers only some of the tokens that {selector.id} as set here cuts into whole "
+        "chunks: use variant=fill"
+    )
+
+
+def _needs_last_queries(selector: Stage, hidden: Stage) -> str:
+    return (
+        f"{selector.id} chooses again while decoding, by the last queries, and {hidden.id} leaves later layers without "
+        "some of the last tokens: leave out decode_budget or decode_ratio"
+    )
+
+
+def _evicts_half_packed(selector: Stage, quantiser: Stage) -> str:
+    return (
+        f"{selector.id} evicts tokens while decoding as set here, from a cache of one format: leave out "
+        f"{_only_knob(quantiser)}"
+    )
+
+
+def _rolling_knob(selector: Stage) -> str:
+    """Return the knob that rolls positions, as the user may have typed it."""
+    if getattr(selector, "mode", "") == "rolled":
+        # StreamingLLM has a knob of its own for it
+        return "mode=rolled"
+    return "positions=rolled"
+
+
+def _only_knob(quantiser: Stage) -> str:
+    """Return the knob by which a quantiser packs only keys or only values."""
+    return f"method.{quantiser.id}.only={getattr(quantiser, 'only', '')}"
+
 
 ALWAYS = (
-    Conflict(kind("selector", packs=True), kind("prune", "quantise"), _OWNER),
-    Conflict(kind("share"), kind(), _SHARER),
-    Conflict(kind(rebalances=True), kind("hidden"), _BALANCER),
+    Conflict(kind("selector", packs=True), kind("prune", "quantise"), _owns_its_quantiser),
+    Conflict(kind("share"), kind(), _shares_logits),
+    Conflict(kind(rebalances=True), kind("hidden"), _rebalances_layers),
 )
 """Conflicts whatever the knobs."""
 AS_SET = (
-    Conflict(kind("lowrank"), kind("prune"), _LATENT_CHANNELS),
-    Conflict(kind("lowrank"), kind("quantise"), _LATENT_CODES),
-    Conflict(EVICTS, kind("lowrank"), _EVICTING + _LATENT_SLOTS + _ONLY_AFTER),
-    Conflict(ROLLS, kind("prune"), _ROLLED + "without some of the channels that turn together: leave out {rolled}"),
-    Conflict(EVICTS, kind("quantise", partly_exact=True), _EVICTING + _PARTLY_EXACT + _ONLY_AFTER),
-    Conflict(EVICTS, PACKS_TOGETHER, _EVICTING + _GROUPED + _ONLY_AFTER),
-    Conflict(ROLLS, kind("quantise"), _ROLLED + "packed: leave out {rolled}"),
-    Conflict(EVICTS, kind("mask"), _EVICTING + ", and {b} masks caches that only grow; " + _ONLY_AFTER),
-    Conflict(EVICTS, kind("quantise"), _EVICTING + _TWO_WIDTHS + _ONLY_AFTER, beside="prune"),
-    Conflict(kind("prune"), PACKS_HALF, _HALF_PRUNED),
-    Conflict(kind("selector", whole=True), kind("hidden"), _WHOLE),
-    Conflict(AGAIN, kind("hidden"), _MISSING),
-    Conflict(EVICTS, PACKS_HALF, _EVICTING + ", from a cache of one format: leave out method.{b}.only={only}"),
+    Conflict(kind("lowrank"), kind("prune"), _latents_have_no_channels),
+    Conflict(kind("lowrank"), kind("quantise"), _latents_are_not_packed),
+    Conflict(evicts, kind("lowrank"), _evicts_latents),
+    Conflict(rolls, kind("prune"), _rolls_thin_keys),
+    Conflict(evicts, kind("quantise", partly_exact=True), _evicts_partly_exact),
+    Conflict(evicts, packs_together, _evicts_packed_groups),
+    Conflict(rolls, kind("quantise"), _rolls_packed_keys),
+    Conflict(evicts, kind("mask"), _evicts_masked),
+    Conflict(evicts, kind("quantise"), _evicts_two_widths, beside="prune"),
+    Conflict(kind("prune"), packs_half, _prunes_exact_half),
+    Conflict(kind("selector", whole=True), kind("hidden"), _needs_whole_chunks),
+    Conflict(chooses_again, kind("hidden"), _needs_last_queries),
+    Conflict(evicts, packs_half, _evicts_half_packed),
 )
 """Conflicts of stages as their knobs are set."""
 
@@ -160,25 +256,15 @@ def check_set(stages: Sequence[Stage]) -> None:
 
 def refuse_conflicts(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for the first of ``conflicts`` that two of the stages have."""
+    method = "+".join(s.id for s in stages)
     for conflict in conflicts:
         # one stage may be of both kinds, but is in no conflict with itself
         a = next((s for s in stages if conflict.a(s)), None)
         b = next((s for s in stages if s is not a and conflict.b(s)), None)
+        if a is None or b is None:
+            continue
+        if conflict.beside is None:
+            raise UsageError(f"method={method!r}: {conflict.reason(a, b)}")
         c = next((s for s in stages if s.role == conflict.beside), None)
-        if a is not None and b is not None and (c is not None or conflict.beside is None):
-            method = "+".join(s.id for s in stages)
-            raise UsageError(f"method={method!r}: {conflict.reason.format(**_words(a, b, c))}")
-
-
-def _words(a: Stage, b: Stage, c: Stage | None) -> dict[str, str]:
-    """Return {name: text} for the braces in a reason: ids of the stages, and knobs as the user may have typed them."""
-    owner = a.id
-    if getattr(a, "lam", None) == 1:
-        # the user may have written the alias
-        owner += " (with lam=1: h2o+quant)"
-    rolled = "positions=rolled"
-    if getattr(a, "mode", "") == "rolled":
-        # StreamingLLM has a knob of its own for the same thing
-        rolled = "mode=rolled"
-    third = "" if c is None else c.id
-    return {"a": a.id, "owner": owner, "b": b.id, "c": third, "rolled": rolled, "only": str(getattr(b, "only", ""))}
+        if c is not None:
+            raise UsageError(f"method={method!r}: {conflict.reason(a, b, c)}")

@@ -101,7 +101,7 @@ class LowRankStage(Stage):
                 # the first is the one that has not been used for longest
                 factorings.popitem(last=False)
         factorings.move_to_end(key)
-        with lowrank.swapped(model, factorings[key]):
+        with lowrank.swap_projections(model, factorings[key]):
             yield
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:

@@ -5,7 +5,7 @@ Shapes: H stored heads, n prompt tokens, L stored tokens, D head dimension, N to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -16,7 +16,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.own_values import NoValues, are_stored
 from kvbench.kv.packed import Packed
-from kvbench.kv.partly_packed import Codes, Residual, encode, side_by_side
+from kvbench.kv.partly_packed import Codes, Residual, pack_first_tokens, side_by_side
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.core.contract import Block
 from kvbench.methods.core.knobs import knob, one_of
@@ -25,6 +25,10 @@ from kvbench.storage.roles import Coder, Packer
 
 if TYPE_CHECKING:
     from kvbench.methods.core.pruner import ChannelPruner
+
+
+Pack = Callable[[torch.Tensor], Packed]
+"""A function that packs tokens [H, n, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,36 +190,48 @@ class Quantiser(Stage, Packer):
         ``counts`` [H] are the packed tokens of each head where heads are ragged, None otherwise. Packed tokens keep the
         ``channels`` [H, T], or all if it is None. ``residual`` says how many of the newest tokens stay exact.
         """
-        pack: Callable[[torch.Tensor], Packed]
+        t = segment.k if half == "k" else segment.v
+        pack_heads = self._packer(segment, half)
+        if segment.lengths is not None:
+            return _pack_ragged(t.split(segment.lengths.tolist(), dim=1), pack_heads, residual, channels)
+        codes, exact = pack_first_tokens(t, pack_heads(slice(None)), residual.packed(segment.tokens), channels)
+        return codes, None, exact
+
+    def _packer(self, segment: Segment, half: Literal["k", "v"]) -> Callable[[slice], Pack]:
+        """Return a function that takes a slice of heads and returns the packing function of their keys or values."""
+        pack: Pack
         if half == "k":
             t, pack = segment.k, self.pack_keys
         else:
             t, pack = segment.v, self.pack_values
-        frozen = None
-        if are_stored(t):
-            frozen = self.frozen(half, t, segment.lengths)
-        else:
-            pack = NoValues  # keys are their own values
+        if not are_stored(t):
+            # keys are their own values
+            return lambda heads: NoValues
+        frozen = self.frozen(half, t, segment.lengths)
+        if frozen is None:
+            return lambda heads: pack
+        # the scales that the prompt has settled
+        return lambda heads: partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
 
-        def packer_of(heads: slice) -> Callable[[torch.Tensor], Packed]:
-            """Return the function that packs tokens of these heads, by the scales that the prompt has settled."""
-            if frozen is None:
-                return pack
-            return partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
 
-        if segment.lengths is None:
-            codes, exact = encode(t, packer_of(slice(None)), residual.packed(segment.tokens), channels)
-            return codes, None, exact
-        # ragged heads are packed one by one, and stored one after the other
-        codes_by_head: list[Packed] = []
-        exact_by_head: list[torch.Tensor] = []
-        for h, tokens in enumerate(t.split(segment.lengths.tolist(), dim=1)):
-            head = slice(h, h + 1)
-            head_channels = None
-            if channels is not None:
-                head_channels = channels[head]
-            head_codes, head_exact = encode(tokens, packer_of(head), residual.packed(tokens.shape[1]), head_channels)
-            codes_by_head.append(head_codes)
-            exact_by_head.append(head_exact)
-        codes, counts = side_by_side(codes_by_head)
-        return codes, counts, torch.cat(exact_by_head, dim=1)
+def _pack_ragged(
+    tokens_by_head: Sequence[torch.Tensor],
+    pack_heads: Callable[[slice], Pack],
+    residual: Residual,
+    channels: torch.Tensor | None,
+) -> tuple[Packed, torch.Tensor, torch.Tensor]:
+    """Pack the tokens [1, n, D] of heads one by one, and return (codes, counts [H], exact tokens) side by side."""
+    codes_by_head: list[Packed] = []
+    exact_by_head: list[torch.Tensor] = []
+    for h, tokens in enumerate(tokens_by_head):
+        head = slice(h, h + 1)
+        head_channels = None
+        if channels is not None:
+            head_channels = channels[head]
+        head_codes, head_exact = pack_first_tokens(
+            tokens, pack_heads(head), residual.packed(tokens.shape[1]), head_channels
+        )
+        codes_by_head.append(head_codes)
+        exact_by_head.append(head_exact)
+    codes, counts = side_by_side(codes_by_head)
+    return codes, counts, torch.cat(exact_by_head, dim=1)

@@ -78,7 +78,7 @@ class Functions:
     def __init__(self, with_code: bool = False) -> None:
         """Note the functions. ``with_code`` also notes the code object of each, which takes longer."""
         self._before: dict[str, dict[str, object]] = {}
-        for name, owner in _owners().items():
+        for name, owner in _owners_by_name().items():
             # a class's namespace is a read-only view, which copies itself far faster than dict() copies it
             self._before[name] = vars(owner).copy()
         self._tables = {name: dict(table) for name, table in TABLES.items()}
@@ -86,8 +86,8 @@ class Functions:
         self._with_code = with_code
         self._codes: list[FunctionCode] = []
         if with_code:
-            for owner in _owners().values():
-                self._codes += _codes(owner)
+            for owner in _owners_by_name().values():
+                self._codes += _functions_with_code(owner)
 
     def restored(self) -> str:
         """Put back the functions that were replaced since. Return the name of one of them, or ''."""
@@ -105,11 +105,11 @@ class Functions:
             if function.__code__ is not code:
                 function.__code__ = code
                 replaced = replaced or f"the code of {function.__module__}.{function.__qualname__}"
-        for name, owner in _owners().items():
+        for name, owner in _owners_by_name().items():
             before = self._before.get(name)
             # the built-in functions were put back above, so that their namespace shows no change any more
             now: Mapping[str, object] = built_in if owner is builtins else vars(owner)
-            if before is None or _same(now, before):
+            if before is None or _is_unchanged(now, before):
                 continue
             for key in _replaced_names(owner, now, before):
                 if key in before:
@@ -134,7 +134,7 @@ class Functions:
         for owner_name, owner in _owners_in(name, module).items():
             self._before[owner_name] = dict(vars(owner))
             if self._with_code:
-                self._codes += _codes(owner)
+                self._codes += _functions_with_code(owner)
 
     def _leave_modes(self) -> str:
         """Leave the modes of torch that were entered since. Return the words for one of them, or ''."""
@@ -189,10 +189,10 @@ def replacing(name: str, replaced: str) -> Refused:
 
 
 _OWNERS: tuple[int, dict[str, Owner]] = (0, {})
-"""The number of loaded modules when ``_owners`` last listed the watched ones, and that list."""
+"""The number of loaded modules when ``_owners_by_name`` last listed the watched ones, and that list."""
 
 
-def _owners() -> dict[str, Owner]:
+def _owners_by_name() -> dict[str, Owner]:
     """Return the modules and classes whose functions are watched, by name."""
     global _OWNERS
     # the list is made anew only when the number of loaded modules has changed, as this is asked at every call
@@ -235,7 +235,7 @@ def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
     return owners
 
 
-def _codes(owner: Owner) -> list[FunctionCode]:
+def _functions_with_code(owner: Owner) -> list[FunctionCode]:
     """Return the functions that are written in Python in a module or class, each with its code object."""
     codes: list[FunctionCode] = []
     for value in vars(owner).values():
@@ -248,7 +248,7 @@ def _codes(owner: Owner) -> list[FunctionCode]:
     return codes
 
 
-def _same(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool:
+def _is_unchanged(namespace: Mapping[str, object], before: Mapping[str, object]) -> bool:
     """Return True if all names of a namespace mean the same objects as before."""
     try:
         # two dictionaries, and a class's view of one, compare their values by identity first, and only then by ==
@@ -277,7 +277,7 @@ def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str
             continue
         if key not in before:
             # most new names are no harm: nothing called them before
-            if _hides(owner, key):
+            if _hides_function(owner, key):
                 names.append(key)
         elif not (in_torch and _is_torchs_own(value, key)):
             names.append(key)
@@ -299,7 +299,7 @@ def _is_torchs_own(value: Any, key: str) -> bool:
     return file.startswith(TORCH_FOLDER) and (hasattr(value, "__wrapped__") or key in value.__name__)
 
 
-def _hides(owner: Owner, key: str) -> bool:
+def _hides_function(owner: Owner, key: str) -> bool:
     """Return True if a new name of a module or class hides a function that was found under this name before."""
     if owner is builtins:
         # nothing is looked up behind the built-in functions

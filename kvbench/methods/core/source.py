@@ -37,7 +37,7 @@ def describe(path: Path, method: str) -> Described:
     defines these. A default that is no plain value is shown as its source. Raises UsageError for a file that is not
     Python (with the line), has no such method, or has classes that derive from each other in a circle.
     """
-    tree = _parsed(path)
+    tree = _parse_file(path)
     methods = {_id_of(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _id_of(c)}
     if method not in methods:
         raise UsageError(f"{path}: no class at its top level has id = {method!r}")
@@ -59,7 +59,7 @@ def describe(path: Path, method: str) -> Described:
     return Described(about, knobs)
 
 
-def _parsed(path: Path) -> ast.Module:
+def _parse_file(path: Path) -> ast.Module:
     """Return the syntax tree of a file. Raises UsageError, with the line, if it is not Python."""
     try:
         return ast.parse(path.read_bytes(), str(path))
@@ -101,7 +101,7 @@ def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]
     constants = {name: value for name, _, value in _assignments(tree.body)}
     for name, annotation, value in _assignments(cls.body):
         if annotation and "ClassVar" not in annotation and not _is_no_knob(value):
-            knobs[name] = _default(value, constants)
+            knobs[name] = _default_of_knob(value, constants)
     return knobs
 
 
@@ -128,7 +128,7 @@ def _class_named(
                 continue
             source = _file_of(module)
             if source is not None:
-                return _class_named(imported.name, _parsed(source), source)
+                return _class_named(imported.name, _parse_file(source), source)
     return None
 
 
@@ -155,7 +155,7 @@ def _is_no_knob(value: ast.expr | None) -> bool:
     return any(k.arg == "metadata" and "'knob': False" in ast.unparse(k.value) for k in value.keywords)
 
 
-def _default(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
+def _default_of_knob(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
     """Return a knob's default: a plain value, a constant of the file, or the first argument of ``knob``."""
     if isinstance(value, ast.Call):
         # knob(0.5, rule), or field(default=0.5)

@@ -135,10 +135,10 @@ class Stage(Knobs):
         They may name a layer that the model does not have, or a list with another number of layers.
         """
 
-    def check_heads(self, stored: int, query_heads: int) -> None:
-        """Raise UsageError if the stage cannot run on a model with ``query_heads`` whose layers store ``stored`` heads.
+    def check_heads(self, stored_heads: int, query_heads: int) -> None:
+        """Raise UsageError if the stage cannot run on a model whose layers have these numbers of heads.
 
-        These are the kv heads, or all query heads under ``per=query_head``.
+        stored_heads: the kv heads, or all query heads under ``per=query_head``.
         """
 
     @property

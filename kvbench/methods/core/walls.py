@@ -81,7 +81,7 @@ def contained(
                 if _raised_by_signal(error):
                     # an inner wall may have added the note already
                     if not notes(error):
-                        error.add_note(f"{name} was being asked, {_place(error)}")
+                        error.add_note(f"{name} was being asked, {_place_of_error(error)}")
                     raise
                 raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
 
@@ -309,7 +309,7 @@ def _raised_by_signal(error: BaseException) -> bool:
     return any(getattr(handler, "__code__", None) in codes for handler in handlers)
 
 
-def _place(error: BaseException) -> str:
+def _place_of_error(error: BaseException) -> str:
     """Return the file and line that a signal interrupted, by the traceback of its handler's error."""
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in (signal.SIGINT, signal.SIGTERM)}
     place = "at its beginning"

@@ -9,7 +9,7 @@ from kvbench.papers.claims.claims import MEASURES, POINTS, Evidence, Verdict
 from kvbench.papers.claims.evidence import evidence_by_measure
 from kvbench.papers.claims.ledger import ClaimRecord, Ledger, MeasureRecord
 from kvbench.papers.measured import our_table
-from kvbench.papers.measured.joint import joint
+from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.plan.run_plan import RunPlan
@@ -20,12 +20,12 @@ Outcomes = Mapping[str, Sequence[Verdict]]
 """The verdicts on all claims of a ledger, in order, by measure."""
 
 
-def tables(papers: Sequence[str], model: str) -> list[table_spec.Given]:
+def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Given]:
     """Return the rows that the claims of ``papers`` compare, as tables to be measured."""
     scaled = model == stand_ins.MODEL
     specs: list[table_spec.Given] = []
     for paper in papers:
-        specs += claims.sides(claims.load(paper), scaled=scaled)
+        specs += claims.tables_of_sides(claims.load(paper), scaled=scaled)
     return specs
 
 
@@ -33,13 +33,13 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
     """Plan the claims' tables on a model, by paper."""
     prepared = {}
     for paper in papers:
-        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables([paper], model)]
+        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables_of_claims([paper], model)]
     return prepared
 
 
 def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
     """Measure the missing answers. Read each prompt once for all papers that read it alike."""
-    for run in joint(_list_runs(prepared)):
+    for run in join_runs(_list_runs(prepared)):
         experiment.fill(run)
 
 
@@ -51,7 +51,7 @@ def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
     return runs
 
 
-def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
+def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     """Return the verdicts on all claims of the prepared papers by measure, in order.
 
     The verdicts by one measure are corrected together. Without comparisons of answers with the full cache's
@@ -92,7 +92,7 @@ def settle(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
     return outcomes
 
 
-def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
+def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
     """Return a ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
     notes: list[str] = []
     stand_in = True
@@ -114,7 +114,7 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outc
     # each measure has the claims in the ledger's order
     records = []
     for verdicts in zip(*outcomes.values(), strict=True):
-        records.append(_record(dict(zip(outcomes, verdicts, strict=True))))
+        records.append(_record_of_claim(dict(zip(outcomes, verdicts, strict=True))))
     return {
         "model": model,
         "stand_in": stand_in,
@@ -126,9 +126,9 @@ def plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outc
     }
 
 
-def _record(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
+def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     """Return a claim with its verdict, and the verdict and numbers of each measure, as plain data."""
-    deciding_measure = claims.deciding(verdicts)
+    deciding_measure = claims.deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
     # the reason and the cells come from the score, since it is tried first
     by_points = verdicts[POINTS]
@@ -165,8 +165,8 @@ def _record_measure(verdict: Verdict) -> MeasureRecord:
         "verdict": verdict.verdict,
         "side": verdict.side,
         "why_not": verdict.why_not,
-        "mean": _round(verdict.mean),
-        "elsewhere": _round(verdict.elsewhere),
+        "mean": _round_mean(verdict.mean),
+        "elsewhere": _round_mean(verdict.elsewhere),
         "ci": ci,
         "p_for": verdict.p_for,
         "p_against": verdict.p_against,
@@ -179,6 +179,6 @@ def _record_measure(verdict: Verdict) -> MeasureRecord:
     }
 
 
-def _round(mean: float | None) -> float | None:
+def _round_mean(mean: float | None) -> float | None:
     """Return a mean with six digits behind the point; None stays None."""
     return None if mean is None else round(mean, 6)

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 
 from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
-from kvbench.papers import files
+from kvbench.papers import data_files
 from kvbench.papers.spec import catalogue, table_spec
 from kvbench.papers.spec.table_spec import Given
-from kvbench.tasks.longbench import names
+from kvbench.tasks.longbench import task_names
 from kvbench.tasks.metrics import stats
 
 TABLE = "claims"
@@ -97,7 +97,7 @@ class Claim:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the claim's datasets: those it names, or else LongBench's 16 English tasks."""
-        return self.datasets or names("en")
+        return self.datasets or task_names("en")
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Verdict:
         return self.claim.why or self.evidence.reason
 
 
-def deciding(verdicts: Mapping[str, Verdict]) -> str:
+def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
     """Return the measure that gives a claim its verdict: the first that decides it, else the first that was tried."""
     for measure, verdict in verdicts.items():
         if verdict.verdict in DECIDED:
@@ -195,7 +195,7 @@ def deciding(verdicts: Mapping[str, Verdict]) -> str:
 
 def load(paper: str) -> tuple[Claim, ...]:
     """Read the claims of a paper, in its file's order. Raises KvbenchError for a damaged file."""
-    (path,) = files(f"{paper}/claims.yaml")
+    (path,) = data_files(f"{paper}/claims.yaml")
     claims = []
     try:
         for entry in yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER):
@@ -208,22 +208,22 @@ def load(paper: str) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def papers() -> tuple[str, ...]:
+def papers_with_claims() -> tuple[str, ...]:
     """Return the papers with claims, in the order of their tables."""
-    names_with_claims = {path.parent.name for path in files("*/claims.yaml")}
+    names_with_claims = {path.parent.name for path in data_files("*/claims.yaml")}
     return tuple(paper for paper in catalogue.in_place() if paper in names_with_claims)
 
 
-def find(wanted: str) -> tuple[str, ...]:
+def find_papers(wanted: str) -> tuple[str, ...]:
     """Return the paper named ``wanted``, or all papers for ``all``. Raises UsageError for another name."""
     if wanted == "all":
-        return papers()
-    if wanted not in papers():
-        raise unknown("paper", wanted, ("all", *papers()))
+        return papers_with_claims()
+    if wanted not in papers_with_claims():
+        raise unknown("paper", wanted, ("all", *papers_with_claims()))
     return (wanted,)
 
 
-def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
+def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
     """Return tables of the rows that a paper's claims compare: one table for each set of datasets.
 
     With ``scaled``, the model runs with scaled-down windows, and each row is added again with the paper's own windows.
@@ -236,7 +236,7 @@ def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
                 rows.append(side)
                 if scaled:
                     rows.append(as_printed(side))
-    paper_tables = table_spec.find(claims[0].paper)
+    paper_tables = table_spec.find_tables(claims[0].paper)
     # any table of scores supplies the preset, the averages and the models' names
     template = next(table for table in paper_tables if table.measurable)
     # a claim can compare datasets of several tables, so it gets the workloads of all of them
@@ -250,7 +250,7 @@ def sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
         for row in dict.fromkeys(rows):
             method, _, setting = row.partition(" ")
             cells += [(template.models()[0], method, setting, dataset, "mean") for dataset in columns]
-        tables.append(table_spec.given(template, cells, table=TABLE, title=TABLE, workloads=workloads))
+        tables.append(table_spec.table_of_cells(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
@@ -278,7 +278,7 @@ def decide(
     count = max(family or 0, len(measured))
     # Bonferroni over both directions and over the measures, then Holm over the claims
     level = LEVEL / 2 / measures
-    p_values = _correct(list(measured.values()), evidence_by_claim, count, measure)
+    p_values = _correct_p_values(list(measured.values()), evidence_by_claim, count, measure)
     verdicts = []
     for claim in claims:
         evidence = evidence_by_claim.get(claim.id, Evidence())
@@ -333,7 +333,7 @@ class _PValues:
     same: float
 
 
-def _correct(
+def _correct_p_values(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
     """Return the p-values of each measured claim by its id. Holm corrects each direction by itself.

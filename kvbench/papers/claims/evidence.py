@@ -21,7 +21,7 @@ from kvbench.papers.claims.claims import (
     Evidence,
     as_printed,
 )
-from kvbench.papers.measured.our_table import OurTable, TableLine, scores
+from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
 from kvbench.plan import advice
 from kvbench.plan.cells import Group
 from kvbench.report.unchanged import is_unchanged
@@ -45,7 +45,7 @@ class Comparison:
     def at_floor(self, store: ResultStore) -> bool:
         """Tell whether the model fails even with the full cache."""
         full = next(cell for cell in self.group.cells if not cell.chain.stages)
-        return advice.at_floor(self.group.task, list(scores(store, self.group, full).values()))
+        return advice.at_floor(self.group.task, list(stored_scores(store, self.group, full).values()))
 
     @property
     def short(self) -> bool:
@@ -134,7 +134,7 @@ def evidence_by_measure(
 
     ``windows_as_printed`` reads the rows that run with the paper's own windows in place of scaled ones.
     """
-    # claims.sides makes one table for each set of datasets
+    # claims.tables_of_sides makes one table for each set of datasets
     ours = next(table for table in tables if _datasets(table) == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
     pairs: list[tuple[TableLine, TableLine]] = []
@@ -150,7 +150,7 @@ def evidence_by_measure(
         reason = reason or "; ".join(dict.fromkeys(ours.absent.values()))
         return dict.fromkeys(measures, Evidence(reason=reason))
     store = ours.run.store
-    comparisons = _compare(ours, pairs)
+    comparisons = _compare_rows(ours, pairs)
     for cell_pair in _cell_pairs(comparisons):
         for cell in cell_pair:
             refusal = store.refusal(cell.id)
@@ -172,7 +172,7 @@ def _datasets(ours: OurTable) -> set[str]:
     return {column.dataset for column in ours.declared.scores}
 
 
-def _compare(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
+def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
     """Return, by dataset, the comparisons of a claim's pairs of rows, one for each way of asking its examples."""
     comparisons: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
@@ -263,11 +263,11 @@ def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     return lost
 
 
-READ = {POINTS: scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
+READ = {POINTS: stored_scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
 """The function by which each measure reads the numbers of a cell, by example."""
 
 
-def nearer(test: str, x: float, y: float) -> float:
+def nearness(test: str, x: float, y: float) -> float:
     """Return how much nearer to the full cache a divergence ``x`` is than ``y``, from -1 to 1.
 
     For a claimed gain this is ``(y - x) / (y + x)``: prompts differ by orders of magnitude and must count alike. For a
@@ -282,7 +282,7 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
     """Return differences [examples, pairs] over the examples that all cells of a way have, as the mean over ways.
 
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
-    the reference, or as ``nearer`` compares divergences. It is limited to -1 ... 1.
+    the reference, or as ``nearness`` compares divergences. It is limited to -1 ... 1.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:
@@ -301,7 +301,7 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
             for first, second in values_by_pair:
                 x, y = first[e.id], second[e.id]
                 if measure == DIVERGENCE:
-                    row.append(nearer(test, x, y))
+                    row.append(nearness(test, x, y))
                 elif less_is_better:
                     row.append(min(1.0, max(-1.0, y - x)))
                 else:

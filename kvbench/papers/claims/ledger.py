@@ -117,7 +117,7 @@ def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Return the path of a model's ledger below a results folder. A ledger of only some papers has its own name."""
     # a ledger of some papers is corrected for fewer claims, so it must not replace the ledger of all
     suffix = ""
-    if len(papers) != len(claims.papers()):
+    if len(papers) != len(claims.papers_with_claims()):
         suffix = f".{'-'.join(papers)}"
     return results / FOLDER / f"{model.replace('/', '--')}{suffix}.json"
 
@@ -127,14 +127,14 @@ def own_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     return ledger_path(model, results / OWN, papers)
 
 
-def write(content: Ledger, path: Path) -> Path:
+def write_ledger(content: Ledger, path: Path) -> Path:
     """Write a ledger to ``path`` (``ledger_path`` or ``own_path``) and return it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path
 
 
-def read(results: Path) -> list[Ledger]:
+def read_ledgers(results: Path) -> list[Ledger]:
     """Read the ledgers below a results folder, pretrained models first. Raises UsageError for a damaged one."""
     ledgers = []
     # False sorts before True, so the stand-in comes last
@@ -155,9 +155,9 @@ def read_with_own(results: Path) -> list[Ledger]:
 
     Raises UsageError for a damaged ledger.
     """
-    own = read(results / OWN)
+    own = read_ledgers(results / OWN)
     own_names = {_key(content) for content in own}
-    ledgers = own + [content for content in read(results) if _key(content) not in own_names]
+    ledgers = own + [content for content in read_ledgers(results) if _key(content) not in own_names]
     return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
 
 
@@ -169,7 +169,7 @@ def _key(content: Ledger) -> tuple[str, str]:
 
 def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
     """Return the claims of ``papers`` in the committed ledger of a model; None without a committed ledger."""
-    path = ledger_path(model, results, claims.papers())
+    path = ledger_path(model, results, claims.papers_with_claims())
     if not path.exists():
         return None
     content: Ledger = json.loads(path.read_text(encoding="utf-8"))
@@ -186,7 +186,7 @@ def any_measured(content: Ledger) -> bool:
     return False
 
 
-def tally(content: Ledger) -> str:
+def tally_verdicts(content: Ledger) -> str:
     """Return how many claims have each verdict: ``9 supported · 4 contradicted · 13 undecided``."""
     words = [record["verdict"] for record in content["verdicts"]]
     counts = []
@@ -197,9 +197,9 @@ def tally(content: Ledger) -> str:
     return " · ".join(counts)
 
 
-def brief(content: Ledger) -> str:
+def brief_text(content: Ledger) -> str:
     """Return the tally and, for each claim, a line with its difference and verdict above the tested statement."""
-    lines = [tally(content)]
+    lines = [tally_verdicts(content)]
     records = content["verdicts"]
     counts = [_count_examples(record) for record in records]
     # a claim without any examples was not measured, which its line says
@@ -214,7 +214,7 @@ def brief(content: Ledger) -> str:
     for record, difference, count in zip(records, differences, counts, strict=True):
         if record["paper"] != paper:
             paper = record["paper"]
-            lines += ["", catalogue.paper(paper).called]
+            lines += ["", catalogue.read_paper(paper).called]
         start = f"{MARKS.get(record['verdict'], '—')} {record['id']:{id_width}}  "
         if difference:
             text = f"{difference:{difference_width}}  n {count:<{count_width}}  {_describe_outcome(record, count)}"

@@ -43,12 +43,18 @@ ROWS = 16
 
 
 def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
-    """Yield each measured cell but the full cache's, with the samples of this run."""
+    """Yield each measured cell with the samples of this run, without refused cells and those without samples.
+
+    The full cache's cells are left out as well: its divergence from itself is 0.
+    """
     for ran in measured.ran:
         for point, group, cell in ran.cells():
+            if point.series == FULL:
+                continue
+            if ran.run.store.refusal(cell.id) is not None:
+                continue
             samples = list(ran.run.samples(group, cell).values())
-            # the full cache's divergence from itself is 0
-            if point.series != FULL and samples and ran.run.store.refusal(cell.id) is None:
+            if samples:
                 yield point, group, samples
 
 
@@ -103,20 +109,20 @@ def by_position(measured: MeasuredFigure) -> pd.DataFrame:
     for point, group, samples in _compressed_cells(measured):
         for kind, text in TEXTS.items():
             texts = _texts_of_kind(samples, kind)
-            for start in range(0, _longest(texts), SMOOTH):
+            for start in range(0, _longest_text(texts), SMOOTH):
                 mean = mean_divergence(texts, start, start + SMOOTH)
                 assert mean is not None
                 place: Place = {"series": point.series, "task": group.task.id, "text": text}
-                rows.append(place | {"position": _middle(start, SMOOTH)} | _mean_numbers(mean))
+                rows.append(place | {"position": _middle_position(start, SMOOTH)} | _mean_numbers(mean))
     return pd.DataFrame(rows)
 
 
-def _longest(texts: Sequence[TextFidelity]) -> int:
+def _longest_text(texts: Sequence[TextFidelity]) -> int:
     """Return the number of positions of the longest text; 0 without texts."""
     return max((len(text.kl) for text in texts), default=0)
 
 
-def _middle(start: int, smooth: int) -> float:
+def _middle_position(start: int, smooth: int) -> float:
     """Return the middle of a run of positions, which are counted from 1: the run has start + 1 to start + smooth."""
     return start + (smooth + 1) / 2
 
@@ -153,9 +159,9 @@ def _prompt_divergences(
     caches = host.prefill(ids, [Chain()] + list(chains))
     full = caches[0]
     texts = choose_texts(host, example, full)
-    if example.tokens:
+    if example.scored is not None:
         # the text itself continues behind its prefix
-        texts["reference"] = list(example.tokens[len(ids) :])
+        texts["reference"] = list(example.scored.ids[len(ids) :])
     for kind, tokens in texts.items():
         for name, cache in zip(series, caches[1:], strict=True):
             for layer, mean in _layer_divergences(host.model, full, cache, torch.tensor(tokens)):
@@ -224,7 +230,10 @@ def with_methods(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of single layers, without those of all layers together, with the number of texts for titles."""
+    """Return the rows of single layers, without those of all layers together.
+
+    Their column ``samples`` has the number of texts, for titles.
+    """
     return with_samples(data[data["layer"] >= 0])
 
 
@@ -281,7 +290,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
         # samples that were compared without decoding have no peak
         most_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         texts = _texts_of_kind(samples, "reference")
-        starts = range(0, _longest(texts), SMOOTH_LONG)
+        starts = range(0, _longest_text(texts), SMOOTH_LONG)
         before = _runs_in_mean(len(starts)) // 2 * SMOOTH_LONG
         after = _runs_in_mean(len(starts)) * SMOOTH_LONG - before
         for start in starts:
@@ -294,7 +303,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
                 "text": TEXTS["reference"],
                 "held": most_held,
             }
-            place |= {"position": _middle(start, SMOOTH_LONG)}
+            place |= {"position": _middle_position(start, SMOOTH_LONG)}
             rows.append(place | _mean_numbers(running) | {"kl": run.kl, "running": running.kl})
     return pd.DataFrame(rows)
 

@@ -186,7 +186,7 @@ class Figure:
             csv_text += f"# {key}: {value}\n"
         csv_text += data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
-        _save(path, csv_text.encode())
+        _save_file(path, csv_text.encode())
         # drawn from the CSV, so that a later redraw gives the same picture
         pictures, finding = self.redraw(csv_text, path.with_suffix(""))
         return [*pictures, path], finding
@@ -233,14 +233,14 @@ def own_folder(results: Path | str, model: str) -> Path:
     return Path(results) / "own" / Path(model).name / "figures"
 
 
-def folder(results: Path | str, model: str) -> Path:
+def figure_folder(results: Path | str, model: str) -> Path:
     """Return the folder of a model's figures; the tiny model has its own, so that it never replaces others."""
     if model == stand_ins.MODEL:
         return Path(results) / "tiny" / "figures"
     return Path(results) / "figures"
 
 
-def percent(x: float) -> str:
+def percent_text(x: float) -> str:
     """Format a fraction as in texts: 12 %."""
     return f"{100 * x:.0f} %"
 
@@ -274,10 +274,10 @@ def _save_drawing(canvas: Canvas, path: Path, metadata: Mapping[str, str | None]
     buffer = io.BytesIO()
     # drawn in memory first, so that a failure leaves no half of a file
     canvas.savefig(buffer, format=path.suffix[1:], metadata=dict(metadata))
-    _save(path, buffer.getvalue())
+    _save_file(path, buffer.getvalue())
 
 
-def _save(path: Path, content: bytes) -> None:
+def _save_file(path: Path, content: bytes) -> None:
     """Write a file, and raise UsageError where that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

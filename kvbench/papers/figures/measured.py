@@ -21,7 +21,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.papers.figures.figure import OWN_METHODS, Figure
 from kvbench.papers.figures.sweep import FULL_POINT, MEAN, ROW, Point, Sweep
-from kvbench.papers.measured.our_table import scores, split_options
+from kvbench.papers.measured.our_table import split_options, stored_scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group
@@ -146,7 +146,7 @@ class Ran:
         for group, cell in cells:
             means = report_cell(group, cell, SampleReader(self.run.store)).summary
             if means is not None:
-                own_scores = scores(self.run.store, group, cell)
+                own_scores = stored_scores(self.run.store, group, cell)
                 results.append(_TaskResult(group, means, self._pairs(group, cell), own_scores))
         return results
 
@@ -154,8 +154,8 @@ class Ran:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         # a run without a baseline has no full cache: the cell is then its own, and all shares are 100
         full_cell = next((c for c in group.cells if not c.chain.stages), cell)
-        own_scores = scores(self.run.store, group, cell)
-        full_scores = scores(self.run.store, group, full_cell)
+        own_scores = stored_scores(self.run.store, group, cell)
+        full_scores = stored_scores(self.run.store, group, full_cell)
         pairs = [(score, full_scores[e]) for e, score in own_scores.items() if e in full_scores]
         return np.array(pairs, dtype=float).reshape(-1, 2)
 
@@ -415,6 +415,6 @@ def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
     """
     relative = stats.Share()
     if not metric(name).shown:
-        relative = stats.share(tasks)
+        relative = stats.share_of_full(tasks)
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

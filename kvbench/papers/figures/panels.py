@@ -134,7 +134,7 @@ class Picture:
             # the letters of the second picture go on where those of the first end
             letters_used = self._fill(halves[0], data, 0)
             self.beside._fill(halves[1], data, letters_used)
-        _legend(fig, self.legend, self.legend_columns)
+        _draw_legend(fig, self.legend, self.legend_columns)
         if any(panel.direct for panel in self.panels):
             # names keep clear of points, whose places are known once the figure is laid out
             fig.draw_without_rendering()
@@ -144,7 +144,7 @@ class Picture:
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
         """Return {column: value} of ``rows`` and ``columns`` for each place of the grid, row by row."""
-        data = data[_select(data, self.panels[0].where)]
+        data = data[_mask_of(data, self.panels[0].where)]
         places: list[dict[str, object]] = [{}]
         for column in (self.rows, self.columns):
             if not column:
@@ -170,13 +170,13 @@ class Picture:
     def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
         """Draw the panels on ``fig`` and return how many letters are used: ``first_letter`` plus one for each title."""
         places = self._places(data)
-        # a place holds ``stack`` panels below each other, or ``beside`` panels beside each other
-        wide, stack = self._places_in_a_row(places), len(self.heights) or 1
-        deep, beside = math.ceil(len(places) / wide), len(self.panels) // stack
+        # a place holds some panels below each other, or beside each other
+        places_across, panels_down = self._places_in_a_row(places), len(self.heights) or 1
+        places_down, panels_across = math.ceil(len(places) / places_across), len(self.panels) // panels_down
         axes = fig.subplots(
-            deep * stack,
-            wide * beside,
-            height_ratios=list(self.heights or [1]) * deep,
+            places_down * panels_down,
+            places_across * panels_across,
+            height_ratios=list(self.heights or [1]) * places_down,
             sharex=self.sharex,
             sharey=self.sharey,
             squeeze=False,
@@ -185,27 +185,27 @@ class Picture:
         # by colour bar: the axes that it belongs to, with their images and its label
         images: dict[int, list[tuple[Axes, Any, str]]] = {}
         for i, place in enumerate(places):
-            row, column = divmod(i, wide)
+            row, column = divmod(i, places_across)
             for j, panel in enumerate(self.panels):
-                down, across = row * stack, column * beside
-                if stack > 1:
+                down, across = row * panels_down, column * panels_across
+                if panels_down > 1:
                     down += j
                 else:
                     across += j
                 ax = axes[down, across]
-                everything = data[_select(data, panel.where)]
-                rows = everything[_select(everything, place)]
+                everything = data[_mask_of(data, panel.where)]
+                rows = everything[_mask_of(everything, place)]
                 if rows.empty:
                     continue
                 image = KINDS[panel.kind](ax, rows, panel, everything)
                 _set_axes(ax, rows, panel, everything)
-                first = _printed(rows.iloc[0])
+                first = _with_printed_names(rows.iloc[0])
                 if panel.title:
                     titles.append((ax, panel.title.format(**first)))
                 # x is labelled below the last row of the grid, or everywhere if that row has gaps; y at the left
-                if i + wide >= len(places) or len(places) % wide:
+                if i + places_across >= len(places) or len(places) % places_across:
                     ax.set_xlabel(panel.xlabel.format(**first))
-                if stack == 1 or (j == len(self.panels) - 1 and i + wide >= len(places)):
+                if panels_down == 1 or (j == len(self.panels) - 1 and i + places_across >= len(places)):
                     ax.tick_params(labelbottom=True)
                 if column == 0:
                     ax.set_ylabel(panel.ylabel.format(**first))
@@ -218,13 +218,13 @@ class Picture:
             if not ax.has_data():
                 ax.set_axis_off()
         # about 15 characters of a title fit into an inch
-        max_characters = 15 * self.width / (wide * beside)
-        self._write_titles(titles, first_letter, max_characters, stacked=stack > 1)
+        max_characters = 15 * self.width / (places_across * panels_across)
+        self._write_titles(titles, first_letter, max_characters, stacked=panels_down > 1)
         for drawn in images.values():
             _, image, label = drawn[-1]
             bar_axes = fig.colorbar(image, ax=[ax for ax, _, _ in drawn], aspect=20, pad=0.01, label=label)
             bar_axes.outline.set_visible(False)
-        if stack > 1 and deep > 1:
+        if panels_down > 1 and places_down > 1:
             style.tighten(fig)
         return first_letter + len(titles)
 
@@ -261,8 +261,8 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     is_level = pd.Series(False, index=rows.index)
     curves = everything
     if panel.level:
-        is_level = _select(rows, panel.level)
-        curves = everything[~_select(everything, panel.level)]
+        is_level = _mask_of(rows, panel.level)
+        curves = everything[~_mask_of(everything, panel.level)]
     level_rows = rows[is_level].dropna(subset=[panel.y])
     fails = panel.fails and _write_failure(ax, level_rows, panel)
     if len(level_rows) and not fails:
@@ -453,7 +453,7 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
     if panel.kind == "heat":
         return
     if panel.level:
-        everything = everything[~_select(everything, panel.level)]
+        everything = everything[~_mask_of(everything, panel.level)]
     # all places have the limits of all data, so that they compare
     values = everything[panel.y].dropna()
     _set_scales(ax, panel, everything[panel.x].dropna(), values)
@@ -544,7 +544,7 @@ def _thin_out(values: Sequence[float]) -> list[float]:
     return ticks
 
 
-def _printed(row: pd.Series) -> dict[str, Any]:
+def _with_printed_names(row: pd.Series) -> dict[str, Any]:
     """Return a row's values for texts, with printed names of methods and tasks."""
     values: dict[str, Any] = {str(column): value for column, value in row.items()}
     for column in METHOD_COLUMNS:
@@ -572,7 +572,7 @@ def _write_line_names(ax: Axes) -> None:
     style.write_names(ax, highest, points)
 
 
-def _legend(fig: Any, where: str, columns: int) -> None:
+def _draw_legend(fig: Any, where: str, columns: int) -> None:
     """Draw one legend for all panels at ``where``, with quiet lines last; draw none if ``where`` is empty."""
     handles = {}
     for ax in fig.axes:
@@ -592,7 +592,7 @@ def _legend(fig: Any, where: str, columns: int) -> None:
         fig.legend(entries, labels, loc="outside right center")
 
 
-def _select(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
+def _mask_of(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
     """Return a mask of the rows that have these values."""
     mask = pd.Series(np.ones(len(data), bool), index=data.index)
     for column, value in where.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
-from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, folder, own_folder
+from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, figure_folder, own_folder
 from kvbench.tasks.base import read_text
 
 SAME_FIGURE = ("model", "results", "output", "threads", "device", "data.root")
@@ -47,7 +47,7 @@ class Place:
         """
         if self.output:
             return Path(self.output)
-        results_folder = folder(self.results, self.model)
+        results_folder = figure_folder(self.results, self.model)
         users_folder = own_folder(self.results, self.model)
         # the user's methods are none of the figure's, whatever lies in the folder of results
         if OWN_METHODS in facts:
@@ -90,8 +90,8 @@ def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
     return texts
 
 
-def redrawn(figure: Figure, csv: Path, text: str, results: str, output: str) -> Path:
-    """Return the path, without ending, of pictures drawn from the text of a CSV: beside it, or in a folder given.
+def redrawn_path(figure: Figure, csv: Path, text: str, results: str, output: str) -> Path:
+    """Return the path, without ending, of pictures that are drawn from a CSV: beside it, or in a folder of the user's.
 
     Raises UsageError where a CSV with other data lies there.
     """

@@ -18,7 +18,7 @@ from kvbench.kv.packed import quantise_zero_point
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import top_indices
 from kvbench.methods.core.stage import Role, Stage
-from kvbench.papers.figures.figure import Code, Fact, percent
+from kvbench.papers.figures.figure import Code, Fact, percent_text
 from kvbench.papers.figures.reading import Prompt, Reading
 
 CRITICAL = 0.2  # of the tokens: those with the most accumulated attention
@@ -65,7 +65,7 @@ def shifts(reading: Reading) -> pd.DataFrame:
     widths = reading.knobs.get("bits") or WIDTHS
     rows: list[tuple[str, int, int, int, float]] = []
     for prompt in reading.prompts:
-        ids = reading.ids(prompt, round(1 / CRITICAL), f"{percent(CRITICAL)} of its tokens are to be at least one")
+        ids = reading.ids(prompt, round(1 / CRITICAL), f"{percent_text(CRITICAL)} of its tokens are to be at least one")
         rows += _measure_shifts(reading, ids, widths)
         reading.tick()
     data = pd.DataFrame(rows, columns=["kind", "bits", "layer", "head", "overlap"])
@@ -119,7 +119,7 @@ def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
             layer_rows = rows[rows["layer"].isin(layers)]
             parts[part] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
         parts["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
-        label = f"Overlap of the critical {percent(CRITICAL)} (chance: {percent(CRITICAL)}), {name} quantised"
+        label = f"Overlap of the critical {percent_text(CRITICAL)} (chance: {percent_text(CRITICAL)}), {name} quantised"
         yield Fact(label, pd.concat(parts), "{:.0f} %", "{} bits")
 
 
@@ -192,7 +192,7 @@ def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(f"Their quantile by the error of {name} (median)", quantiles[marked["outlier"]].median(), "{:.0f} %")
         # if attention and error were independent, 20 % of 20 % of the tokens would be in both
         both = 100 * marked.groupby("layer")["both"].mean()
-        label = f"Tokens in the top {percent(CRITICAL)} by both (chance: {percent(CRITICAL**2)})"
+        label = f"Tokens in the top {percent_text(CRITICAL)} by both (chance: {percent_text(CRITICAL**2)})"
         yield Fact(label, both, "{:.1f} %", "layer {}")
 
 

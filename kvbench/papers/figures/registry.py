@@ -26,7 +26,7 @@ for _module in (fidelity, qhitter, scores, think, uncomp, vatp):
     CODE |= _module.CODE
 
 
-def _figure(name: str, entry: dict[str, Any]) -> Figure:
+def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
     """Build a figure from its entry, with the code that computes and describes it."""
     knobs = {}
     for knob, default in entry.pop("knobs", {}).items():
@@ -35,14 +35,14 @@ def _figure(name: str, entry: dict[str, Any]) -> Figure:
             default = tuple(default)
         knobs[knob] = default
     columns = tuple(entry.pop("columns", COLUMNS))
-    picture = _picture(entry.pop("picture"))
+    picture = _build_picture(entry.pop("picture"))
     sweeps = None
     if "sweeps" not in entry:
         code = CODE[name]
     else:
         # a figure of measured scores needs no code of its own
         code = CODE.get(name, Code())
-        sweeps = tuple(_sweep(sweep) for sweep in entry.pop("sweeps"))
+        sweeps = tuple(_build_sweep(sweep) for sweep in entry.pop("sweeps"))
         tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
         if code.compute is None:
             code = _score_code(code, tasks, fact_tables)
@@ -66,26 +66,26 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
         """Yield the facts that the entry asks for, and the facts of the figure's own code."""
-        return scores.told(data, fact_tables, code.facts)
+        return scores.state_facts(data, fact_tables, code.facts)
 
     def prepare(data: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of the tasks that the entry asks for, with the columns that the picture shows."""
-        return code.prepare(scores.chosen(data, tasks))
+        return code.prepare(scores.choose_rows(data, tasks))
 
     return Code(MeasuredFigure.frame, facts, prepare, code.complete)
 
 
-def _picture(entry: dict[str, Any]) -> Picture:
+def _build_picture(entry: dict[str, Any]) -> Picture:
     """Build a picture, and the one beside it, from its entry."""
     beside_entry = entry.pop("beside", None)
     beside = None
     if beside_entry:
-        beside = _picture(beside_entry)
+        beside = _build_picture(beside_entry)
     panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
     return Picture(panels=panels, beside=beside, **entry)
 
 
-def _sweep(entry: dict[str, Any]) -> Sweep:
+def _build_sweep(entry: dict[str, Any]) -> Sweep:
     """Build a sweep from its entry in figures.yaml. The entry is taken apart.
 
     An ``x`` of the whole entry is the default of its grids of points.
@@ -94,7 +94,7 @@ def _sweep(entry: dict[str, Any]) -> Sweep:
     points: list[Point] = []
     for grid in entry.pop("points"):
         arguments = {"x": default_x} | grid
-        points += _points(**arguments)
+        points += _points_of_grid(**arguments)
     # YAML has lists, and the fields of a sweep are tuples
     for key in ("arguments", "pretrained"):
         if key in entry:
@@ -102,7 +102,7 @@ def _sweep(entry: dict[str, Any]) -> Sweep:
     return Sweep(tuple(points), **entry)
 
 
-def _points(
+def _points_of_grid(
     method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
 ) -> Iterator[Point]:
     """Yield the points of one grid: one for each method and each combination of the values of its knobs.
@@ -134,7 +134,7 @@ def _points(
 
 
 # building takes an entry apart, and entries share lists by YAML's anchors
-FIGURES: dict[str, Figure] = {name: _figure(name, deepcopy(entry)) for name, entry in declared().items()}
+FIGURES: dict[str, Figure] = {name: _build_figure(name, deepcopy(entry)) for name, entry in declared().items()}
 
 
 def select_figures(names: Sequence[str]) -> list[Figure]:

@@ -25,7 +25,7 @@ FRONT = "Pareto front"
 
 
 class FactTable(TypedDict):
-    """An entry of ``says`` in a figure's YAML: the arguments of ``table``."""
+    """An entry of ``says`` in a figure's YAML: the arguments of ``table_fact``."""
 
     label: str
     y: NotRequired[str]
@@ -45,7 +45,7 @@ def tasks_of(data: pd.DataFrame) -> list[str]:
     return [t for t in dict.fromkeys(data["task"]) if t != MEAN]
 
 
-def samples(data: pd.DataFrame) -> str:
+def samples_text(data: pd.DataFrame) -> str:
     """Return the number of examples behind each point, in words: n = 8 of each task."""
     counts = data.loc[data["task"] != MEAN, "n"].astype(int)
     text = f"n = {_range_of(counts)}"
@@ -62,7 +62,7 @@ def _range_of(counts: pd.Series[int]) -> str:
     return f"{lowest} to {highest}"
 
 
-def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
+def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     """Select the rows of the ``mean`` over tasks, of ``each`` task, or of ``all`` of these.
 
     Where there is only one task, its rows are selected. Columns for titles are added: ``samples``, ``over`` (mean
@@ -75,7 +75,7 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
         mean_task, over = MEAN, "mean over tasks"
     # the full cache keeps all tokens and would raise the mean share
     share = data[data["series"] != FULL].groupby("task")["kept"].mean()
-    shown = data.assign(samples=samples(data), over=over)
+    shown = data.assign(samples=samples_text(data), over=over)
     shown["share"] = data["task"].map(share).round()
     mean_rows = shown[shown["task"] == mean_task]
     if tasks == "mean":
@@ -86,7 +86,7 @@ def chosen(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     return pd.concat([mean_rows, task_rows])
 
 
-def front(data: pd.DataFrame) -> pd.DataFrame:
+def pareto_front(data: pd.DataFrame) -> pd.DataFrame:
     """Return the points that no other equals or beats with fewer bytes, smallest first."""
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
     # the best score of all points with fewer bytes, or with as many and a higher score
@@ -101,7 +101,7 @@ def separate_front(data: pd.DataFrame) -> pd.DataFrame:
     """
     kept: list[pd.Series] = []
     if "low" in data:
-        for _, point in front(data).dropna(subset=["low", "high"]).iterrows():
+        for _, point in pareto_front(data).dropna(subset=["low", "high"]).iterrows():
             if not kept or point["low"] > kept[-1]["high"]:
                 kept.append(point)
     if len(kept) < 2:
@@ -141,7 +141,7 @@ def per_copy(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
     return data.assign(bytes=bytes_held, copies=copies)
 
 
-def table(
+def table_fact(
     data: pd.DataFrame,
     label: str,
     y: str = "score",
@@ -155,11 +155,11 @@ def table(
     Where there is only one task, or only one series, it is left out of the names.
 
     label: the words before the values.
-    tasks: the rows to show, ``mean``, ``each`` or ``all``, as in ``chosen``.
+    tasks: the rows to show, ``mean``, ``each`` or ``all``, as in ``choose_rows``.
     x: the only x to show, by task alone. None shows every x.
     at: the format of an x. form: the format of a value.
     """
-    rows = chosen(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
+    rows = choose_rows(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
         return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
     index = []
@@ -173,7 +173,7 @@ def table(
     return Fact(label, rows.set_index(index + ["x"])[y], form, at)
 
 
-def told(
+def state_facts(
     data: pd.DataFrame, says: Sequence[FactTable], more: Callable[[pd.DataFrame], Iterable[Fact]]
 ) -> Iterator[Fact]:
     """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, and n.
@@ -184,14 +184,14 @@ def told(
     if len(full):
         yield Fact("Full cache", full.set_index("task")["score"])
     for entry in says:
-        yield table(data, **entry)
+        yield table_fact(data, **entry)
     yield from more(data)
-    yield Fact("Examples", samples(data))
+    yield Fact("Examples", samples_text(data))
 
 
 def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the points on the front, and the fewest bytes at next to no loss."""
-    rows = chosen(data, "mean")
+    rows = choose_rows(data, "mean")
     best = separate_front(rows)
     points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in best.itertuples()]
     text = "none, as the intervals overlap"
@@ -212,7 +212,7 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
     """Yield the points that ``stage`` adds at every x to each series that also ran with it. ``at`` formats an x."""
-    scores = chosen(data, "mean").pivot_table(index="x", columns="series", values="score")
+    scores = choose_rows(data, "mean").pivot_table(index="x", columns="series", values="score")
     gains = {}
     for base in series_of(data):
         # a chain's name is that of its stages in order, as in snapkv+think
@@ -229,7 +229,7 @@ def with_gains(measured: MeasuredFigure, stage: str) -> pd.DataFrame:
 
 def drawn_gains(data: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the mean over tasks, or of the only task, that have a gain."""
-    rows = chosen(data, "mean")
+    rows = choose_rows(data, "mean")
     return rows[rows["gain"].notna()]
 
 
@@ -253,14 +253,14 @@ def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
 
 def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the x of the best score of each task, the smallest of equals."""
-    rows = chosen(data[data["series"] != FULL], "each")
+    rows = choose_rows(data[data["series"] != FULL], "each")
     best = rows.loc[rows.groupby("task", sort=False)["score"].idxmax()]
     yield Fact("Best (the smallest of equals)", best.set_index("task")["x"], "{:g}")
 
 
 def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the number of tasks on which keys lose more than values at the fewest bits."""
-    rows = chosen(data[data["series"] != FULL], "each")
+    rows = choose_rows(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
     # below 0 where quantised keys lose more of the score than quantised values
     lost = scores["keys alone"] - scores["values alone"]
@@ -339,7 +339,9 @@ CODE = {
     "results/pareto": Code(None, front_facts, with_front),
     "vatp/fig3": Code(
         partial(with_gains, stage="vatp"),
-        partial(told, says=[FactTable(label="Scores", at="{:g} %")], more=partial(paired_gain_facts, stage="vatp")),
+        partial(
+            state_facts, says=[FactTable(label="Scores", at="{:g} %")], more=partial(paired_gain_facts, stage="vatp")
+        ),
         drawn_gains,
     ),
     "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}"), complete=per_copy),

@@ -95,8 +95,8 @@ class Origin:
 
     def _ids(self, task: Task, example: Example) -> torch.Tensor:
         """Return an example's ids, cut as a run cuts its prompt, with the question behind them."""
-        if example.tokens:
-            return torch.tensor(example.tokens)
+        if example.scored is not None:
+            return torch.tensor(example.scored.ids)
         # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
         room = None
         if self.context is not None:

@@ -20,7 +20,7 @@ from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_entry
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.resolve import chain_of
-from kvbench.papers.figures.figure import Code, Fact, percent
+from kvbench.papers.figures.figure import Code, Fact, percent_text
 from kvbench.papers.figures.reading import Reading
 from kvbench.plan import presets
 
@@ -64,7 +64,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def largest(data: pd.DataFrame) -> dict[str, int]:
+def largest_batches(data: pd.DataFrame) -> dict[str, int]:
     """Return by method the largest batch that fits into ROOM with its caches and the weights."""
     batches = {}
     for method, cache in data.groupby("method", sort=False)["cache"].first().items():
@@ -76,7 +76,7 @@ def largest(data: pd.DataFrame) -> dict[str, int]:
 def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
     caches = data.groupby("method", sort=False)["cache"].first()
-    batches = largest(data)
+    batches = largest_batches(data)
     yield Fact(f"One sequence of {TOKENS} tokens", caches, "{:.1f} MiB")
     yield Fact("Times less than in full", caches["full"] / caches.drop("full"), "{:.2f}")
     yield Fact(f"Caches that fit into {ROOM} GiB beside the weights", batches, "{}")
@@ -139,7 +139,7 @@ def energies(reading: Reading) -> pd.DataFrame:
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
         """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""
-        values = energy(matrix)[:SHOWN].cpu()
+        values = energy_shares(matrix)[:SHOWN].cpu()
         if key in sums:
             size = min(len(values), len(sums[key]))
             values = sums[key][:size] + values[:size]
@@ -174,7 +174,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["layer", "what", "head", "index", "energy", "cumulative"])
 
 
-def energy(matrix: Tensor) -> Tensor:
+def energy_shares(matrix: Tensor) -> Tensor:
     """Return s_i^2 / sum of s^2 of the singular values of a matrix [n, m], largest first."""
     # squared in fp64: the tail of a spectrum is many orders below its head
     squares = torch.linalg.svdvals(matrix.float()).double().square()
@@ -201,14 +201,12 @@ def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
         text = f"{needed.min()} to {most}"
         if size < SHOWN:
             text += f" of {size}"
-        yield Fact(f"With {percent(ENOUGH)} of the energy", text)
+        yield Fact(f"With {percent_text(ENOUGH)} of the energy", text)
         sums = rows[rows["index"] == FIRST]["cumulative"]
         if len(sums):
             heads_over = f"in {int((sums > ENOUGH).sum())} of {len(sums)} heads"
-            yield Fact(
-                f"Energy of the first {FIRST}",
-                f"{percent(sums.min())} to {percent(sums.max())}, more than {percent(ENOUGH)} {heads_over}",
-            )
+            span = f"{percent_text(sums.min())} to {percent_text(sums.max())}"
+            yield Fact(f"Energy of the first {FIRST}", f"{span}, more than {percent_text(ENOUGH)} {heads_over}")
 
 
 CODE = {

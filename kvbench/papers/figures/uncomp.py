@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.entropy import entropy, layer_groups, spectrum
+from kvbench.methods.core.entropy import layer_groups, measure_spectrum, truncated_entropy
 from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.names import print_task
@@ -41,7 +41,7 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
                 return
             activations = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
             for name in names:
-                by_layer.append((source, obs.layer, name, spectrum(activations[name]).cpu()))
+                by_layer.append((source, obs.layer, name, measure_spectrum(activations[name]).cpu()))
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
@@ -56,7 +56,7 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     rows = []
     for source, layer, name, values in _spectra(reading, "qkv", layers):
         # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads
-        erank, erank_k = entropy(values).exp(), entropy(values, top).exp()
+        erank, erank_k = truncated_entropy(values).exp(), truncated_entropy(values, top).exp()
         rows.append((source, name, layer, float(erank.mean()), float(erank_k.mean())))
     data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
     groups = data.groupby(["source", "what", "layer"], sort=False)
@@ -144,14 +144,17 @@ def head_map(reading: Reading) -> pd.DataFrame:
     top = reading.knobs.get("top", TOP)
     rows = []
     for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers)):
-        for head, erank_k in enumerate(entropy(values, top).exp().tolist()):
+        for head, erank_k in enumerate(truncated_entropy(values, top).exp().tolist()):
             rows.append((source, layer, head, erank_k))
     data = pd.DataFrame(rows, columns=["source", "layer", "head", "erank_k"])
     return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
 
 
 def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the range, and how far texts agree on the order of heads within a layer."""
+    """Yield the lowest and highest effective rank of a head, and how far heads and texts agree.
+
+    Heads are compared by the mean difference within a layer, texts by the order in which they rank a layer's heads.
+    """
     table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
     yield Fact("Truncated effective rank", {"lowest": table.min().min(), "highest": table.max().max()})
     yield Fact("Difference of heads within a layer, mean", (table.max(axis=1) - table.min(axis=1)).mean())
@@ -207,7 +210,7 @@ def matrix_entropy(rows: Tensor) -> float:
         small = unit @ unit.T / n
     else:
         small = unit.T @ unit / n
-    return float(entropy(torch.linalg.eigvalsh(small.double()).clamp(min=0)))
+    return float(truncated_entropy(torch.linalg.eigvalsh(small.double()).clamp(min=0)))
 
 
 @contextmanager
@@ -221,7 +224,10 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
         """Show the input of the first layer."""
         # some families pass the hidden states [1, n, d] by name
-        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        if "hidden_states" in kwargs:
+            hidden = kwargs["hidden_states"]
+        else:
+            hidden = args[0]
         see(0, hidden[0])
 
     def see_output(depth: int) -> Callable[..., None]:
@@ -243,7 +249,7 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
             handle.remove()
 
 
-def named(data: pd.DataFrame) -> pd.DataFrame:
+def with_names(data: pd.DataFrame) -> pd.DataFrame:
     """Add a ``name`` for each prompt: its text, or its number where texts have several."""
     if data["source"].nunique() == data["prompt"].nunique():
         return data.assign(name=data["source"])
@@ -266,5 +272,5 @@ CODE = {
     "uncomp/fig1": Code(rank_by_layer, rank_facts),
     "uncomp/fig2": Code(spectra, spectrum_facts, with_extremes),
     "uncomp/fig4": Code(head_map, head_facts),
-    "uncomp/fig6": Code(hidden_entropy, entropy_facts, named),
+    "uncomp/fig6": Code(hidden_entropy, entropy_facts, with_names),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import per_head
-from kvbench.papers.figures.figure import Code, Fact, percent
+from kvbench.papers.figures.figure import Code, Fact, percent_text
 from kvbench.papers.figures.reading import Prompt, Reading
 
 SHOWN = 48  # first tokens of the first prompt whose attention is drawn
@@ -62,7 +62,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
                     heads = [int(share.amax(dim=1).argmax())]
                 texts = [repr(reading.decode(int(token))) for token in ids[: min(SHOWN, obs.n)]]
                 for head in heads:
-                    for row in _pattern(obs, k, norms[head], head=head, texts=texts):
+                    for row in _pattern_rows(obs, k, norms[head], head=head, texts=texts):
                         rows.append(place | {"head": head} | row)
 
         reading.read(ids, Needs(last_q=len(ids), colsums=True), on_layer)
@@ -70,7 +70,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
     return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
 
-def _pattern(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
+def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
     """Return one query head's attention [m, m] and value norms [m] of the first m tokens, as rows of the data.
 
     k: the keys [kv heads, n, D]. norms: ||v||_1 [n] of the head. texts: the m tokens' own.
@@ -92,7 +92,7 @@ def _pattern(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Se
     return rows
 
 
-def marked(data: pd.DataFrame) -> pd.DataFrame:
+def with_marks(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data for drawing: three heads at most, with their sinks, and a row ``head`` for every head."""
     maps = data[data["quantity"] == "attention"]
     heads = list(maps.groupby(["layer", "head"]))[:3]
@@ -104,11 +104,11 @@ def marked(data: pd.DataFrame) -> pd.DataFrame:
         of_head = (data["layer"] == layer) & (data["head"] == head)
         head_rows = data[data["quantity"].isin(("attention", "norm")) & of_head]
         parts.append(head_rows.assign(sink=head_rows["token"].isin(sinks), place=f"layer {layer}, head {head}"))
-    parts.append(_heads(data).assign(quantity="head"))
+    parts.append(_means_by_head(data).assign(quantity="head"))
     return pd.concat(parts, ignore_index=True)
 
 
-def _heads(data: pd.DataFrame) -> pd.DataFrame:
+def _means_by_head(data: pd.DataFrame) -> pd.DataFrame:
     """Return per layer and head the mean share, the geometric mean ratio, and how often that token is the first."""
     rows = data[data["quantity"].isin(("share", "ratio"))]
     tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
@@ -120,9 +120,9 @@ def _heads(data: pd.DataFrame) -> pd.DataFrame:
 
 def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield how many heads have a sink, and how small its value is."""
-    heads = _heads(data)
+    heads = _means_by_head(data)
     sinks, others = heads[heads["share"] >= SINK], heads[heads["share"] < SINK]
-    label = f"Heads of {len(heads)} that pay {percent(SINK)} or more of all attention to one token"
+    label = f"Heads of {len(heads)} that pay {percent_text(SINK)} or more of all attention to one token"
     yield Fact(label, len(sinks), "{}")
     if len(sinks):
         ratio = sinks["ratio"]
@@ -139,4 +139,4 @@ def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 COLUMNS = ("quantity", "source", "prompt", "layer", "head", "query", "token", "text", "value")
-CODE = {"vatp/fig1": Code(value_norms, sink_facts, marked)}
+CODE = {"vatp/fig1": Code(value_norms, sink_facts, with_marks)}

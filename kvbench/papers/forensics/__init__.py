@@ -11,7 +11,7 @@ from kvbench.papers.forensics.granularity import granularity
 from kvbench.papers.forensics.repeats import full_rows, repeats
 from kvbench.papers.forensics.statements import statements
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.published_cells import Book, published
+from kvbench.papers.spec.published_cells import Book, read_published
 
 CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
     derived,
@@ -29,9 +29,9 @@ CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
 
 def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
     """Return the findings about a paper, a table (``think/7``) or all, by paper and in the order of the checks."""
-    book = book or published()
+    book = book or read_published()
     name, _, table = paper.partition("/")
-    papers = [entry.id for entry in catalogue.chosen(name)]
+    papers = [entry.id for entry in catalogue.choose_papers(name)]
     findings = []
     for check in CHECKS:
         for finding in check(book):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from kvbench.papers.forensics.exact import Exact, ratio, recomputed_cells
+from kvbench.papers.forensics.exact import Exact, mean_ratio, recomputed_cells
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -110,7 +110,7 @@ def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
         if full.method != "full" or full.model == row.model:
             continue
         # mean ratio to that full row, less one, in per cent
-        if grade(exact.published, (ratio(row, full) - 1) * 100) == "equal":
+        if grade(exact.published, (mean_ratio(row, full) - 1) * 100) == "equal":
             return f"the full row of {full.model} as the base gives it"
     return "no full row of the table gives it"
 

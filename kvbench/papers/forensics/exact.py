@@ -17,7 +17,7 @@ from kvbench.papers.forensics.uncomp import kept_share
 from kvbench.papers.spec import numbers
 from kvbench.papers.spec.numbers import Number, decimals, exactly, mean, printed
 from kvbench.papers.spec.published import AVERAGE, SCORES, Published
-from kvbench.papers.spec.published_cells import Book, PublishedRow, published
+from kvbench.papers.spec.published_cells import Book, PublishedRow, read_published
 from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
 from kvbench.tasks.longbench import TASKS
 
@@ -131,7 +131,7 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
     """Return the cells of one table (``2``, ``text``) that can be recomputed without a model."""
-    return [e for e in recomputed_cells(book or published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+    return [e for e in recomputed_cells(book or read_published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 def _means(book: Book) -> Iterator[Exact]:
@@ -163,13 +163,13 @@ def _ratios(book: Book) -> Iterator[Exact]:
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
                     # the cell is in per cent: the mean of score / full score, or its distance from 1
                     offset = 1 if metric.endswith("minus_1") else 0
-                    value = (ratio(row, full_rows[row.model]) - offset) * 100
+                    value = (mean_ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
                     yield Exact(cell, row.label, formula, value)
             yield from _column_mean(row, "budget")
 
 
-def ratio(row: PublishedRow, full: PublishedRow) -> Number:
+def mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     """Return the mean over datasets of a row's scores relative to the scores of the row ``full``."""
     if row is full:
         # a number over itself is 1, whatever rounding hides
@@ -246,8 +246,10 @@ def _cells_of_quantity(
 def _memory(book: Book) -> Iterator[Exact]:
     """Yield the column Memory of ThinK's table 7: payload in fp16 by the paper's formula, which stores all 32 heads."""
     for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
-        # channels are pruned for all tokens except the 32 most recent
-        formula = "0.5 N MiB" if "ratio" not in row.settings else "0.5 N − 0.1 (N − 32) MiB"
+        formula = "0.5 N MiB"
+        if "ratio" in row.settings:
+            # channels are pruned for all tokens except the 32 most recent
+            formula = "0.5 N − 0.1 (N − 32) MiB"
         yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded_payload(row.method, row.settings) / MIB)
 
 

@@ -10,12 +10,17 @@ WEIGHTS = ("wrong", "doubt", "note")
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. ``check`` is the kind of check, ``weight`` its certainty.
+    """One finding of the audit, about one cell or about several.
 
-    The weight is ``wrong`` if the page contradicts itself, and ``doubt`` if a number is unlikely, or impossible by an
-    assumption that ``why`` names. It is ``note`` if nothing is wrong but the meaning of a number changes. ``paper`` and
-    ``table`` join several by ``+``, and so does ``cell`` with datasets. ``printed`` and ``recomputed`` are texts as
-    shown. ``recomputed`` is '' if the audit knows no other value.
+    check: the kind of check.
+    weight: its certainty, one of WEIGHTS. ``wrong``: the page contradicts itself. ``doubt``: a number is unlikely, or
+        impossible by an assumption that ``why`` names. ``note``: nothing is wrong, but a number's meaning changes.
+    paper, table: where the number is printed. Several are joined by ``+``.
+    row: the name of the row.
+    cell: the dataset. Several are joined by ``+``.
+    printed: the number's text in the paper.
+    recomputed: the text of the audit's own value; '' if the audit knows no other value.
+    why: the reason, for readers.
     """
 
     check: str

@@ -64,7 +64,7 @@ class Fit:
         return len(values) / 10001
 
 
-def attainable(text: str, n: int) -> bool:
+def is_attainable(text: str, n: int) -> bool:
     """Tell whether some k/n in per cent can be printed as these characters."""
     shown = printed(text)
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
@@ -76,7 +76,7 @@ def attainable(text: str, n: int) -> bool:
     return False
 
 
-def fits(book: Book) -> list[Fit]:
+def fit_grids(book: Book) -> list[Fit]:
     """Return every grid with its cells. A measurement printed twice with the same value counts once."""
     grid_fits = []
     for grid in GRIDS:
@@ -86,14 +86,14 @@ def fits(book: Book) -> list[Fit]:
             cell = row.cells.get((grid.dataset, "accuracy"))
             if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
                 cells.setdefault((identity(row), cell.value), (row, cell))
-        off = [(row, cell) for row, cell in cells.values() if not attainable(cell.printed, grid.n)]
+        off = [(row, cell) for row, cell in cells.values() if not is_attainable(cell.printed, grid.n)]
         grid_fits.append(Fit(grid, tuple(cells.values()), tuple(off)))
     return grid_fits
 
 
 def granularity(book: Book) -> Iterator[Finding]:
     """Yield each cell off its grid, and each stated n that most cells do not fit."""
-    grid_fits = fits(book)
+    grid_fits = fit_grids(book)
     for fit in grid_fits:
         if fit.grid.holds:
             yield from _cells_off_grid(fit)
@@ -132,8 +132,10 @@ def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
             believed_n = str(other.grid.n)
             why += f"; {other.attained} are k/{other.grid.n} ({other.grid.why})"
             break
-    # VATP states its numbers of questions in table 5, the other papers state none
-    table = "5" if grid.paper == "vatp" else fit.cells[0][1].table
+    table = fit.cells[0][1].table
+    if grid.paper == "vatp":
+        # VATP states its numbers of questions in table 5, the other papers state none
+        table = "5"
     return Finding(
         check="sample-count",
         weight="doubt",

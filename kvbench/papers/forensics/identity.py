@@ -18,7 +18,7 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 """UNComp's main configuration, 512 and 256 tokens for two groups, under the names of tables 7, 6 and 2."""
 
 
-def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
+def identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """Return the part of a row's setting that tells measurements apart, sorted."""
     silent = SILENT.get(row.paper, set())
     defaults = DEFAULTS.get(row.paper, {})
@@ -38,10 +38,10 @@ def settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
 
 def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
     """Return (paper, model, method, settings). Two rows of the same measurement have equal tuples."""
-    return row.paper, row.model, row.method, settings(row)
+    return row.paper, row.model, row.method, identifying_settings(row)
 
 
-def family(model: str) -> str:
+def model_family(model: str) -> str:
     """Return one name for a model's versions: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
     if model.startswith("mistral-7b-instruct"):
         return "mistral-7b-instruct"

@@ -8,7 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 from kvbench.papers.forensics.paper_audit import NOTE, PARTLY, Outcome, PaperAudit, decide
-from kvbench.papers.forensics.queries import PaperCells, by_field, difference, falls, level, listed, ratio
+from kvbench.papers.forensics.queries import (
+    PaperCells,
+    by_field,
+    describe_falls,
+    describe_values,
+    difference,
+    labels_of,
+    ratio,
+)
 
 QHITTER = PaperAudit("qhitter")
 SUMMARIES = ["xsum", "cnn_dailymail"]
@@ -52,7 +60,7 @@ def largest_gain(paper: PaperCells) -> Outcome:
 def shares_of_memory(paper: PaperCells) -> Outcome:
     # 4 bits instead of 16, and one of so many tokens
     shares = 100 / (4 * paper.series("dataset", table="text", metric="sparsity_factor"))
-    return decide(shares.min() == 5 and shares.max() == 12.5, f"{listed('{0} {1:.1f}', shares)} %")
+    return decide(shares.min() == 5 and shares.max() == 12.5, f"{describe_values('{dataset} {value:.1f}', shares)} %")
 
 
 @QHITTER.states("abstract", table="2", text="33, 7, 4 and 1.3 times faster than Accelerate, DeepSpeed, FlexGen and H2O")
@@ -81,9 +89,9 @@ def largest_speedup(paper: PaperCells, system: str) -> Any:
 def bits_that_harm(paper: PaperCells) -> Outcome:
     own = paper.series(["selection_bits", "dataset", "model"], table=1, of=["wikitext103", "ptb"], method="h2o+quant")
     full = paper.series(["dataset", "model"], table=1, of=["wikitext103", "ptb"], method="full")
-    bits = level(own, "selection_bits")
+    bits = labels_of(own, "selection_bits")
     most = by_field(difference(own, full), "selection_bits").max()
-    rises = listed("{0} bits {1:.2f}", most[level(most, "selection_bits")])
+    rises = describe_values("{selection_bits} bits {value:.2f}", most[labels_of(most, "selection_bits")])
     shown = f"<= 4 in the abstract, <= 3 in the contributions; table 1 tests {', '.join(bits)}, largest rises {rises}"
     return decide("4" in bits, shown, otherwise=PARTLY)
 
@@ -110,7 +118,9 @@ def rounding_of_speedup(paper: PaperCells) -> Outcome:
 def scores_by_shots(paper: PaperCells) -> Outcome:
     methods = ["full", "h2o+quant", "qhitter"]
     scores = paper.series(["method", "dataset", "shots"], table=3, of=SUMMARIES, method=methods)
-    found = falls("{0} on {1} falls from {a:.3f} ({first}) to {b:.3f} ({then})", scores, least=0.0015)
+    found = describe_falls(
+        "{method} on {dataset} falls from {a:.3f} ({first}) to {b:.3f} ({then})", scores, least=0.0015
+    )
     return decide(not found, "; ".join(found) or "every row rises", otherwise=NOTE)
 
 

@@ -179,7 +179,7 @@ def by_field(values: pd.Series[Any], *fields: str) -> Any:
     return values.groupby(level=list(fields), sort=False)
 
 
-def level(values: pd.Series[Any], field: str) -> list[Any]:
+def labels_of(values: pd.Series[Any], field: str) -> list[Any]:
     """Return the different labels of a field, sorted."""
     return sorted(set(values.index.get_level_values(field)))
 
@@ -189,7 +189,7 @@ def numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
     return pd.Series([float(label) for label in values.index], values.index)
 
 
-def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]]:
+def group_lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]]:
     """Return the lines of a series: cells that agree in all fields but the last.
 
     Each line has its labels, and (last label, value) of each cell.
@@ -197,7 +197,7 @@ def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():
         # the last field runs along a line, as budgets do behind models and methods
-        labels = _labels(name)
+        labels = _as_labels(name)
         cells_by_line.setdefault(labels[:-1], []).append((labels[-1], value))
     return list(cells_by_line.items())
 
@@ -205,51 +205,64 @@ def lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]
 def count_rising(values: pd.Series[Any]) -> int:
     """Return the number of lines that never fall from one value to the next."""
     count = 0
-    for _, cells in lines(values):
+    for _, cells in group_lines(values):
         numbers = [value for _, value in cells]
         if numbers == sorted(numbers):
             count += 1
     return count
 
 
-def falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool = True) -> list[str]:
+def describe_falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool = True) -> list[str]:
     """Return a text for each place at which a line falls by more than ``least`` instead of rising.
 
-    pattern: the format of a text. It may have the line's labels by number, the values ``a`` and ``b`` before and after
-    the fall, and their places ``first`` and ``then``.
+    pattern: the format of a text. It may name the line's fields, such as ``{model}``, the values ``a`` and ``b`` before
+    and after the fall, and their places ``first`` and ``then``.
     rising: False for lines that should fall. The texts are then about their rises.
     """
     texts = []
-    for labels, cells in lines(values):
+    for labels, cells in group_lines(values):
+        fields = _named_labels(values, labels)
         for (first, a), (then, b) in pairwise(cells):
             fall = a - b
             if not rising:
                 fall = b - a
             if fall > least:
-                texts.append(pattern.format(*labels, a=a, b=b, first=first, then=then))
+                texts.append(pattern.format(**fields, a=a, b=b, first=first, then=then))
     return texts
 
 
-def listed(pattern: str, values: pd.Series[Any], *more: pd.Series[Any], sep: str = ", ") -> str:
-    """Format ``pattern`` for every value, with its labels, the value itself and the values of ``more`` series."""
-    # these series may have fewer fields than values, and then their numbers repeat
-    columns = [values] + [_reindex_like(values, series) for series in more]
+def describe_values(pattern: str, values: pd.Series[Any], sep: str = ", ", **more: pd.Series[Any]) -> str:
+    """Format ``pattern`` for every value, and return the texts in one line.
+
+    The pattern names the fields of the series, such as ``{model}``, the number itself as ``{value}``, and numbers of
+    ``more`` series by their keywords. These series may have fewer fields, and then their numbers repeat.
+    """
+    columns = {"value": values}
+    for keyword, series in more.items():
+        columns[keyword] = _reindex_like(values, series)
     texts = []
-    for name, *numbers in zip(values.index, *columns, strict=True):
-        texts.append(pattern.format(*_labels(name), *numbers))
+    for i, labels in enumerate(values.index):
+        fields = _named_labels(values, _as_labels(labels))
+        numbers = {keyword: column.iloc[i] for keyword, column in columns.items()}
+        texts.append(pattern.format(**fields, **numbers))
     return sep.join(texts)
 
 
-def listed_by_line(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
+def _named_labels(values: pd.Series[Any], labels: Labels) -> dict[str, Any]:
+    """Return the labels of one cell of a series, or its first labels, by the names of their fields."""
+    return {str(field): label for field, label in zip(values.index.names, labels, strict=False)}
+
+
+def describe_lines(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
     """Return a text with each line's labels and values, formatted by ``form``."""
     texts = []
-    for labels, cells in lines(values):
+    for labels, cells in group_lines(values):
         numbers = sep.join(form.format(value) for _, value in cells)
         texts.append(" ".join(list(labels) + [numbers]))
     return "; ".join(texts)
 
 
-def _labels(name: Any) -> Labels:
+def _as_labels(name: Any) -> Labels:
     """Return the labels of a cell as a tuple. pandas gives a single label alone."""
     if isinstance(name, tuple):
         return name

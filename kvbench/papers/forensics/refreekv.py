@@ -8,9 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from kvbench.papers.forensics.granularity import fits
+from kvbench.papers.forensics.granularity import fit_grids
 from kvbench.papers.forensics.paper_audit import NOTE, PARTLY, Outcome, PaperAudit, decide
-from kvbench.papers.forensics.queries import PaperCells, by_field, difference, falls, level, lines, listed, ratio
+from kvbench.papers.forensics.queries import (
+    PaperCells,
+    by_field,
+    describe_falls,
+    describe_values,
+    difference,
+    group_lines,
+    labels_of,
+    ratio,
+)
 from kvbench.papers.spec.numbers import exactly
 
 REFREEKV = PaperAudit("refreekv")
@@ -34,7 +43,7 @@ def fastest(paper: PaperCells) -> Outcome:
     fields = ["model", "dataset", "method"]
     times = paper.series(fields, table=3, metric="overall_time", without={"dataset": "avg"})
     winners = []
-    for _, time_by_method in lines(times):
+    for _, time_by_method in group_lines(times):
         winner, _ = min(time_by_method, key=lambda cell: cell[1])
         winners.append(winner)
     won = winners.count("refreekv")
@@ -47,7 +56,7 @@ def budget_of_one_row(paper: PaperCells) -> Outcome:
     one = paper.series("dataset", k=1, **cells)
     five = paper.series("dataset", k="5%n", **cells)
     larger = one[difference(one, five) > 0]
-    each = listed("; larger on {0} ({1:.1f} against {2:.1f})", larger, five, sep="")
+    each = describe_values("; larger on {dataset} ({value:.1f} against {five:.1f})", larger, sep="", five=five)
     holds = len(larger) == 0 and one.mean() < five.mean()
     return decide(holds, f"mean {one.mean():.1f} against {five.mean():.1f} %{each}", otherwise=PARTLY)
 
@@ -55,7 +64,7 @@ def budget_of_one_row(paper: PaperCells) -> Outcome:
 @REFREEKV.states("section 3.4", table="9", text="Summing 10 % of the rows fails on NarrativeQA")
 def tenth_of_rows(paper: PaperCells) -> Outcome:
     scores = paper.series("k", table=9, of="narrativeqa", metric="f1", k=["7%n", "8%n", "9%n", "10%n"])
-    shown = f"k = {listed('{0} {1:.2f}', scores)}; the last, on which this rests, looks like 19.74"
+    shown = f"k = {describe_values('{k} {value:.2f}', scores)}; the last, on which this rests, looks like 19.74"
     return decide(scores["10%n"] > 0.8 * scores["9%n"], shown, otherwise=PARTLY)
 
 
@@ -89,9 +98,9 @@ def baselines_at_90(paper: PaperCells) -> Outcome:
     ratios = by_field(ratio(others, full), "model", "method").mean()
     own_ratios = by_field(ratio(own, full), "model").mean()
     lost = ratios[difference(ratios, own_ratios) >= 0]
-    count = len(level(ratios, "method"))
+    count = len(labels_of(ratios, "method"))
     if len(lost):
-        return decide(False, f"not better than {listed('{0} {1}', lost)}")
+        return decide(False, f"not better than {describe_values('{model} {method}', lost)}")
     return decide(count == 3, f"better than all {count} of table 2", otherwise=PARTLY)
 
 
@@ -109,7 +118,7 @@ def larger_models(paper: PaperCells) -> Outcome:
     own = paper.series(["model", "dataset"], table=12, of="scores", method="refreekv")
     full = paper.series(["model", "dataset"], table=12, of="scores", method="full")
     gaps = 100 * (ratio(own, full) - 1)
-    each = listed("{0} {1:+.2f} %", by_field(gaps, "model").mean())
+    each = describe_values("{model} {value:+.2f} %", by_field(gaps, "model").mean())
     shown = f"mean ratio {each}; worst {' '.join(gaps.idxmin())} {gaps.min():+.1f} %"
     return decide(gaps.min() > -5, shown, otherwise=PARTLY)
 
@@ -119,7 +128,7 @@ def budgets_of_larger_models(paper: PaperCells) -> Outcome:
     datasets = ["narrativeqa", "musique", "qmsum"]
     budgets = paper.series(["model", "dataset"], table=12, of=datasets, metric="budget")
     means = by_field(budgets, "model").mean()
-    shown = f"mean budget on narrativeqa, musique, qmsum: {listed('{0} {1:.1f}', means)} %"
+    shown = f"mean budget on narrativeqa, musique, qmsum: {describe_values('{model} {value:.1f}', means)} %"
     return decide(means.min() < 52, shown, otherwise=PARTLY)
 
 
@@ -127,7 +136,7 @@ def budgets_of_larger_models(paper: PaperCells) -> Outcome:
 def budgets_by_frozen_layers(paper: PaperCells) -> Outcome:
     frozen = ["none", "0", "0+1", "0+1+2", "0+1+2+3"]
     budgets = paper.series(["dataset", "frozen"], table=7, of=["gsm8k", "coqa"], metric="budget", frozen=frozen)
-    found = falls("{0} falls from {a} ({first}) to {b} ({then})", budgets)
+    found = describe_falls("{dataset} falls from {a} ({first}) to {b} ({then})", budgets)
     return decide(not found, "; ".join(found) or "budgets rise", otherwise=NOTE)
 
 
@@ -155,7 +164,7 @@ def off_grid_by_method(paper: PaperCells) -> Outcome:
     # both by whether the method is one of ODD
     scores: Counter[bool] = Counter()
     off: Counter[bool] = Counter()
-    for fit in fits(paper.book):
+    for fit in fit_grids(paper.book):
         if fit.grid.paper == "refreekv" and fit.grid.holds:
             scores.update(row.method in ODD for row, _ in fit.cells)
             off.update(row.method in ODD for row, _ in fit.off)

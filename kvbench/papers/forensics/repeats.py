@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kvbench.papers.forensics.finding import Finding, name_table
-from kvbench.papers.forensics.identity import family, identity
+from kvbench.papers.forensics.identity import identity, model_family
 from kvbench.papers.spec.numbers import fixed, printed
 from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -33,7 +33,7 @@ class Measurement(NamedTuple):
     tasks: str
 
 
-def repeated(book: Book) -> dict[Measurement, Places]:
+def repeated_places(book: Book) -> dict[Measurement, Places]:
     """Return the places of every number that is printed more than once, by its measurement."""
     places_of: dict[Measurement, Places] = {}
     for row in book.rows:
@@ -56,7 +56,7 @@ def repeated(book: Book) -> dict[Measurement, Places]:
 
 def repeats(book: Book) -> Iterator[Finding]:
     """Yield a finding for each measurement that is printed in several places with different values."""
-    for measurement, places in repeated(book).items():
+    for measurement, places in repeated_places(book).items():
         # group by the value to four decimals, since 41.9 and 41.90 are the same
         tables_of: dict[str, list[str]] = {}
         for row, cell in places:
@@ -92,14 +92,14 @@ def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
             for dataset, cell in row.scores.items():
                 if cell.unit == "pct":
                     # take the score from a paper's first table; ``repeats`` checks that its tables agree
-                    by_place.setdefault((family(row.model), dataset), {}).setdefault(row.paper, cell)
+                    by_place.setdefault((model_family(row.model), dataset), {}).setdefault(row.paper, cell)
     return {key: by_paper for key, by_paper in by_place.items() if len(by_paper) > 1}
 
 
 def full_rows(book: Book) -> Iterator[Finding]:
     """Yield full-cache scores of one model that differ between papers. Scores compare only within a paper."""
     for (model, dataset), by_paper in baselines(book).items():
-        spread = gap(by_paper)
+        spread = largest_gap(by_paper)
         if not spread:
             continue
         why = f"the full cache of one model, {fixed(spread, 2)} points apart between papers"
@@ -120,7 +120,7 @@ def full_rows(book: Book) -> Iterator[Finding]:
         )
 
 
-def gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
+def largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     """Return the largest difference in points."""
     # exact fractions, so that equal printed scores have a gap of exactly 0
     values = [printed(cell.printed).value for cell in cell_by_paper.values()]

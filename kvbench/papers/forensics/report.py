@@ -10,10 +10,10 @@ from textwrap import fill
 
 from kvbench.papers.forensics.exact import Exact, recomputed_cells
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, name_table
-from kvbench.papers.forensics.granularity import fits
+from kvbench.papers.forensics.granularity import fit_grids
 from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, PARTLY
-from kvbench.papers.forensics.repeats import baselines, gap, repeated
-from kvbench.papers.forensics.statements import judged
+from kvbench.papers.forensics.repeats import baselines, largest_gap, repeated_places
+from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import fixed
 from kvbench.papers.spec.published import Published
@@ -67,7 +67,7 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
         kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
         count = len(paper_findings)
         plural = "" if count == 1 else "s"
-        parts.append(f"{fill(_title(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
+        parts.append(f"{fill(_title_of_paper(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
         for check, check_findings in _group_by_check(paper_findings):
             parts.append(f"{HEADS[check]}\n" + "".join(map(_terminal_lines, check_findings)))
     parts.append(fill(LEGEND, WIDTH))
@@ -107,7 +107,7 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
     # statements and full rows of several papers have sections of their own
     cell_findings = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
     for paper, paper_findings in _group_by_paper(cell_findings):
-        parts.append(f"## {_title(paper)}\n")
+        parts.append(f"## {_title_of_paper(paper)}\n")
         for check, check_findings in _group_by_check(paper_findings):
             rows = []
             for f in check_findings:
@@ -130,7 +130,7 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
         return [_exact_record(e) for e in exact]
     papers = {finding.paper for finding in findings}
     ledger = []
-    for judgement in judged(book):
+    for judgement in judge_statements(book):
         statement = judgement.statement
         # include statements that hold, though these are no findings
         if statement.paper in papers:
@@ -202,17 +202,17 @@ def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Fin
             yield check, check_findings
 
 
-def _title(paper: str) -> str:
+def _title_of_paper(paper: str) -> str:
     """Return a paper's title and source, or the names of several papers."""
     if "+" in paper:
         return ", ".join(paper.split("+"))
-    entry = catalogue.paper(paper)
+    entry = catalogue.read_paper(paper)
     return f"{entry.title} ({entry.source})"
 
 
 def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
-    exact, judgements = recomputed_cells(book), judged(book)
+    exact, judgements = recomputed_cells(book), judge_statements(book)
     rows = []
     # a paper without findings has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
@@ -232,7 +232,7 @@ def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(heads, rows)
     # a measurement that is printed three times counts once
-    places = repeated(book)
+    places = repeated_places(book)
     differ = len({finding.id for finding in findings if finding.check == "repeat"})
     yield f"{len(places)} measurements are printed in more than one place; {differ} of them with different values.\n"
 
@@ -242,7 +242,7 @@ def _ledger_section(book: Book, name: str) -> Iterator[str]:
     yield "## Statements of the papers against their own numbers\n"
     yield "Picked by hand, so the share that holds says nothing about a paper. A note is no statement of the paper.\n"
     rows = []
-    for judgement in judged(book):
+    for judgement in judge_statements(book):
         statement = judgement.statement
         if name in ("all", statement.paper):
             rows.append((statement.paper, statement.place, statement.text, judgement.verdict, judgement.shown))
@@ -252,7 +252,7 @@ def _ledger_section(book: Book, name: str) -> Iterator[str]:
 def _granularity_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section on accuracies that must be k of n."""
     rows = []
-    for fit in fits(book):
+    for fit in fit_grids(book):
         grid = fit.grid
         if name in ("all", grid.paper):
             counts = (str(len(fit.cells)), str(fit.attained), f"{100 * fit.chance:.0f} %")
@@ -282,7 +282,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
             row = [dataset]
             for paper in papers:
                 row.append(cell_by_paper[paper].printed if paper in cell_by_paper else "")
-            row.append(fixed(gap(cell_by_paper), 2))
+            row.append(fixed(largest_gap(cell_by_paper), 2))
             rows.append(row)
         yield f"### {model}\n\n{table(heads, rows)}"
 

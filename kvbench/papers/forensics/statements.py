@@ -47,7 +47,7 @@ class Judged:
         )
 
 
-def judged(book: Book) -> list[Judged]:
+def judge_statements(book: Book) -> list[Judged]:
     """Return every statement of the book's papers with its verdict, in order."""
     judgements = []
     for audit in PAPERS:
@@ -61,7 +61,7 @@ def judged(book: Book) -> list[Judged]:
 
 def statements(book: Book) -> Iterator[Finding]:
     """Yield statements that do not hold, or only partly, and facts that readers must know."""
-    for judgement in judged(book):
+    for judgement in judge_statements(book):
         finding = judgement.finding()
         if finding is not None:
             yield finding

@@ -12,10 +12,10 @@ from kvbench.papers.forensics.queries import (
     PaperCells,
     by_field,
     count_rising,
+    describe_values,
     difference,
-    level,
-    lines,
-    listed,
+    group_lines,
+    labels_of,
     numeric_labels,
 )
 
@@ -46,7 +46,7 @@ def shrinkage(paper: PaperCells) -> Outcome:
 def savings_by_size(paper: PaperCells) -> Outcome:
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
     shares = 20 * (1 - 32 / numeric_labels(memory))
-    shown = f"{listed('{1:.1f} % of {0} tokens', shares)}: 32 tokens keep all channels"
+    shown = f"{describe_values('{value:.1f} % of {kv_size} tokens', shares)}: 32 tokens keep all channels"
     return decide(shares.min() > 19.5, shown, otherwise=PARTLY)
 
 
@@ -75,7 +75,7 @@ def averages_by_size(paper: PaperCells) -> Outcome:
         method=["h2o*", "snapkv*"],
         ratio=["", 0.4, 0.5],
     )
-    rising, count = count_rising(averages), len(lines(averages))
+    rising, count = count_rising(averages), len(group_lines(averages))
     return decide(rising == count, f"{rising} of {count} series rise")
 
 
@@ -98,15 +98,20 @@ def needle_against_snapkv(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 3.1", table="1", text="30 % of channels go without loss, 40 % hurts, l1 more than l2")
 def losses_by_ratio(paper: PaperCells) -> Outcome:
+    """Compare the losses with 40 % of channels gone with those at 30 %, and those of l1 with those of l2.
+
+    The statement holds if every loss at 40 % is above every loss at 30 %, and l1 loses more with both base methods.
+    """
     plain = paper.series("base", table=1, of="avg", ratio="")
     easy = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.3), plain)
     hard = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.4), plain)
     l1 = paper.series("base", table=1, of="avg", ratio=0.4, method="*+l1")
     l2 = paper.series("base", table=1, of="avg", ratio=0.4, method="*+l2")
     gaps = difference(l1, l2)
-    worse = level(gaps[gaps < 0], "base")
+    worse = labels_of(gaps[gaps < 0], "base")
+    hard_falls = describe_values("{method} {value:.2f}", hard)
     shown = (
-        f"falls of {easy.min():.2f} to {easy.max():.2f} at 30 %, at 40 % {listed('{1} {2:.2f}', hard)}; "
+        f"falls of {easy.min():.2f} to {easy.max():.2f} at 30 %, at 40 % {hard_falls}; "
         f"l1 falls further for {' and '.join(worse) or 'none'} (six labels are repaired, in part by this)"
     )
     return decide(hard.min() > easy.max() and len(worse) == 2, shown, otherwise=PARTLY)
@@ -119,8 +124,10 @@ def value_channels(paper: PaperCells) -> Outcome:
     models = by_field(difference(own, plain), "model")
     means = models.mean()
     mistral, llama = means["mistral-7b-instruct-v0.2"], means["llama-3-8b-instruct"]
-    form = "{0} {1:+.2f} to {2:+.2f}, mean {3:+.2f}"
-    return decide(mistral < llama and mistral < 0, listed(form, models.min(), models.max(), means, sep="; "))
+    form = "{model} {value:+.2f} to {most:+.2f}, mean {mean:+.2f}"
+    return decide(
+        mistral < llama and mistral < 0, describe_values(form, models.min(), sep="; ", most=models.max(), mean=means)
+    )
 
 
 @THINK.states("appendix E", table="9", text="40 % of channels go without loss where all tokens stay")
@@ -128,7 +135,7 @@ def losses_with_all_tokens(paper: PaperCells) -> Outcome:
     full = paper.series("model", table=9, of="avg", model=MODELS, method="full")
     own = paper.series("model", table=9, of="avg", model=MODELS, method="full+think", ratio=0.4)
     gaps = difference(own, full)
-    return decide(gaps.min() > -0.2, listed("{0} {1:+.2f}", gaps))
+    return decide(gaps.min() > -0.2, describe_values("{model} {value:+.2f}", gaps))
 
 
 @THINK.states("section 4.1", table="2", text="LongBench has 17 datasets")
@@ -156,8 +163,8 @@ def memory_column(paper: PaperCells) -> Outcome:
     pruned = (tokens - 32) * token / 2 * 76 / 128 + 32 * token / 2 + tokens * token / 2
     return NOTE, (
         f"{token:.1f} MiB a token is 32 heads; Mistral stores 8, a quarter. The paper's floor((1 − 0.4) 128) = 76 "
-        f"channels would give {listed('{1:.2f}', pruned, sep=' / ')}, "
-        f"76.8 give the printed {listed('{1:.1f}', memory, sep=' / ')}"
+        f"channels would give {describe_values('{value:.2f}', pruned, sep=' / ')}, "
+        f"76.8 give the printed {describe_values('{value:.1f}', memory, sep=' / ')}"
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvbench.papers.forensics.paper_audit import FAILS, NOTE, PARTLY, Outcome, PaperAudit, decide
-from kvbench.papers.forensics.queries import PaperCells, by_field, difference, falls, listed, ratio
+from kvbench.papers.forensics.queries import PaperCells, by_field, describe_falls, describe_values, difference, ratio
 from kvbench.papers.forensics.repeats import repeats
 from kvbench.papers.spec.numbers import Number, exactly, grade, mean, printed
 from kvbench.papers.spec.published_cells import PublishedRow
@@ -20,7 +20,7 @@ UNCOMP = PaperAudit("uncomp")
 @UNCOMP.states("abstract, section 4.2", table="1", text="The cache of LLaMA-3-8B is cut to one stated share")
 def share_of_llama3(paper: PaperCells) -> Outcome:
     stated = paper.series("where", table="text", of="kv_ratio", model="llama-3-8b*")
-    each = listed("{1:.2f}", stated, sep=" and ")
+    each = describe_values("{value:.2f}", stated, sep=" and ")
     shown = f"{each}; 384 / 8096 is {38400 / 8096:.2f} %; 384 / 8192 is {38400 / 8192:.2f} %"
     return decide(stated.min() == stated.max(), shown)
 
@@ -28,7 +28,7 @@ def share_of_llama3(paper: PaperCells) -> Outcome:
 @UNCOMP.states("caption of table 1, section 4.2", table="1", text="CHAI has one compression rate")
 def share_of_chai(paper: PaperCells) -> Outcome:
     stated = paper.series("where", table="text", of="kv_ratio", method="chai")
-    return decide(stated.min() == stated.max(), listed("{1:.2f} %", stated, sep=" and "))
+    return decide(stated.min() == stated.max(), describe_values("{value:.2f} %", stated, sep=" and "))
 
 
 @UNCOMP.states("section 4.2", table="3", text="It is 5.4 times faster than CHAI")
@@ -56,7 +56,8 @@ def stated_losses(paper: PaperCells) -> Outcome:
     stated = paper.series("model", table="text", of="avg", metric="drop_vs_full")
     lost = difference(full, own)[["llama-2-7b-chat", "llama-2-13b-chat", "llama-3-8b-instruct"]]
     share = 100 * ratio(lost, full)
-    shown = f"{listed('{0} {1:.2f} points or {2:.1f} %', lost, share)}: what is stated are points"
+    losses = describe_values("{model} {value:.2f} points or {share:.1f} %", lost, share=share)
+    shown = f"{losses}: what is stated are points"
     return decide(difference(share, stated).abs().max() < 0.05, shown, otherwise=PARTLY)
 
 
@@ -65,7 +66,7 @@ def losses_of_llama2(paper: PaperCells) -> Outcome:
     full = paper.series("model", table=1, of="avg", model="llama-2*", method="full")
     own = paper.series("model", table=1, of="avg", model="llama-2*", method="uncomp-group")
     lost = difference(full, own)[["llama-2-7b-chat", "llama-2-13b-chat"]]
-    return decide(lost.max() <= 0.775, listed("{0} {1:.2f}", lost))
+    return decide(lost.max() <= 0.775, describe_values("{model} {value:.2f}", lost))
 
 
 @UNCOMP.states("section 4.2", table="1", text="It is the best method on LLaMA-3-8B")
@@ -109,7 +110,7 @@ def needle_against_full(paper: PaperCells) -> Outcome:
     better = sum(difference(own, full) > 0)
     parts = []
     for model in ("llama-2-7b-chat", "llama-3-8b-instruct"):
-        parts.append(f"{model} {listed('{0} {1:.2f}', own[model])} against {full[model]:.2f}")
+        parts.append(f"{model} {describe_values('{method} {value:.2f}', own[model])} against {full[model]:.2f}")
     otherwise = PARTLY if better else FAILS
     return decide(better == 4, f"{better} of 4: {'; '.join(parts)}", otherwise)
 
@@ -155,7 +156,7 @@ def peak_memory(paper: PaperCells) -> Outcome:
     full = paper.series(["prompt", "batch"], table=10, metric="peak_memory", method="full")
     over = 100 * (ratio(own, full) - 1)
     prompts = by_field(over, "prompt")
-    each = listed("prompt={0} {1:+.2f} to {2:+.2f} %", prompts.min(), prompts.max(), sep="; ")
+    each = describe_values("prompt={prompt} {value:+.2f} to {most:+.2f} %", prompts.min(), sep="; ", most=prompts.max())
     above = sum(over > 0)
     shown = f"peaks against the full cache's: {each}; {above} of {len(over)} are above"
     return decide(above == 0, shown, otherwise=PARTLY)
@@ -177,8 +178,8 @@ def times_by_batch(paper: PaperCells) -> Outcome:
     by = ["method", "prompt", "batch"]
     times = paper.series(by, table=10, metric="tpot", method="uncomp-*")
     memory = paper.series(by, table=10, metric="peak_memory", method="uncomp-*")
-    found = falls("{0} prompt={1} tpot {a:g} to {b:g} at batch {then}", times, rising=False)
-    found += falls("{0} prompt={1} peak_memory {a:g} to {b:g} at batch {then}", memory)
+    found = describe_falls("{method} prompt={prompt} tpot {a:g} to {b:g} at batch {then}", times, rising=False)
+    found += describe_falls("{method} prompt={prompt} peak_memory {a:g} to {b:g} at batch {then}", memory)
     shown = "; ".join(sorted(found)) or "time falls and memory rises with the batch"
     return decide(not found, shown, otherwise=NOTE)
 

@@ -12,9 +12,9 @@ from kvbench.papers.forensics.queries import (
     PaperCells,
     by_field,
     count_rising,
+    describe_lines,
+    describe_values,
     difference,
-    listed,
-    listed_by_line,
     ratio,
 )
 
@@ -28,13 +28,15 @@ def wins(paper: PaperCells) -> Outcome:
     gaps = difference(own, base)
     won = by_field(gaps > 0, "model", "base").sum()
     level = by_field(gaps == 0, "model", "base").sum()
-    return decide(list(won) == [12, 13, 12, 14], listed("{0} {1} {2} (+{3} level)", won, level))
+    return decide(
+        list(won) == [12, 13, 12, 14], describe_values("{model} {base} {value} (+{level} level)", won, level=level)
+    )
 
 
 @VATP.states("appendix B", table="2", text="The l1 norm is the best")
 def best_norm(paper: PaperCells) -> Outcome:
     averages = paper.series("norm", table=2, of="avg")
-    return decide(averages.idxmax() == "l1", listed("{0} {1:.2f}", averages))
+    return decide(averages.idxmax() == "l1", describe_values("{norm} {value:.2f}", averages))
 
 
 @VATP.states("section 4.2", table="3", text="It costs next to no throughput and no memory")
@@ -64,13 +66,13 @@ def stated_speedups(paper: PaperCells) -> Outcome:
 def throughput_by_budget(paper: PaperCells) -> Outcome:
     own = paper.series(["gpu", "budget"], table=4, metric="throughput")
     gpus = paper.labels("gpu", table=4)
-    return decide(count_rising(own) == len(gpus), listed_by_line(own))
+    return decide(count_rising(own) == len(gpus), describe_lines(own))
 
 
 @VATP.states("table 1", table="1", text="Averages of table 1")
 def averages_of_table1(paper: PaperCells) -> Outcome:
     scores = paper.series(["method", "model", "dataset"], table=1, of="scores")
-    means = listed_by_line(by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
+    means = describe_lines(by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
     return NOTE, f"no averages are printed; of 16 tasks (llama-2-7b-chat / vicuna-7b-v1.5-16k): {means}"
 
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
 from kvbench.papers.forensics.exact import exact
-from kvbench.papers.measured.our_table import OurTable, TableLine, scores
+from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
@@ -131,7 +131,7 @@ class _ColumnEntry:
     score: _OurScore | None
 
 
-def view(ours: OurTable) -> View:
+def build_view(ours: OurTable) -> View:
     """Build all entries of a table, from the paper's data and from the store."""
     table = ours.declared
     recomputed: dict[Published, str] = {}
@@ -141,7 +141,7 @@ def view(ours: OurTable) -> View:
     if ours.timings is not None:
         timed_rows = []
         for line in ours.lines:
-            cells = [_timed(ours, line.row.cells.get(column.name), recomputed) for column in table.columns]
+            cells = [_timed_entry(ours, line.row.cells.get(column.name), recomputed) for column in table.columns]
             timed_rows.append((line, tuple(cells)))
         return View(ours, table.columns, tuple(timed_rows))
     # a budget is shown below its score; a table that prints only budgets shows them as columns
@@ -152,14 +152,14 @@ def view(ours: OurTable) -> View:
         entries = []
         for column in columns:
             score = _read_score(ours, line, column, score_by_cells)
-            entries.append(_ColumnEntry(column, _entry(ours, line, column, score, recomputed), score))
+            entries.append(_ColumnEntry(column, _score_entry(ours, line, column, score, recomputed), score))
         entries_by_line.append(entries)
     means = _mean_columns(ours, entries_by_line)
     rows = []
     # only after all cells are read is it known whether a second average is needed
     for line, entries in zip(ours.lines, entries_by_line, strict=True):
         cells = [entry.cell for entry in entries]
-        cells += [_average(ours, line, entries, mean) for mean in means]
+        cells += [_average_entry(ours, line, entries, mean) for mean in means]
         rows.append((line, tuple(cells)))
     return View(ours, columns + means, tuple(rows))
 
@@ -183,7 +183,7 @@ def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntr
     return (AVERAGE,)
 
 
-def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
+def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
     """Build an entry of an efficiency table."""
     if printed is None or ours.timings is None:
         return CellView()
@@ -193,9 +193,9 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
         reason=cell.reason,
         ours=cell.value,
         ci=cell.spread,
-        relative=_percent(cell.ratio),
+        relative=_in_percent(cell.ratio),
         published=printed.points,
-        published_relative=_percent(cell.published_ratio),
+        published_relative=_in_percent(cell.published_ratio),
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
         exact=recomputed.get(printed, ""),
@@ -203,7 +203,7 @@ def _timed(ours: OurTable, printed: Published | None, recomputed: Mapping[Publis
     )
 
 
-def _percent(ratio: float | None) -> float | None:
+def _in_percent(ratio: float | None) -> float | None:
     """Return a ratio in per cent; None stays None."""
     return None if ratio is None else 100 * ratio
 
@@ -224,8 +224,8 @@ def _read_score(
     if cells:
         assert ours.run is not None
         for (group, cell), (_, full_cell) in zip(cells, full_cells, strict=True):
-            own_scores = scores(ours.run.store, group, cell)
-            full_scores = scores(ours.run.store, group, full_cell)
+            own_scores = stored_scores(ours.run.store, group, cell)
+            full_scores = stored_scores(ours.run.store, group, full_cell)
             for e in sorted(own_scores.keys() & full_scores.keys()):
                 scores_by_example.setdefault(e, []).append((own_scores[e], full_scores[e]))
     # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
@@ -236,7 +236,7 @@ def _read_score(
     if not floor:
         # smaller log losses are better, so their share is inverse
         losses = any(metric(group.task.metric).shown is not None for group in groups)
-        share = stats.share([pairs], log_losses=losses)
+        share = stats.share_of_full([pairs], log_losses=losses)
     full_score = None
     if len(pairs) and groups:
         full_score = metric(groups[0].task.metric).show(float(pairs[:, 1].mean()))
@@ -246,7 +246,7 @@ def _read_score(
     return score
 
 
-def _entry(
+def _score_entry(
     ours: OurTable, line: TableLine, column: Column, score: _OurScore | None, recomputed: Mapping[Published, str]
 ) -> CellView:
     """Build an entry of a table of scores."""
@@ -281,7 +281,7 @@ def _entry(
         value, ci = score.share.point, score.share.ci
     unlike: tuple[str, ...] = ()
     if not ours.stand_in:
-        unlike = tuple(_unlike(ours, line, column))
+        unlike = tuple(_unlike_conditions(ours, line, column))
     tokens_kept = None
     if summary.prompt_tokens:
         tokens_kept = 100 * summary.kept / summary.prompt_tokens
@@ -323,12 +323,12 @@ def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
         samples = ours.run.store.samples(cell.id)
         for e in group.examples:
             # a text that is scored by its likelihood has no answer of the model's own
-            if e.id in samples and not e.tokens and not samples[e.id].prediction.strip():
+            if e.id in samples and e.scored is None and not samples[e.id].prediction.strip():
                 count += 1
     return count
 
 
-def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
+def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     """Yield the conditions under which the paper's score of a column differs from ours."""
     table, groups = ours.declared, [group for group, _ in ours.cells(line, column)]
     if table.unlike:
@@ -347,7 +347,7 @@ def _unlike(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
         yield f"{' '.join(ours.typed)} here"
 
 
-def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
+def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
     """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
 
     On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns with too
@@ -366,7 +366,9 @@ def _average(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], k
     if any(cell.status != "measured" or cell.ours is None for cell in cells):
         return average
     of_ratios = ours.declared.average in (RELATIVE, SHARE)
-    share = stats.share([entry.score.pairs for entry in readable if entry.score is not None], of_ratios=of_ratios)
+    share = stats.share_of_full(
+        [entry.score.pairs for entry in readable if entry.score is not None], of_ratios=of_ratios
+    )
     # an average of shares is taken over the tasks' shares, not from the means of both sides
     values = [cell.relative if of_ratios else cell.ours for cell in cells]
     known_values = [value for value in values if value is not None]

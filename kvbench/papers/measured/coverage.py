@@ -24,7 +24,7 @@ _STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "fail
 Counts = Mapping[str, str]
 
 
-def count(seen: View) -> dict[str, str]:
+def count_cells(seen: View) -> dict[str, str]:
     """Return a table's line: its model, and the numbers of measured, refused and missing cells. Each cell counts once.
 
     Several rows and columns can show one cell of the store. Means do not count. A cell out of memory counts as
@@ -49,7 +49,7 @@ def count(seen: View) -> dict[str, str]:
     return record
 
 
-def read(folder: Path) -> dict[str, Counts]:
+def read_counts(folder: Path) -> dict[str, Counts]:
     """Return the counts in ``folder`` by table; {} if it has no file. Raises KvbenchError if the file is damaged."""
     path = folder / FILE
     if not path.exists():
@@ -60,10 +60,10 @@ def read(folder: Path) -> dict[str, Counts]:
     return {line["table"]: line for line in reader}
 
 
-def write(folder: Path, line: Counts) -> None:
+def write_counts(folder: Path, line: Counts) -> None:
     """Write one table's line to the file of ``folder``, in place of the table's old line."""
     # other tables of the folder keep their lines, so that a table can be written alone
-    lines = read(folder)
+    lines = read_counts(folder)
     lines[line["table"]] = line
     folder.mkdir(parents=True, exist_ok=True)
     in_order = [lines[table] for table in sorted(lines, key=_paper_and_number)]

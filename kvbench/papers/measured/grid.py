@@ -11,9 +11,9 @@ from kvbench.papers.measured.cell_view import OF_ALL, WIDE, CellView, View
 from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
 from kvbench.papers.spec.published import FRACTION
-from kvbench.papers.spec.row_knobs import parse
+from kvbench.papers.spec.row_knobs import parse_setting
 from kvbench.papers.spec.table_spec import MEANS, SCORE
-from kvbench.papers.spec.workloads import labels
+from kvbench.papers.spec.workloads import label_workloads
 from kvbench.report.collect import MANY_EMPTY
 from kvbench.report.render import EVICTING, EVICTS
 from kvbench.report.table import Bold, Table
@@ -34,7 +34,7 @@ Line = tuple[TableLine, tuple[CellView, ...]]
 """A row of a view with its entries."""
 
 
-def grid(view: View, show: str) -> Table:
+def cell_texts(view: View, show: str) -> Table:
     """Return the cells as text. ``show`` is one of SHOWS, or ``beside`` for the printed side in the unit of ours."""
     stand_in, timings = view.ours.stand_in, view.ours.timings
     field = _compared_field(view, show)
@@ -50,14 +50,14 @@ def grid(view: View, show: str) -> Table:
         best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
         for line, entries in block:
-            cells = [_label(line, heading, show)]
+            cells = [_label_of_row(line, heading, show)]
             for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
                 if line.row.method == "full":  # the full cache's share of itself needs no interval
                     entry = replace(entry, relative_ci=None)
                 if entry.timed is None:
                     cell_lines = _cell_lines(entry, show, stand_in)
                 else:
-                    cell_lines = timing_text.lines(entry, show)
+                    cell_lines = timing_text.lines_of_cell(entry, show)
                 # if all rows of a block have the same n, a note below the table states it
                 if entry.n and n_differs and not entry.few and show in ("both", "ours"):
                     cell_lines.append(f"n {entry.n}")
@@ -72,7 +72,7 @@ def grid(view: View, show: str) -> Table:
     for column in view.columns:
         name = column.name
         if timings is not None:
-            name = timing_text.name(timings, name)
+            name = timing_text.column_name(timings, name)
         names.append(name)
         groups.append(column.group)
     table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
@@ -88,7 +88,9 @@ def _compared_field(view: View, show: str) -> str:
     printed = show in ("published", "beside")
     # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
     if view.ours.timings is not None:
-        return "published_relative" if printed else "relative"
+        if printed:
+            return "published_relative"
+        return "relative"
     if printed:
         return "published"
     if view.ours.stand_in:
@@ -96,12 +98,12 @@ def _compared_field(view: View, show: str) -> str:
     return "ours"
 
 
-def _label(line: TableLine, heading: str, show: str) -> str:
+def _label_of_row(line: TableLine, heading: str, show: str) -> str:
     """Return a row's label: its method, and the settings that the heading of its block lacks."""
     in_heading = heading.split(", ")
     parts = []
     for part in line.row.setting.split(";"):
-        if part and _heading(*part.split("=", 1)) not in in_heading:
+        if part and _heading_text(*part.split("=", 1)) not in in_heading:
             parts.append(part)
     label = [line.row.method]
     label += wrap(" ".join(parts), LABEL, break_long_words=False)
@@ -144,7 +146,9 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
             printed = line.row.cells.get(column)
             if printed is not None and printed.metric == "perplexity":
                 less_is_better = True
-    return min(values) if less_is_better else max(values)
+    if less_is_better:
+        return min(values)
+    return max(values)
 
 
 def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
@@ -153,12 +157,12 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
     stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
     """
     ours = _our_lines(entry, stand_in)
-    printed = _printed(entry, stand_in and show != "published")
-    difference = _number(entry.delta, 2, sign=True)
+    printed = _printed_text(entry, stand_in and show != "published")
+    difference = _number_text(entry.delta, 2, sign=True)
     if entry.unlike:
         difference += UNLIKE
-    kept = _kept(entry.budget)
-    printed_kept = _kept(entry.published_budget)
+    kept = _kept_text(entry.budget)
+    printed_kept = _kept_text(entry.published_budget)
     lines = list(ours)
     if show == "ours":
         if entry.budgeted:
@@ -184,7 +188,7 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
     return [line for line in lines if line not in ("", "()")]
 
 
-def _kept(budget: float | None) -> str:
+def _kept_text(budget: float | None) -> str:
     """Return the text of a share of tokens kept in per cent; '' if it is not known."""
     return "" if budget is None else f"kept {budget:.0f}%"
 
@@ -211,11 +215,11 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
         # a number that follows from others needs no measurement
         return ["" if entry.exact else "—"]
     if ci is None:
-        return [_number(value, digits), ""]
-    return [_number(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
+        return [_number_text(value, digits), ""]
+    return [_number_text(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
 
 
-def _printed(entry: CellView, relative: bool) -> str:
+def _printed_text(entry: CellView, relative: bool) -> str:
     """Return the paper's value of a cell as text, with its marks; '' if the paper prints none.
 
     relative: show the value in per cent of the paper's full-cache row instead.
@@ -227,10 +231,10 @@ def _printed(entry: CellView, relative: bool) -> str:
         return ""
     # without the paper's full-cache row there is no share of it
     if relative and value is None and entry.published is not None:
-        return f"{_number(entry.published, 2)}{entry.mark} abs"
+        return f"{_number_text(entry.published, 2)}{entry.mark} abs"
     if value is None and not entry.printed:
         return ""
-    text = _number(value, digits)
+    text = _number_text(value, digits)
     as_printed = not relative or value == entry.published  # some tables print shares
     if entry.printed and as_printed:
         text = entry.printed
@@ -238,7 +242,7 @@ def _printed(entry: CellView, relative: bool) -> str:
     if entry.exact and as_printed:
         text += f" {entry.exact}"
     if entry.stated is not None and not relative:
-        text += f" stated {_number(entry.stated, 2)}"
+        text += f" stated {_number_text(entry.stated, 2)}"
     return text
 
 
@@ -272,7 +276,7 @@ def notes(view: View, show: str = "both") -> list[str]:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
     if "compressed" in _list_shown_lines(view, show):
         lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
-    lines += [f"— {reason}." for reason in absent(ours)]
+    lines += [f"— {reason}." for reason in reasons_for_absence(ours)]
     return lines + sources
 
 
@@ -284,7 +288,7 @@ def _list_shown_lines(view: View, show: str) -> frozenset[str]:
         shown.append("ours")
     lines: set[str] = set()
     for name in shown:
-        for row in grid(view, name).rows:
+        for row in cell_texts(view, name).rows:
             for text in row:
                 lines.update(text.split("\n"))
     return frozenset(lines)
@@ -304,9 +308,9 @@ def _list_waiting_columns(view: View) -> list[str]:
     return names
 
 
-def absent(ours: OurTable) -> list[str]:
+def reasons_for_absence(ours: OurTable) -> list[str]:
     """Return each reason why datasets cannot be read here, behind the names of these datasets."""
-    labels_by_workload = labels(workload.whole for workload in ours.absent)
+    labels_by_workload = label_workloads(workload.whole for workload in ours.absent)
     names_by_reason: dict[str, list[str]] = {}
     for workload, why in ours.absent.items():
         name = f"{workload.dataset} {labels_by_workload[workload.whole]}".strip()
@@ -337,7 +341,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
     if measured:
         sizes = {entry.n for entry in measured}
         counts = ", ".join(map(str, sorted(sizes)))
-        total = _range([entry.of for entry in measured])
+        total = _range_text([entry.of for entry in measured])
         dtype = ""
         if ours.run is not None:
             dtype = f", {ours.run.dtype}"
@@ -372,10 +376,10 @@ def describe_counts(view: View) -> str:
         return ""
     counts = [entry.n for entry in measured]
     sizes = [entry.of for entry in measured]
-    return f"n = {_range(counts)} of {_range(sizes)} examples a task"
+    return f"n = {_range_text(counts)} of {_range_text(sizes)} examples a task"
 
 
-def warning(view: View) -> str:
+def warn_of_few_examples(view: View) -> str:
     """Return a warning for the first line of a table whose cells all have too few examples; '' for any other."""
     measured = _list_measured(view)
     if not measured or max(entry.n for entry in measured) >= FEWEST:
@@ -393,7 +397,7 @@ def _list_measured(view: View) -> list[CellView]:
     return measured
 
 
-def _range(counts: Sequence[int]) -> str:
+def _range_text(counts: Sequence[int]) -> str:
     """Return the smallest and the largest number, or one where they are the same."""
     low, high = min(counts), max(counts)
     if low == high:
@@ -449,7 +453,7 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
                 name = f"{column.dataset} {label}".strip()
                 if name not in full_entries or full_entries[name].n <= entry.n:
                     full_entries[name] = entry
-    texts = [f"{name} {_number(entry.full, 1)}" for name, entry in full_entries.items()]
+    texts = [f"{name} {_number_text(entry.full, 1)}" for name, entry in full_entries.items()]
     if texts:
         yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
     if FAILS[-1] in shown:
@@ -492,7 +496,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
             name = f"{line.row.model} {name}"
         for entry in row:
             if entry.stated is not None:
-                corrections.append(f"{_number(entry.stated, 2)} for {_number(entry.published, 2)} ({name})")
+                corrections.append(f"{_number_text(entry.stated, 2)} for {_number_text(entry.published, 2)} ({name})")
     if corrections and relative:  # a cell of shares has no room for the stated average
         yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
     elif corrections:
@@ -503,7 +507,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
 
 
-def title(view: View, show: str = "both") -> str:
+def title_line(view: View, show: str = "both") -> str:
     """Return one line: the table, its title, our model, and its examples."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
@@ -519,7 +523,7 @@ def title(view: View, show: str = "both") -> str:
     return f"{start} — {model}"
 
 
-def _number(value: float | None, digits: int, sign: bool = False) -> str:
+def _number_text(value: float | None, digits: int, sign: bool = False) -> str:
     """Format a number with a minus sign of its own width; None is a dash."""
     if value is None:
         return "—"
@@ -527,7 +531,7 @@ def _number(value: float | None, digits: int, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def _heading(key: str, value: str) -> str:
+def _heading_text(key: str, value: str) -> str:
     """Return the text of one setting in a block's heading. A GPU is the paper's: ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
@@ -537,7 +541,7 @@ def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str,
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         # a setting named model would replace the row's own model
-        setting = {"model": line.row.model} | parse(line.row.setting)
-        heading = ", ".join(_heading(key, setting[key]) for key in heading_keys if setting.get(key))
+        setting = {"model": line.row.model} | parse_setting(line.row.setting)
+        heading = ", ".join(_heading_text(key, setting[key]) for key in heading_keys if setting.get(key))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks

@@ -10,7 +10,7 @@ from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 
 
-def joint(runs: Iterable[RunPlan]) -> list[RunPlan]:
+def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
     """Merge runs that read and answer alike into one run with the cells of all.
 
     Runs of one model can differ in prompt policy or sampling, as tables of two papers do.

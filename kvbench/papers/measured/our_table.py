@@ -18,7 +18,7 @@ from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
 from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
-from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, configure_run, labels
+from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, configure_run, label_workloads
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets, run_plan
@@ -145,7 +145,7 @@ class OurTable:
         return CellResult("", ids, "measured", summary=pooled, unchanged=unchanged)
 
 
-def scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     """Return the stored scores of a cell by example, in the order of the group's examples."""
     samples = store.samples(cell.id)
     score_by_example = {}
@@ -165,17 +165,17 @@ def split_options(arguments: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def printed(declared: TableSpec, model: str, why: str) -> OurTable:
+def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
     """Return the table with the paper's side only. ``why`` says why nothing is measured."""
     if declared.kind == timings.KIND:
-        return timed(timings.read(declared, model, Path(RESULTS)))
+        return timed_table(timings.read_timings(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(row, skipped=why) for row in declared.rows)
     # values other than scores stand as printed, so no model stands in for them
     stand_in = declared.measurable and stands_in(declared, model)
     return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
-def timed(found: Timings) -> OurTable:
+def timed_table(found: Timings) -> OurTable:
     """Return an efficiency table with its measured rows."""
     lines = tuple(TableLine(row) for row in found.table.rows)
     return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
@@ -194,24 +194,29 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     if declared.kind == timings.KIND:
         # without a given model, rows of the paper's own model are shown before the tiny model's
         timed_model = "" if model == stand_ins.MODEL else model
-        return timed(timings.read(declared, timed_model, Path(options.get("results", RESULTS))))
+        return timed_table(timings.read_timings(declared, timed_model, Path(options.get("results", RESULTS))))
     model = model or stand_ins.MODEL
-    family = options.pop("longbench", "")
     # tables of facts, or of sizes, have no scores to compare with
     if not declared.measurable:
-        return printed(declared, model, f"its numbers are no scores ({declared.kind})")
+        return printed_table(declared, model, f"its numbers are no scores ({declared.kind})")
+    return _prepare_scores(declared, model, options)
+
+
+def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) -> OurTable:
+    """Plan a table of scores on ``model``. ``options`` are the keys that the user typed."""
+    family = options.pop("longbench", "")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
     settings: dict[str, object] = {"model": model}
     if declared.preset:
         settings["preset"] = declared.preset
     settings["method"] = "full"
     settings |= options
-    base = _compose(declared, settings, tiny)
+    base = _compose_run(declared, settings, tiny)
     source = load.locate(base.model)
     # the size for scaling the paper's numbers of tokens and layers; the paper's own models need none
     size = None
     if stand_in:
-        size = stand_ins.size(source.config, declared.length if tiny else None)
+        size = stand_ins.stand_in_size(source.config, declared.length if tiny else None)
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
     # rows declared by claims have tiny's tasks as columns already
@@ -225,14 +230,10 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     reader = Reader(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
     lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
     notes += reading_notes
-    workloads: dict[TableWorkload, None] = {}
-    for line in lines:
-        if line.chain is not None:
-            workloads |= dict.fromkeys(line.reads.values())
-    readable = [workload for workload in workloads if workload not in absent]
+    readable = _readable_workloads(lines, absent)
     if not readable:
         return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
-    run, groups = _plan(reader, lines, readable)
+    run, groups = _plan_run(reader, lines, readable)
     notes += _minilongbench_notes(groups)
     # the user's own conditions of reading and answering, which make scores differ from the paper's
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
@@ -249,7 +250,16 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     )
 
 
-def _compose(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
+def _readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkload, str]) -> list[TableWorkload]:
+    """Return the workloads that lines with a chain read, each once, without those that are ``absent``."""
+    workloads: dict[TableWorkload, None] = {}
+    for line in lines:
+        if line.chain is not None:
+            workloads |= dict.fromkeys(line.reads.values())
+    return [workload for workload in workloads if workload not in absent]
+
+
+def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
     """Return the run of ``settings`` with every dataset that can serve the table's columns."""
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
@@ -284,14 +294,14 @@ def _build_lines(
 def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
     """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
-    if stand_ins.depths(size) and any("uncomp-stage" in line.row.method for line in lines):
+    if stand_ins.depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
     if tiny:
         return notes
     too_deep: dict[str, None] = {}
     for line in lines:
         # a row names the layers that it leaves uncompressed, as 0+1+31
-        frozen = row_knobs.parse(line.row.setting).get("frozen", "none")
+        frozen = row_knobs.parse_setting(line.row.setting).get("frozen", "none")
         if frozen != "none" and max(map(int, frozen.split("+"))) >= size.layers:
             too_deep[frozen] = None
     for frozen in too_deep:
@@ -310,12 +320,12 @@ def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> lis
     return [f"LongBench columns: MiniLongBench's examples, {min(sizes)} to {max(sizes)} a task."]
 
 
-def _plan(
+def _plan_run(
     reader: Reader, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
     """Plan the run of the full cache and of the cells behind printed numbers. Return it with its groups by workload."""
     # rows read different lengths of a needle test, and the run reads all of them as one dataset
-    label_of = labels(workload.whole for workload in workloads)
+    label_of = label_workloads(workload.whole for workload in workloads)
     datasets = []
     for whole, label in label_of.items():
         parts: dict[str, None] = {}
@@ -406,7 +416,7 @@ def _assign_workloads(
                     notes[note] = None
                     workload = instead
             if line.chain is not None and not reader.small:
-                too_long = reader.beyond(line.row, dataset)
+                too_long = reader.lengths_beyond_context(line.row, dataset)
                 if too_long:
                     lengths = ", ".join(map(str, too_long))
                     prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
@@ -439,7 +449,7 @@ def _build_line(
 
     ``values`` are the values of the paper's preset, ``config`` is the model's.
     """
-    setting = row_knobs.parse(row.setting)
+    setting = row_knobs.parse_setting(row.setting)
     method = row_knobs.method_of(row.method, setting)
     if size is not None and "windows" in setting:
         # claims also run rows with the paper's windows as printed, without scaling them
@@ -459,7 +469,7 @@ def _build_line(
         def build_chain(dataset_setting: str = "") -> Chain:
             """Build the row's chain, with the settings of a dataset before its own."""
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
-            texts = knobs | row_knobs.knobs(row.method, full_setting, size)
+            texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}
             for key, text in texts.items():
                 entry[key] = yaml.load(text, Loader=YAML_LOADER)
@@ -479,7 +489,7 @@ def _build_line(
 
 def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:
     """Return the arguments that only a stand-in needs, for some of a chain's stages."""
-    knobs_by_stage = stand_ins.depths(size)
+    knobs_by_stage = stand_ins.depth_knobs(size)
     if tiny:
         knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)
     knobs: row_knobs.Knobs = {}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from textwrap import fill
 
 from kvbench.papers.measured.cell_view import CellView, View
-from kvbench.papers.measured.grid import grid, notes, title, warning
+from kvbench.papers.measured.grid import cell_texts, notes, title_line, warn_of_few_examples
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.report import writers
 from kvbench.report.table import WIDTH, Table
@@ -63,12 +63,12 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
-    heading = title(view, show)
-    table = grid(view, show)
+    heading = title_line(view, show)
+    table = cell_texts(view, show)
     footnotes = notes(view, show)
     caution, above = "", ""
     if show != "published":
-        caution = warning(view)
+        caution = warn_of_few_examples(view)
     if style == "html":
         heading = html.escape(heading)
         if caution:
@@ -116,7 +116,12 @@ def as_json(view: View) -> dict[str, object]:
     cells = []
     for record in records(view):
         cells.append({key: record[key] for key in CSV_FIELDS if record.get(key) not in (None, "")})
-    return {"table": view.ours.declared.id, "title": title(view, "both"), "cells": cells, "notes": notes(view, "both")}
+    return {
+        "table": view.ours.declared.id,
+        "title": title_line(view, "both"),
+        "cells": cells,
+        "notes": notes(view, "both"),
+    }
 
 
 def records(view: View) -> Iterator[Record]:

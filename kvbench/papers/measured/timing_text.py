@@ -17,18 +17,18 @@ SHORT = {"pct": "%", "x": ""}
 """Words for a printed unit in a column's head, where the unit itself is not written."""
 
 
-def name(timings: Timings, column: str) -> str:
+def column_name(timings: Timings, column: str) -> str:
     """Return a column's name with its unit."""
     unit = next(row.cells[column].unit for row in timings.table.rows if column in row.cells)
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
-def lines(entry: CellView, show: str) -> list[str]:
+def lines_of_cell(entry: CellView, show: str) -> list[str]:
     """Return the lines of one cell; ``show`` as in grid."""
     cell = entry.timed
     assert cell is not None
-    ours = _sign_without_number(entry) or _ratio(cell.ratio)
-    their_ratio, printed = _ratio(cell.published_ratio), _printed(entry)
+    ours = _sign_without_number(entry) or _ratio_text(cell.ratio)
+    their_ratio, printed = _ratio_text(cell.published_ratio), _printed_text(entry)
     if show in ("published", "beside"):
         # a base row has no ratio to itself, and some rows have none in the paper
         if cell.published_ratio is None:
@@ -40,7 +40,7 @@ def lines(entry: CellView, show: str) -> list[str]:
         return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
     value = ""
     if cell.value is not None:
-        value = _number(cell.value)
+        value = _number_text(cell.value)
         if INTEGRATED in cell.marks:
             value += " ∫"
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
@@ -48,7 +48,7 @@ def lines(entry: CellView, show: str) -> list[str]:
     if show == "ours":
         spread = ""
         if cell.spread is not None:
-            spread = f"[{_number(cell.spread[0])}, {_number(cell.spread[1])}]"
+            spread = f"[{_number_text(cell.spread[0])}, {_number_text(cell.spread[1])}]"
         texts = [value, spread]
         if not without_ratio:
             texts.insert(0, ours)
@@ -69,7 +69,7 @@ def _sign_without_number(entry: CellView) -> str:
     return {OOM: OOM, "measured": ""}.get(entry.status, "—")
 
 
-def _printed(entry: CellView) -> str:
+def _printed_text(entry: CellView) -> str:
     """Return the text of the printed value, with its marks."""
     assert entry.timed is not None
     # papers say in many ways that a row does not fit; the cell's flag says it in one
@@ -81,12 +81,12 @@ def _printed(entry: CellView) -> str:
     return text
 
 
-def _ratio(ratio: float | None) -> str:
+def _ratio_text(ratio: float | None) -> str:
     """Format a ratio; None is a dash."""
     return "—" if ratio is None else f"{ratio:.2f}×"
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     """Format a number with three digits, or all before the point."""
     if value >= 100:
         return f"{value:.0f}"
@@ -210,7 +210,7 @@ def _agreement_note(timings: Timings) -> Iterator[str]:
 def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
     """Yield the meaning of the marks beside the numbers."""
     timed_entries = [entry for entry in entries if entry.timed is not None]
-    if any(_printed(entry) == OOM or entry.status == OOM for entry in timed_entries):
+    if any(_printed_text(entry) == OOM or entry.status == OOM for entry in timed_entries):
         yield "OOM: out of memory."
     recomputed = [entry.exact for entry in entries if entry.exact]
     if recomputed:

@@ -7,20 +7,20 @@ from dataclasses import replace
 
 from kvbench.base.errors import UsageError, unknown
 from kvbench.methods.core.chain import Chain
-from kvbench.papers.measured.cell_view import CellView, view
+from kvbench.papers.measured.cell_view import CellView, build_view
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine
 from kvbench.papers.spec.table_spec import MEANS, Column
 from kvbench.report.data import CellResult
 from kvbench.store.results import Sample
 
 
-def trace(ours: OurTable, row: str, column: str) -> str:
+def trace_number(ours: OurTable, row: str, column: str) -> str:
     """Return the cell behind a number with each example's score, or the cells behind an average.
 
     Raises UsageError if there is no such row or column, or if the row is not run here.
     """
-    line, wanted_column = find(ours, row, column)
-    seen = view(ours)
+    line, wanted_column = find_cell(ours, row, column)
+    seen = build_view(ours)
     lines = [f"{ours.declared.id}, {row}, {column}:"]
     if wanted_column.dataset in MEANS:
         for score_column in ours.declared.scores:
@@ -33,7 +33,7 @@ def trace(ours: OurTable, row: str, column: str) -> str:
     return "\n".join(lines)
 
 
-def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
+def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
     """Return the row and the column of these names.
 
     Raises UsageError if the row or the column is missing, or if the row is not run here.
@@ -41,7 +41,7 @@ def find(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
-    columns = [c for c in view(ours).columns if c in ours.declared.scores or c.dataset in MEANS]
+    columns = [c for c in build_view(ours).columns if c in ours.declared.scores or c.dataset in MEANS]
     if not columns:
         raise UsageError(f"{ours.declared.id} has no numbers of ours to trace: it shows what is printed")
     wanted_column = next((c for c in columns if c.name == column), None)

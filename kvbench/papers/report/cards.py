@@ -57,7 +57,7 @@ class _Point:
     ci: tuple[float, float] | None
 
 
-def collect(store: ResultStore) -> list[VerdictSet]:
+def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
     """Return the verdicts on all stored methods that stand beside a full cache, by model and dataset."""
     # keys are model, dataset and prompt, then everything but the method: such results differ in the method alone
     comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
@@ -79,13 +79,13 @@ def collect(store: ResultStore) -> list[VerdictSet]:
             # a task that was asked in several ways stands once, with the way that most methods have
             if FULL in cells and len(cells) > len(by_column.get(column, {})):
                 by_column[column] = cells
-        found = _judge(store, model, family, by_column)
+        found = _judge_dataset(store, model, family, by_column)
         if found is not None:
             sets.append(found)
     return sorted(sets, key=lambda found: (found.model, found.dataset))
 
 
-def _judge(
+def _judge_dataset(
     store: ResultStore, model: str, family: str, by_column: Mapping[str, Mapping[str, listing.StoredCell]]
 ) -> VerdictSet | None:
     """Return the verdicts on the methods of one dataset, with a column for each task; None without any."""
@@ -112,14 +112,15 @@ def _judge(
     for label in labels_in_order:
         cells_of_row = []
         for shown in columns:
-            cells_of_row.append(_result(by_column[shown.task].get(label), shown, samples_of[shown.task]))
+            cells_of_row.append(_entry_of_result(by_column[shown.task].get(label), shown, samples_of[shown.task]))
         summaries = [cell.summary for cell in cells_of_row if cell.summary is not None]
         means = None
         if summaries:
             baseline = None
             if label != FULL:
-                baseline = [_scores(samples_of[name].get(FULL, {})) for name in names]
-            means = summarise_row(summaries, [_scores(samples_of[name].get(label, {})) for name in names], baseline)
+                baseline = [_known_scores(samples_of[name].get(FULL, {})) for name in names]
+            own_scores = [_known_scores(samples_of[name].get(label, {})) for name in names]
+            means = summarise_row(summaries, own_scores, baseline)
         rows.append(ReportRow(label, False, tuple(cells_of_row), means, is_full=label == FULL))
     report = ReportData(
         model=model,
@@ -139,7 +140,7 @@ def _judge(
     return VerdictSet(model, dataset, f"n = {range_text(counts)} a task", report, found)
 
 
-def _result(
+def _entry_of_result(
     cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
 ) -> CellResult:
     """Return a stored result as an entry of a report. Without a result (None) the entry is missing."""
@@ -164,7 +165,7 @@ def _result(
     )
 
 
-def _scores(samples: Mapping[str, Sample]) -> dict[str, float]:
+def _known_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
     """Return the scores by example, of those that have one."""
     return {example: float(sample.score) for example, sample in samples.items() if sample.score is not None}
 
@@ -179,7 +180,7 @@ def render(sets: Sequence[VerdictSet]) -> str:
 def _render_set(found: VerdictSet) -> str:
     """Return one model's verdicts on one dataset: a heading, a picture, and a card for each method."""
     cards = []
-    points = _points(found)
+    points = _sized_methods(found)
     numbers = {point.name: i for i, point in enumerate(points, start=1)}
     # cards in the order of their numbers, those without a point last
     for each, _ in sorted(found.verdicts, key=lambda pair: numbers.get(pair[0].method, len(numbers) + 1)):
@@ -205,7 +206,7 @@ def _render_set(found: VerdictSet) -> str:
     return f'<h3>{heading}</h3>{_picture(found, points)}<div class="cards">{"".join(cards)}</div>'
 
 
-def _points(found: VerdictSet) -> list[_Point]:
+def _sized_methods(found: VerdictSet) -> list[_Point]:
     """Return the methods with a score and a size, from the smallest on."""
     points = []
     for each, row in found.verdicts:
@@ -240,15 +241,15 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
 
     parts = []
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(_text(x(share * widest), HEIGHT - BOTTOM + 16, f"{share * widest:.0f}", "middle"))
-        parts.append(_text(LEFT - 6, y(share * top) + 4, f"{share * top:.0f}", "end"))
+        parts.append(_svg_text(x(share * widest), HEIGHT - BOTTOM + 16, f"{share * widest:.0f}", "middle"))
+        parts.append(_svg_text(LEFT - 6, y(share * top) + 4, f"{share * top:.0f}", "end"))
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}"/>'
         )
-    parts.append(_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
+    parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
     parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(base):.1f}" y2="{y(base):.1f}"/>')
     # at the right end, where few methods have a point
-    parts.append(_text(WIDTH - RIGHT, y(base) - 4, f"full {base:.1f}", "end"))
+    parts.append(_svg_text(WIDTH - RIGHT, y(base) - 4, f"full {base:.1f}", "end"))
     front = find_front(points)
     if front:
         path = " ".join(f"{x(point.size):.1f},{y(point.score):.1f}" for point in front)
@@ -297,7 +298,7 @@ def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
             box = (left, left + wide, py + down - 9, py + down)
             if all(box[1] <= b[0] or b[1] <= box[0] or box[3] <= b[2] or b[3] <= box[2] for b in taken):
                 taken.append(box)
-                texts.append(_text(px + across, py + down, str(number), anchor))
+                texts.append(_svg_text(px + across, py + down, str(number), anchor))
                 break
     return texts
 
@@ -314,6 +315,6 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
     return front if len(front) > 1 else []
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
+def _svg_text(x: float, y: float, text: str, anchor: str) -> str:
     """Return a text of the picture."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

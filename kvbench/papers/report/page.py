@@ -158,11 +158,11 @@ class ReportPage:
         sections = [
             ("verdicts", "Verdicts", cards.render(self.verdicts)),
             ("runs", "Your runs", self._runs()),
-            ("samples", "Examples", browser(len(self.samples))),
+            ("samples", "Examples", sample_browser(len(self.samples))),
         ]
         if self.papers:
             sections += self._paper_sections()
-        return build(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
+        return build_page(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
 
     def _title(self) -> str:
         """Return the page's title: its parts, each with the models that were measured."""
@@ -215,10 +215,10 @@ class ReportPage:
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
         ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: kvbench claims.</p>"
         return [
-            ("tables", "Tables", tables((t.paper, t.title, t.content) for t in self.tables)),
-            ("figures", "Figures", figures(self.figures)),
+            ("tables", "Tables", fold_tables((t.paper, t.title, t.content) for t in self.tables)),
+            ("figures", "Figures", figures_as_html(self.figures)),
             ("claims", "Claims", ledgers),
-            ("audit", "Audit", rows(heads, findings)),
+            ("audit", "Audit", sortable_table(heads, findings)),
             ("provenance", "Samples behind the tables", self._provenance()),
         ]
 
@@ -228,7 +228,7 @@ class ReportPage:
         Results that only the papers' tables and claims use come last, in one table.
         """
         if self.own_figures:
-            figures_html = figures(self.own_figures)
+            figures_html = figures_as_html(self.own_figures)
         else:
             figures_html = f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
         if not self.runs:
@@ -244,10 +244,10 @@ class ReportPage:
                 paper_runs.append(values)
             else:
                 own_runs.setdefault(method, []).append(values)
-        folds = [_fold(method, own, columns) for method, own in own_runs.items()]
+        folds = [_fold_runs(method, own, columns) for method, own in own_runs.items()]
         if paper_runs:
-            folds.append(_fold("measured for papers' tables and claims", paper_runs, columns))
-        return figures_html + filtered("".join(folds))
+            folds.append(_fold_runs("measured for papers' tables and claims", paper_runs, columns))
+        return figures_html + with_filter("".join(folds))
 
     def _provenance(self) -> str:
         """Return a table with the provenance of the samples behind the papers' tables."""
@@ -262,7 +262,7 @@ class ReportPage:
             cells: list[object] = [m.table, m.cells, m.answers]
             cells.extend(m.facts.values())
             body.append(cells)
-        return rows(heads, body)
+        return sortable_table(heads, body)
 
 
 def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
@@ -273,7 +273,7 @@ def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
     return [key for key in RUN_COLUMNS if key in filled]
 
 
-def _fold(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
+def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
     """Return a table of runs that the reader unfolds. Its heading is ``name`` with the number of runs."""
     heads = [RUN_HEADS.get(key, key) for key in columns]
     body = []
@@ -283,7 +283,7 @@ def _fold(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str
     if len(runs) != 1:
         summary += "s"
     summary = html.escape(summary)
-    return f"<details><summary>{summary}</summary>{rows(heads, body)}</details>"
+    return f"<details><summary>{summary}</summary>{sortable_table(heads, body)}</details>"
 
 
 def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
@@ -341,13 +341,13 @@ def ledger_table(content: ledger.Ledger) -> str:
         title += ", a substitute model"
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
     return (
-        f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally(content))}</b></p>"
+        f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally_verdicts(content))}</b></p>"
         f"<details><summary>How verdicts are made</summary><ul>{notes}</ul></details>"
-        + rows(heads, body, verdict_classes)
+        + sortable_table(heads, body, verdict_classes)
     )
 
 
-def build(
+def build_page(
     title: str,
     sections: Sequence[tuple[str, str, str]],
     data: Sequence[Mapping[str, object]] = (),
@@ -386,21 +386,21 @@ def build(
     )
 
 
-def tables(parts: Iterable[tuple[str, str, str]]) -> str:
+def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
     """Return tables to unfold: (paper, title, HTML) each, with a heading for every paper. The first is open."""
     elements = []
     # tables come by paper, so that a paper's heading stands before the first of its tables
     last_paper = None
     for paper, title, content in parts:
         if paper != last_paper:
-            elements.append(f"<h3>{html.escape(catalogue.paper(paper).called)}</h3>")
+            elements.append(f"<h3>{html.escape(catalogue.read_paper(paper).called)}</h3>")
         opened = " open" if last_paper is None else ""
         last_paper = paper
         elements.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
     return "\n".join(elements)
 
 
-def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
+def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
     """Return the figures as HTML."""
     elements = []
     for texts in figure_texts:
@@ -418,7 +418,7 @@ def figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(elements) or "<p>None yet: kvbench plot.</p>"
 
 
-def rows(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
+def sortable_table(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
     """Return a sortable table of texts. Columns of numbers stand at the right.
 
     classes: the CSS class of each row.
@@ -437,7 +437,7 @@ def _cell_text(value: object) -> str:
     return str(value).replace("\n", " ")
 
 
-def filtered(table: str) -> str:
+def with_filter(table: str) -> str:
     """Return sortable tables as HTML with a search box above them. Typed words hide the rows that lack any of them."""
     box = '<label>Rows with <input type="search" class="filter" placeholder="snapkv needle withheld"></label>'
     return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
@@ -452,7 +452,7 @@ def _column_kind(column: Sequence[str]) -> str:
     return "text"
 
 
-def browser(count: int) -> str:
+def sample_browser(count: int) -> str:
     """Return the elements in which the script shows the samples."""
     if not count:
         return "<p>No examples were asked for (samples=).</p>"

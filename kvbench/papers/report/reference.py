@@ -14,10 +14,10 @@ from kvbench.methods.core import registry
 from kvbench.papers.forensics.exact import recomputed_cells
 from kvbench.papers.forensics.finding import name_table
 from kvbench.papers.forensics.paper_audit import NOTE
-from kvbench.papers.forensics.statements import judged
+from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec.catalogue import CatalogueEntry, Paper
 from kvbench.papers.spec.published import AVERAGE, SCORES, model_id
-from kvbench.papers.spec.published_cells import Book, published
+from kvbench.papers.spec.published_cells import Book, read_published
 from kvbench.plan import presets
 from kvbench.plan.presets import Setting
 from kvbench.report.table import WIDTH
@@ -59,7 +59,7 @@ class ClaimRow(NamedTuple):
     verdict: str
 
 
-def reproduction(entry: CatalogueEntry, book: Book) -> str:
+def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
     """Describe in a sentence what can be reproduced of a table or figure."""
     if entry.kind == "drawing":
         return "a drawing"
@@ -103,7 +103,7 @@ def _absent_datasets(entry: CatalogueEntry) -> list[str]:
 
 def markdown(papers: Sequence[Paper]) -> str:
     """Return papers as Markdown."""
-    book = published()
+    book = read_published()
     parts = [HEAD]
     for paper in papers:
         # a paper without a preset ends its line here
@@ -111,7 +111,7 @@ def markdown(papers: Sequence[Paper]) -> str:
         if paper.preset:
             preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}"
         parts.append(f"## {paper.title}\n\n{paper.source}{preset}\n")
-        settings = [(s.key, _as_typed(s.value), s.model or "any", s.source) for s in _settings(paper)]
+        settings = [(s.key, _as_typed(s.value), s.model or "any", s.source) for s in _preset_settings(paper)]
         parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), settings)]
         entry_rows = [_entry_row(entry, book) for entry in paper.entries]
         parts += ["### Tables, figures and prose\n", table(COLUMNS, entry_rows)]
@@ -124,14 +124,14 @@ def markdown(papers: Sequence[Paper]) -> str:
 
 def text(papers: Sequence[Paper]) -> str:
     """Return papers as plain text of WIDTH columns: preset with its sources, what can be reproduced, and claims."""
-    book = published()
+    book = read_published()
     lines = []
     for paper in papers:
         preset = ""
         if paper.preset:
             preset = f", preset={paper.preset}"
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
-        for setting in _settings(paper):
+        for setting in _preset_settings(paper):
             # all keys of a preset begin alike, which a line of text has no room for
             line = f"{setting.key.removeprefix('method.')}={_as_typed(setting.value)}"
             line = f"{line:<30} {setting.source}"
@@ -139,7 +139,7 @@ def text(papers: Sequence[Paper]) -> str:
                 line += f" ({setting.model} only)"
             lines.append(_wrap_hanging(line, 33))
         lines.append("")
-        for note in explain_budgets(f"preset {setting.key}=" for setting in _settings(paper)):
+        for note in explain_budgets(f"preset {setting.key}=" for setting in _preset_settings(paper)):
             lines += [fill(note, WIDTH), ""]
         for entry in paper.entries:
             row = _entry_row(entry, book)
@@ -160,7 +160,7 @@ def text(papers: Sequence[Paper]) -> str:
 
 def as_json(paper: Paper) -> dict[str, object]:
     """Return a paper as plain data: its preset with sources, its tables and figures, and its statements."""
-    book = published()
+    book = read_published()
     about = ""
     if paper.preset:
         about = presets.about(paper.preset)
@@ -169,13 +169,13 @@ def as_json(paper: Paper) -> dict[str, object]:
         "title": paper.title,
         "source": paper.source,
         "preset": {"name": paper.preset, "about": about},
-        "settings": [asdict(setting) for setting in _settings(paper)],
+        "settings": [asdict(setting) for setting in _preset_settings(paper)],
         "entries": [_entry_row(entry, book)._asdict() for entry in paper.entries],
         "statements": [claim._asdict() for claim in _claim_rows(paper, book)],
     }
 
 
-def _settings(paper: Paper) -> tuple[Setting, ...]:
+def _preset_settings(paper: Paper) -> tuple[Setting, ...]:
     """Return the settings of a paper's preset. They are empty for a paper without a preset."""
     if not paper.preset:
         return ()
@@ -193,7 +193,11 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
         if flagged:
             cells += f" ({', '.join(flagged)})"
     return EntryRow(
-        name=_place_name(entry), kind=entry.kind, title=entry.title, cells=cells, reproduction=reproduction(entry, book)
+        name=_place_name(entry),
+        kind=entry.kind,
+        title=entry.title,
+        cells=cells,
+        reproduction=describe_reproduction(entry, book),
     )
 
 
@@ -209,7 +213,7 @@ def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
 
 def _claim_rows(paper: Paper, book: Book) -> Iterator[ClaimRow]:
     """Yield a paper's statements with their verdicts, without notes and statements about tables."""
-    for judgement in judged(book):
+    for judgement in judge_statements(book):
         statement = judgement.statement
         is_claim = judgement.verdict != NOTE and not statement.place.startswith("table")
         if statement.paper == paper.id and is_claim:

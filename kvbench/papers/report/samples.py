@@ -20,7 +20,7 @@ LEVELS = 10
 """Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
 
 
-def collect(prepared: RunPlan, per_task: int) -> list[dict[str, object]]:
+def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]:
     """Return the first ``per_task`` examples of every task with all methods' answers, measured where missing.
 
     Prompts are read again to see what each method keeps: positions are not part of what a run stores.
@@ -32,12 +32,12 @@ def collect(prepared: RunPlan, per_task: int) -> list[dict[str, object]]:
     for group in prepared.bound(prepared.groups, model, quiet=True):
         for example in group.examples[:per_task]:
             # a text that is scored by its likelihood alone has no answers to show
-            if not example.tokens:
-                examples.append(_example(host, prepared, group, example))
+            if example.scored is None:
+                examples.append(_answered_example(host, prepared, group, example))
     return examples
 
 
-def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
+def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
     """Return one example with every method's answer and kept tokens."""
     encoded = host.encode(example, group.task)
     cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
@@ -50,7 +50,7 @@ def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> d
         sample = prepared.store.samples(cell.id)[example.id]
         digits = ""
         if cache is not None:
-            digits = "".join(map(str, shades(cache).tolist()))
+            digits = "".join(map(str, shade_tokens(cache).tolist()))
         methods.append(
             {
                 "label": cell.label,
@@ -76,7 +76,7 @@ def _example(host: Host, prepared: RunPlan, group: Group, example: Example) -> d
     }
 
 
-def shades(cache: PromptCache) -> Tensor:
+def shade_tokens(cache: PromptCache) -> Tensor:
     """Return for each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
     counts = torch.zeros(cache.seen)
     heads = 0

@@ -10,8 +10,8 @@ from pathlib import Path
 from kvbench.base.progress import progress
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table, page
-from kvbench.papers.measured.cell_view import View, view
-from kvbench.papers.measured.grid import grid, notes, title
+from kvbench.papers.measured.cell_view import View, build_view
+from kvbench.papers.measured.grid import cell_texts, notes, title_line
 from kvbench.papers.report.page import MeasuredTable, ReportPart
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
@@ -24,9 +24,9 @@ VIEWS = ("ours", "beside", "published", "delta")
 """Views of a cell: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
 
 
-def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
+def build_tables(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
     """Build every declared table: from the samples committed in ``samples``, else from the store."""
-    tables = table_spec.find("all")
+    tables = table_spec.find_tables("all")
     report_parts = []
     # building them takes minutes where tables have thousands of samples
     with progress({"tables": len(tables)}, unit="tables") as tick:
@@ -42,8 +42,8 @@ def parts(model: str, results: str, samples: Path, arguments: Sequence[str] = ()
 def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[str]:
     """Return the ids of all results that the papers' tables and claims use on a model."""
     words = [f"results={results}", *arguments]
-    prepared = [our_table.prepare(table, model, words) for table in table_spec.find("all") if table.measurable]
-    for claim_tables in claim_runner.prepare(claims.papers(), model, words).values():
+    prepared = [our_table.prepare(table, model, words) for table in table_spec.find_tables("all") if table.measurable]
+    for claim_tables in claim_runner.prepare(claims.papers_with_claims(), model, words).values():
         prepared += claim_tables
     ids: set[str] = set()
     for ours in prepared:
@@ -77,8 +77,8 @@ def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequ
         # samples of another version of the methods belong to cells that this one does not have
         if shown_cells.isdisjoint(cells):
             return None
-        measured = MeasuredTable(table.id, len(cells), sum(answer_counts), provenance(store, cells))
-        return _report_part(view(ours), measured)
+        measured = MeasuredTable(table.id, len(cells), sum(answer_counts), joined_facts(store, cells))
+        return _report_part(build_view(ours), measured)
 
 
 def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
@@ -86,7 +86,7 @@ def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence
     words = [f"results={results}"]
     if table.measurable:
         words.extend(arguments)
-    return _report_part(view(our_table.prepare(table, model, words)))
+    return _report_part(build_view(our_table.prepare(table, model, words)))
 
 
 def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPart:
@@ -96,14 +96,14 @@ def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPar
     """
     return ReportPart(
         paper=seen.ours.declared.paper,
-        title=title(seen),
-        content=fragment(seen),
+        title=title_line(seen),
+        content=table_as_html(seen),
         plain=page.as_json(seen),
         measured=measured,
     )
 
 
-def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
+def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     """Return each fact of FACTS (model, device, ...) over the cells with these ids: its distinct values, joined."""
     # a cell that was measured in several sessions has an entry for each
     entries: list[Mapping[str, object]] = []
@@ -118,9 +118,9 @@ def provenance(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     return facts
 
 
-def fragment(seen: View) -> str:
+def table_as_html(seen: View) -> str:
     """Return one table as HTML. A cell has a span for each of four views. The page shows the chosen view."""
-    tables_by_view = {show: grid(seen, show) for show in VIEWS}
+    tables_by_view = {show: cell_texts(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
         """Return a cell's spans, one for each view. The first column is the same in all."""

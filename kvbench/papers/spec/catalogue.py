@@ -12,7 +12,7 @@ import yaml
 
 from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
-from kvbench.papers import files
+from kvbench.papers import data_files
 from kvbench.papers.spec.published import Published, load_table
 
 KINDS = ("quality", "ablation", "efficiency", "analysis", "dataset-facts", "measured", "drawing")
@@ -121,38 +121,38 @@ class Paper:
         return self.name or self.id
 
 
-def papers() -> tuple[str, ...]:
+def paper_ids() -> tuple[str, ...]:
     """Return the ids of all papers, sorted."""
-    return tuple(path.parent.name for path in files("*/paper.yaml"))
+    return tuple(path.parent.name for path in data_files("*/paper.yaml"))
 
 
 @cache
-def paper(name: str) -> Paper:
+def read_paper(name: str) -> Paper:
     """Read one paper. Raises UsageError for an unknown name, KvbenchError for a damaged file."""
-    if name not in papers():
-        raise unknown("paper", name, (*papers(), "all"))
+    if name not in paper_ids():
+        raise unknown("paper", name, (*paper_ids(), "all"))
     # a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
-    (path,) = files(f"{name}/paper.yaml")
+    (path,) = data_files(f"{name}/paper.yaml")
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
     # missing keys have the defaults of Paper
     fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
     return Paper(name, entries=tuple(_read_entries(path, name, content)), **fields)
 
 
-def chosen(name: str) -> list[Paper]:
+def choose_papers(name: str) -> list[Paper]:
     """Return the paper with this id in a list, or all papers for ``all``."""
     if name == "all":
-        return [paper(paper_id) for paper_id in papers()]
-    return [paper(name)]
+        return [read_paper(paper_id) for paper_id in paper_ids()]
+    return [read_paper(name)]
 
 
 def in_place() -> tuple[str, ...]:
     """Return the ids of all papers in the order of their tables."""
 
     def place_of(paper_id: str) -> int:
-        return paper(paper_id).place
+        return read_paper(paper_id).place
 
-    return tuple(sorted(papers(), key=place_of))
+    return tuple(sorted(paper_ids(), key=place_of))
 
 
 def _read_entries(

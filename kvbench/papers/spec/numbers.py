@@ -56,7 +56,7 @@ def exactly(value: int | float | Fraction) -> Number:
 
 
 def printed(text: str) -> Number:
-    """Return the number of these characters. Its interval is half a unit of the last digit either way."""
+    """Return the number that printed characters stand for. Its interval is half a unit of the last digit either way."""
     value = Fraction(text)
     half = Fraction(1, 2 * 10 ** decimals(text))
     return Number(value, value - half, value + half)

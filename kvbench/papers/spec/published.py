@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from kvbench.base.errors import KvbenchError, unknown
-from kvbench.papers import files
+from kvbench.papers import data_files
 from kvbench.papers.spec.numbers import decimals, fixed
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
@@ -83,7 +83,7 @@ class Published:
         return self.flag.partition(":")[0] or "certain"
 
 
-def tables() -> list[tuple[str, str]]:
+def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
 
     def numbers_first(name: tuple[str, str]) -> tuple[str, bool, str]:
@@ -91,7 +91,7 @@ def tables() -> list[tuple[str, str]]:
         # numbers are ordered as texts of three characters: 010 comes behind 009
         return paper, not table.isdigit(), table.zfill(3)
 
-    names = [(path.parent.parent.name, path.stem.removeprefix("table")) for path in files("*/published/*.csv")]
+    names = [(path.parent.parent.name, path.stem.removeprefix("table")) for path in data_files("*/published/*.csv")]
     return sorted(names, key=numbers_first)
 
 
@@ -100,9 +100,9 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
     """Return the cells of one table in the paper's order. Raises KvbenchError with file and line of damage."""
     # table7.csv, fig6.csv and text.csv
     stem = f"table{table}" if table.isdigit() else table
-    path = next(iter(files(f"{paper}/published/{stem}.csv")), None)
+    path = next(iter(data_files(f"{paper}/published/{stem}.csv")), None)
     if path is None:
-        raise unknown("table", f"{paper}/{table}", ["/".join(name) for name in tables()])
+        raise unknown("table", f"{paper}/{table}", ["/".join(name) for name in table_ids()])
     # newline="" leaves line ends inside quotes to the reader, as the csv module asks
     with path.open(encoding="utf-8", newline="") as lines:
         reader = csv.DictReader(lines)
@@ -111,14 +111,14 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
         return tuple(_read_cell(path, reader.line_num, fields) for fields in reader)
 
 
-def rows(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
+def rows_with_scores(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
     """Yield (paper, table, scores by dataset) of every printed row of a method on a model.
 
     A row's setting must hold all parts of ``setting``. Only scores in per cent from numbered tables count. A table with
     several such rows gives each of them.
     """
     parts = {part for part in setting.split(";") if part}
-    for paper, table in tables():
+    for paper, table in table_ids():
         if not table.isdigit():
             continue
         # a method under several budgets has a row for each

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from kvbench.papers.spec.published import AVERAGE, SCORES, Published, load_table, tables
+from kvbench.papers.spec.published import AVERAGE, SCORES, Published, load_table, table_ids
 
 Key = tuple[str, str]
 """(dataset, metric) of a cell in its row."""
@@ -104,9 +104,9 @@ class Book:
 
 
 @cache
-def published() -> Book:
+def read_published() -> Book:
     """Return the book of everything in papers/data/*/published."""
     cells: list[Published] = []
-    for paper, table in tables():
+    for paper, table in table_ids():
         cells.extend(load_table(paper, table))
     return Book(tuple(cells))

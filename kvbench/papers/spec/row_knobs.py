@@ -91,7 +91,7 @@ AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="pape
 """A published model itself: its numbers stay."""
 
 
-def parse(setting: str) -> dict[str, str]:
+def parse_setting(setting: str) -> dict[str, str]:
     """Return the keys and values of a setting."""
     values = {}
     for part in setting.split(";"):
@@ -108,9 +108,9 @@ def method_of(method: str, setting: Mapping[str, str]) -> str:
     return METHODS.get(method, method)
 
 
-def knobs(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
+def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
     """Return arguments of ``run`` by key for a published row. Raises KvbenchError for an unknown key."""
-    settings = parse(setting)
+    settings = parse_setting(setting)
     stages = method_of(method, settings).split("+")
     knob_names: set[str] = set()
     for stage in stages:
@@ -190,7 +190,10 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
             return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of)))}
         case "topk":
             # a number of a head's dimensions: the stand-in takes the same share
-            count = stand_in.dim_of if value == "all" else int(value)
+            if value == "all":
+                count = stand_in.dim_of
+            else:
+                count = int(value)
             return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
         case "partition":
             if value == "effective_rank":

@@ -14,7 +14,17 @@ from kvbench.kv.model_shape import from_config
 from kvbench.methods.uncomp_stage import STARTS
 from kvbench.papers.spec import row_knobs
 from kvbench.papers.spec.row_knobs import StandIn
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, SHARE, Given, TableRow, TableSpec, given, group_of
+from kvbench.papers.spec.table_spec import (
+    BUDGET,
+    MEAN,
+    MEANS,
+    SHARE,
+    Given,
+    TableRow,
+    TableSpec,
+    group_of,
+    table_of_cells,
+)
 from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
 
 MODEL = "tiny"
@@ -61,7 +71,7 @@ def task_of(dataset: str, table: TableSpec) -> str:
     return task
 
 
-def size(config: object, scaled_from: int | None) -> StandIn:
+def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
     """Return the stand-in for a model's configuration. The tiny model gets the prompt length that it is scaled from."""
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
@@ -78,7 +88,7 @@ def size(config: object, scaled_from: int | None) -> StandIn:
     )
 
 
-def depths(size: StandIn) -> Mapping[str, Mapping[str, str]]:
+def depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
     """Return knobs by method where a paper states them only for its own models' numbers of layers."""
     # UNComp's schedule lists layers of models with 32 and 40 layers; others take the same fractions of their depth
     if size.layers in STARTS:
@@ -108,7 +118,7 @@ def notes(table: TableSpec) -> Iterator[str]:
 
 def scale_setting(row: TableRow, stand_in: StandIn) -> str:
     """Return a row's setting in kvbench's knobs, at the stand-in's size."""
-    knobs = row_knobs.knobs(row.method, row.setting, stand_in)
+    knobs = row_knobs.run_arguments(row.method, row.setting, stand_in)
     parts = []
     for key, value in knobs.items():
         # a null knob is replaced by another one
@@ -130,4 +140,4 @@ def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
             cells += [("", method, setting, average, "mean") for average in MEANS]
     # a difference from the full cache (relative) is shown as the share that it comes from
     average = MEAN if table.average == MEAN else SHARE
-    return given(table, cells, average=average)
+    return table_of_cells(table, cells, average=average)

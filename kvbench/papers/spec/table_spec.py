@@ -16,7 +16,7 @@ import yaml
 
 from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
-from kvbench.papers import files
+from kvbench.papers import data_files
 from kvbench.papers.spec import catalogue, published
 from kvbench.papers.spec.published import Published
 from kvbench.tasks.longbench import TASKS
@@ -193,7 +193,7 @@ class Given(TableSpec):
         return self.cells
 
 
-def given(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
+def table_of_cells(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
     """Return a table like ``base`` whose cells are measured, although the paper prints no values for them.
 
     cells: (model, method, setting, dataset, metric) of each cell. They decide the rows and columns.
@@ -241,16 +241,16 @@ def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], C
 @cache
 def load(paper: str, table: str) -> TableSpec:
     """Read one table's declaration. Raises UsageError for a missing one, KvbenchError for a damaged file."""
-    if (paper, table) not in ids():
+    if (paper, table) not in table_ids():
         # figures and prose are in the catalogue, but no command measures them as tables
         hint = ""
-        if any(entry.id == table for entry in catalogue.paper(paper).entries):
+        if any(entry.id == table for entry in catalogue.read_paper(paper).entries):
             hint = "It is no table that is measured: kvbench plot list has the figures."
-        names = ["/".join(table_id) for table_id in ids()]
+        names = ["/".join(table_id) for table_id in table_ids()]
         raise unknown("table", f"{paper}/{table}", names, hint, listed_by="kvbench list tables")
     raw: dict[str, Any] = {}
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
-    for path in files(f"{paper}/tables.yaml") + files(f"{paper}/table{table}.yaml"):
+    for path in data_files(f"{paper}/tables.yaml") + data_files(f"{paper}/table{table}.yaml"):
         try:
             raw |= yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         except (TypeError, ValueError, yaml.YAMLError) as error:
@@ -259,7 +259,7 @@ def load(paper: str, table: str) -> TableSpec:
         if key in raw:
             # YAML has table names as numbers; here they are texts
             raw[key] = tuple(map(str, raw[key]))
-    about = catalogue.paper(paper)
+    about = catalogue.read_paper(paper)
     try:
         # paper.yaml states title and kind, unless the table's own file does
         (entry,) = (entry for entry in about.entries if entry.id == table)
@@ -269,7 +269,7 @@ def load(paper: str, table: str) -> TableSpec:
         raise KvbenchError(f"{paper}/{table}: {error}") from None
 
 
-def ids() -> tuple[tuple[str, str], ...]:
+def table_ids() -> tuple[tuple[str, str], ...]:
     """Return (paper, table) of every table with a number, in the papers' order."""
     order = catalogue.in_place()
 
@@ -279,19 +279,19 @@ def ids() -> tuple[tuple[str, str], ...]:
         return order.index(paper), int(table)
 
     # fig6 and text hold cells that are only audited
-    numbered = [table_id for table_id in published.tables() if table_id[1].isdigit()]
+    numbered = [table_id for table_id in published.table_ids() if table_id[1].isdigit()]
     return tuple(sorted(numbered, key=place_of))
 
 
-def find(wanted: str) -> tuple[TableSpec, ...]:
+def find_tables(wanted: str) -> tuple[TableSpec, ...]:
     """Return the tables of ``think/2``, ``think`` or ``all``. Raises UsageError naming the existing tables."""
     name, _, table = wanted.partition("/")
-    if wanted != "all" and name not in catalogue.papers():
+    if wanted != "all" and name not in catalogue.paper_ids():
         raise unknown("paper", name, (*catalogue.in_place(), "all"))
     if table:
         # think/table2 is think/2
         return (load(name, table.removeprefix("table")),)
-    return tuple(load(paper, number) for paper, number in ids() if wanted in ("all", paper))
+    return tuple(load(paper, number) for paper, number in table_ids() if wanted in ("all", paper))
 
 
 def group_of(dataset: str) -> str:

@@ -59,7 +59,7 @@ class TableWorkload:
     def owns(self, group: Group, label: str) -> bool:
         """Tell whether a run's group is one of this workload's tasks.
 
-        label: the workload's label (see ``labels``).
+        label: the workload's label (see ``label_workloads``).
         """
         # a group's column is dataset/part, followed by its label
         task, _, group_label = group.column.partition(" ")
@@ -69,7 +69,7 @@ class TableWorkload:
         return self.parts is None or part in self.parts
 
 
-def labels(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
+def label_workloads(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, str]:
     """Return a label for each workload: the settings in which it differs from another workload of the same dataset.
 
     A label is a text such as ``shots=4``. It is '' if the workload differs in no setting, or is the only one of its
@@ -117,7 +117,7 @@ class Reader:
         if dataset in TASKS:
             name = f"{family}/{dataset}"
         knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
-        facts = row_knobs.parse(row.setting)
+        facts = row_knobs.parse_setting(row.setting)
         entry = entries("dataset").get(name.partition("/")[0], {})
         for knob in ROW_KNOBS:
             if knob in facts and knob in entry:
@@ -134,8 +134,8 @@ class Reader:
                 settings.append((knob, tuple(value) if isinstance(value, list) else value))
         return TableWorkload(dataset, name, tuple(settings), parts)
 
-    def beyond(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context."""
+    def lengths_beyond_context(self, row: TableRow, dataset: str) -> list[int]:
+        """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
         # lengths that the user typed replace the paper's, and a run refuses those that do not fit
         if "lengths" in self._typed_knobs():
             return []
@@ -162,7 +162,7 @@ class Reader:
         lengths = self._paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []
-        stated_context = row_knobs.parse(row.setting).get("context")
+        stated_context = row_knobs.parse_setting(row.setting).get("context")
         if stated_context is None:
             return lengths
         # a context of 4k has 4,096 tokens

@@ -18,7 +18,7 @@ import yaml
 from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.bench import workload
-from kvbench.papers import files as papers_files
+from kvbench.papers import data_files as papers_files
 from kvbench.papers.spec.published import Published
 
 SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
@@ -42,7 +42,7 @@ class Scale:
 
     def workload(self, name: str) -> str:
         """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row."""
-        paper = workload.parse(name)
+        paper = workload.parse_workload(name)
         prompt = math.ceil(paper.prompt / self.lengths)
         # a time per token needs a second token
         new = max(2, math.ceil(paper.new / self.lengths))
@@ -113,7 +113,7 @@ class BenchSpec:
         ``method`` names another published method, for example the base row's.
         """
         workload_name = self.printed_workload(cell)
-        text = self._method_text(method or cell.method, _facts(cell))
+        text = self._method_text(method or cell.method, _facts_of_cell(cell))
         if not workload_name or text is None:
             return None
         if self.scaled:
@@ -147,7 +147,7 @@ class BenchSpec:
     def why_not(self, cell: Published) -> str:
         """Return the reason why a published cell is not run, or '' if it is run."""
         # the first reason that fits wins
-        facts = _facts(cell)
+        facts = _facts_of_cell(cell)
         for words, reason in self.not_run.items():
             name, *settings = words.split()
             if name in (cell.model, cell.method, cell.dataset) and facts.issuperset(settings):
@@ -176,12 +176,12 @@ class BenchSpec:
         return words
 
 
-def _facts(cell: Published) -> set[str]:
+def _facts_of_cell(cell: Published) -> set[str]:
     """Return the settings of a cell's row in the notation of bench<N>.yaml, ``key=value``."""
     return {f"{key}={value}" for key, value in cell.settings.items()}
 
 
-def tables() -> list[tuple[str, str]]:
+def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
     def number_of(name: tuple[str, str]) -> tuple[str, int]:
@@ -200,7 +200,7 @@ def load(paper: str, table: str) -> BenchSpec:
     """
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:
-        raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in tables()])
+        raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in table_ids()])
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         stand_in = Scale(**raw.get("stand_in", {}))
@@ -211,7 +211,7 @@ def load(paper: str, table: str) -> BenchSpec:
 
 def main() -> int:
     """Print the table rows that are declared as not run, with the reason of each."""
-    for paper, table in tables():
+    for paper, table in table_ids():
         for names, reason in load(paper, table).not_run.items():
             print(f"{paper}/{table}: not run: {names}: {reason}")
     return 0

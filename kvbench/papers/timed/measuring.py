@@ -12,7 +12,7 @@ from kvbench.papers.timed import row_matching
 from kvbench.papers.timed.timings import Timings
 
 
-def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
+def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
     """Measure the missing rows of a stand-in. ``more`` are arguments of ``bench time``, such as again=true.
 
     With ``plan`` only print what would be measured. Raises UsageError for an argument that is not possible.
@@ -29,7 +29,7 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
         return
     cells = list(timings.cells.values())
-    workloads = row_matching.workloads(timings.bench, cells, measured=again or plan)
+    workloads = row_matching.list_workloads(timings.bench, cells, measured=again or plan)
     if not workloads:
         return
     # an argument that the user typed replaces the table's own
@@ -39,6 +39,6 @@ def measure(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> N
     # a benchmark sets the number of threads for its process, but this process continues with other tables
     threads = torch.get_num_threads()
     try:
-        request.measure(words, plan, beside=False)
+        request.measure_rows(words, plan, beside=False)
     finally:
         torch.set_num_threads(threads)

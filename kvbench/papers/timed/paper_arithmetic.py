@@ -129,7 +129,7 @@ def _think7() -> Figures:
     for (method, setting), printed_size in sizes.items():
         if not method.startswith("snapkv"):
             continue  # H2O's rows have the same sizes
-        knobs = row_knobs.parse(setting)
+        knobs = row_knobs.parse_setting(setting)
         size = int(knobs["kv_size"])
         chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
         formula = nominal_payload(chain, MISTRAL_7B, LONG, FP16)
@@ -147,7 +147,7 @@ def _think7() -> Figures:
             digits=1,
             published=printed_size,
             formula=formula / MIB,
-            stored=_payload(chain, MISTRAL_7B) / MIB,
+            stored=_payload_bytes(chain, MISTRAL_7B) / MIB,
         )
 
 
@@ -162,7 +162,7 @@ def _think_text() -> Figures:
         digits=2,
         published=None,
         formula=token_bytes / MIB,
-        stored=_payload(Chain(), LLAMA2_7B, 1) / MIB,
+        stored=_payload_bytes(Chain(), LLAMA2_7B, 1) / MIB,
     )
     yield StatedFigure(
         paper="think",
@@ -172,11 +172,11 @@ def _think_text() -> Figures:
         digits=0,
         published=13,
         formula=13 * 2048 * token_bytes / GIB,
-        stored=13 * _payload(Chain(), LLAMA2_7B, 2048) / GIB,
+        stored=13 * _payload_bytes(Chain(), LLAMA2_7B, 2048) / GIB,
     )
     for size in (128, 512, 1024, 2048):
-        pruned = _payload(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
-        plain = _payload(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
+        pruned = _payload_bytes(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
+        plain = _payload_bytes(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
         # half of the cache are keys: 40 % of their channels go, except for the 32 most recent tokens
         formula = 0.5 * 0.4 * (1 - 32 / size)
         yield StatedFigure(
@@ -302,7 +302,7 @@ def _uncomp() -> Figures:
             digits=2,
             published=value,
             formula=100 * size / context,
-            stored=100 * _payload(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16),
+            stored=100 * _payload_bytes(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16),
         )
 
 
@@ -317,7 +317,7 @@ def _refreekv() -> Figures:
             digits=1,
             published=value,
             formula=shape.full_bytes(tokens, FP16, shape.query_heads) / GIB,
-            stored=_payload(Chain(), shape, tokens) / GIB,
+            stored=_payload_bytes(Chain(), shape, tokens) / GIB,
         )
 
 
@@ -332,7 +332,7 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 }
 
 
-def _payload(chain: Chain, shape: Shape, n: int = LONG) -> int:
+def _payload_bytes(chain: Chain, shape: Shape, n: int = LONG) -> int:
     """Return the payload in bytes of n tokens in fp16."""
     declared = bytes_declared(chain, shape, n, FP16)
     assert declared is not None

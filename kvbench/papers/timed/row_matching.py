@@ -56,10 +56,10 @@ class TimedCell:
     @property
     def device(self) -> str:
         """Return the device of the row, or '' without one."""
-        return "" if self.row is None else device(self.row)
+        return "" if self.row is None else device_name(self.row)
 
 
-def device(row: Row) -> str:
+def device_name(row: Row) -> str:
     """Return the device of a row by name. A CPU's name includes its number of threads, on which its times depend."""
     # PyTorch names a CPU only by its architecture; the processor's name says more
     facts = row["facts"]
@@ -82,22 +82,22 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
     for row in rows:
         is_of_table = row.get("model") == declared.model and (row.get("workload"), row.get("method")) in table_rows
         if is_of_table and row["status"] != NOT_RUN:
-            latest_device = device(row)
-    device_rows = [row for row in rows if latest_device is None or device(row) == latest_device]
+            latest_device = device_name(row)
+    device_rows = [row for row in rows if latest_device is None or device_name(row) == latest_device]
     return [_timed_cell(cell, declared, printed, device_rows) for cell in printed]
 
 
-def others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
+def count_others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
     """Count the rows of the table's model on devices that the table does not show."""
     # a table that shows nothing leaves nothing out
     shown_devices = {cell.device for cell in cells if cell.row is not None}
     if not shown_devices:
         return Counter()
-    devices = [device(row) for row in rows if row.get("model") == declared.model]
+    devices = [device_name(row) for row in rows if row.get("model") == declared.model]
     return Counter(name for name in devices if name not in shown_devices)
 
 
-def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
+def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
     """Return the workloads of missing cells in the paper's order, and with ``measured`` of cells with a row as well."""
     names = []
     for cell in cells:
@@ -110,7 +110,7 @@ def workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = 
     return list(dict.fromkeys(names))
 
 
-def source(quantity: str) -> str:
+def source_quantity(quantity: str) -> str:
     """Return the stored quantity of a row from which a table's quantity follows."""
     if quantity in SHARES:
         return SHARES[quantity]
@@ -139,7 +139,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     if row is None:
         return TimedCell(cell, MISSING, published_ratio=published_ratio)
     # integrated steps were timed one by one and interpolated between; this does not affect a peak of memory
-    marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source(quantity) in OF_STEPS)
+    marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source_quantity(quantity) in OF_STEPS)
     status = str(row["status"])
     if status != MEASURED:
         return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
@@ -147,11 +147,11 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     # a quantity that the paper's base lacks, such as a time to prune, has no ratio to ours
     if printed_base is not None:
         base = _base_row(declared, cell, row, rows)
-    value = _value(row, rows, quantity, "median")
+    value = _statistic_of(row, rows, quantity, "median")
     # our value / our base row's value; the unit cancels
     ratio = None
     if base is not None and value is not None:
-        base_value = _value(base, rows, quantity, "median")
+        base_value = _statistic_of(base, rows, quantity, "median")
         if base_value:
             ratio = value / base_value
     unit = UNITS.get(cell.unit, 1.0)
@@ -159,7 +159,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
         printed=cell,
         status=MEASURED,
         value=None if value is None else value / unit,
-        spread=_spread(row, rows, quantity, unit),
+        spread=_quartiles_of(row, rows, quantity, unit),
         ratio=ratio,
         published_ratio=published_ratio,
         marks=marks,
@@ -183,8 +183,8 @@ def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row
     if key is None:
         return None
     _, method = key
-    base = records.base(row, rows, method)
-    if base is None or base["status"] != MEASURED or device(base) != device(row):
+    base = records.row_of_base(row, rows, method)
+    if base is None or base["status"] != MEASURED or device_name(base) != device_name(row):
         return None
     return base
 
@@ -202,24 +202,24 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     return None
 
 
-def _spread(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
+def _quartiles_of(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
     """Return the quartiles of a row's quantity in the printed unit; None if it was measured once."""
-    low, high = (_value(row, rows, quantity, stat) for stat in ("q1", "q3"))
+    low, high = (_statistic_of(row, rows, quantity, stat) for stat in ("q1", "q3"))
     # a single repeat has no spread
-    repeats = int(row["quantities"].get(source(quantity), {}).get("n", 1))
+    repeats = int(row["quantities"].get(source_quantity(quantity), {}).get("n", 1))
     if low is None or high is None or repeats < 2:
         return None
     return low / unit, high / unit
 
 
-def _value(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
+def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
     """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if the row lacks it."""
     if quantity in SHARES:
         # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":
             return None
-        return records.ratio(row, records.base(row, rows), SHARES[quantity])
-    statistics = row["quantities"].get(source(quantity))
+        return records.ratio_of_medians(row, records.row_of_base(row, rows), SHARES[quantity])
+    statistics = row["quantities"].get(source_quantity(quantity))
     if statistics is None or stat not in statistics:
         return None
     value = float(statistics[stat])

@@ -72,17 +72,17 @@ class Timings:
         return command
 
 
-def read(table: TableSpec, model: str, results: Path) -> Timings:
+def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
     """Read the stored rows of a table on ``model``. Raises KvbenchError for a damaged file.
 
     Without a model, read the rows of the paper's own model if there are any, else the tiny model's.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
-        timings = read(table, bench.model, results)
+        timings = read_timings(table, bench.model, results)
         if timings.there:
             return timings
-        return read(table, stand_ins.MODEL, results)
+        return read_timings(table, stand_ins.MODEL, results)
     # the paper's models run at its own sizes, others at the stand-in's
     paper_models = {model_id(table.entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
@@ -92,14 +92,14 @@ def read(table: TableSpec, model: str, results: Path) -> Timings:
     if bench.scaled:
         folder = "cpu"
     file = results / folder / f"{bench.results}.jsonl"
-    rows = records.read(file)
+    rows = records.read_rows(file)
     cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.match_cells(bench, table.printed, rows)]
     return Timings(
         table=table,
         bench=bench,
         file=file,
         cells=dict(zip(table.printed, cells, strict=True)),
-        left_out=row_matching.others(bench, cells, rows),
+        left_out=row_matching.count_others(bench, cells, rows),
     )
 
 
@@ -125,7 +125,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     # a share of tokens needs the full cache of the same session
-    full = records.base(cell.row, rows)
+    full = records.row_of_base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
     return replace(cell, value=100 * kept_tokens(cell.row, full, _shape_of_model(bench.model)))
@@ -137,12 +137,15 @@ def _shape_of_model(model: str) -> Shape:
     return architecture.shape_of(config.configure({"model": model}).model)
 
 
-def allowed(key: str) -> bool:
-    """Tell whether an argument of ``table`` is results=, or an argument of ``bench time`` that a table leaves open."""
+def is_table_key(key: str) -> bool:
+    """Tell whether ``kvbench table`` takes the key for a table of times.
+
+    It takes results=, and each key of ``bench time`` that the table's declaration does not fix.
+    """
     return key == "results" or key in KEYS
 
 
-def trace(timings: Timings, row: str, column: str) -> str:
+def trace_number(timings: Timings, row: str, column: str) -> str:
     """Return the origin of a number: its lines in the file of timings, and the steps from these lines to the number.
 
     Raises UsageError for a cell that is not there.
@@ -153,7 +156,9 @@ def trace(timings: Timings, row: str, column: str) -> str:
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
     # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
-    stored_quantity = BYTES if quantity == TOKENS else row_matching.source(quantity)
+    stored_quantity = BYTES
+    if quantity != TOKENS:
+        stored_quantity = row_matching.source_quantity(quantity)
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
     lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
     if cell.base is not None:
@@ -196,7 +201,7 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
 def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
     """Return a row's position in the file, and its values of a quantity."""
     # the last of equal rows, counted from 1
-    number = 1 + max(i for i, stored_row in enumerate(records.read(file)) if stored_row == row)
+    number = 1 + max(i for i, stored_row in enumerate(records.read_rows(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)
     values = row["status"]
     if statistics is not None:

@@ -27,22 +27,22 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.forensics import audit, report
     from kvbench.papers.forensics.exact import recomputed_cells
     from kvbench.papers.spec import catalogue
-    from kvbench.papers.spec.published_cells import published
+    from kvbench.papers.spec.published_cells import read_published
 
     # "think/7" is a table, "think" all tables of a paper
     name, _, table = args.what.partition("/")
     tables = []
-    for paper in catalogue.chosen(name):
+    for paper in catalogue.choose_papers(name):
         tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
     if name == "all":
         # "all/7" would be a table of every paper
         tables = []
     if "/" in args.what and args.what not in tables:
         raise unknown("table", args.what, tables, "As in think/7.")
-    book = published()
+    book = read_published()
     findings, exact = [], None
     if args.exact:
-        exact = _select(recomputed_cells(book), name, table)
+        exact = _select_cells(recomputed_cells(book), name, table)
         if not exact:
             raise UsageError(f"{args.what}: no value of it can be computed without a model")
     else:
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _select(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
+def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
     """Return the cells of a paper (or of ``all``) in the order of its tables; '' stands for all tables."""
     selected = [cell for cell in cells if paper in ("all", cell.cell.paper) and table in ("", cell.cell.table)]
 

@@ -53,18 +53,18 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.claims import claim_runner, claims, ledger
     from kvbench.report import writers
 
-    papers = claims.find(args.paper)
+    papers = claims.find_papers(args.paper)
     prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
     claim_runner.measure(prepared)
-    content = claim_runner.plain(prepared, model, claim_runner.settle(prepared, model))
+    content = claim_runner.as_plain(prepared, model, claim_runner.reach_verdicts(prepared, model))
     committed = None
     if not ledger.any_measured(content):
         committed = ledger.read_committed(model, results, papers)
     if committed is None:
         # stored before it is printed: the report page reads it
-        ledger.write(content, ledger.own_path(model, results, papers))
+        ledger.write_ledger(content, ledger.own_path(model, results, papers))
     else:
-        path = ledger.ledger_path(model, results, claims.papers())
+        path = ledger.ledger_path(model, results, claims.papers_with_claims())
         testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
         missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
         print(f"The verdicts below are those of {path}. Nothing could be measured here:\n{missing}\n", file=sys.stderr)
@@ -76,9 +76,9 @@ def main(args: argparse.Namespace) -> int:
     notes = ledger.notes(content) + ledger.reasons(content)
     table = ledger.sheet([content])
     if args.format != "text":
-        print(writers.compose([table], notes, args.format, above=[ledger.tally(content)]), end="")
+        print(writers.compose([table], notes, args.format, above=[ledger.tally_verdicts(content)]), end="")
         return 0
-    print(ledger.brief(content))
+    print(ledger.brief_text(content))
     if args.explain:
         print(writers.compose([table], notes, "text"), end="")
     else:

@@ -47,9 +47,9 @@ def tables(results: Path) -> list[dict[str, object]]:
     from kvbench.papers.spec import catalogue
 
     # the tables of the tiny model and those of pretrained models have a folder each
-    counts_by_folder = [coverage.read(results / folder) for folder in ("tiny", "tables")]
+    counts_by_folder = [coverage.read_counts(results / folder) for folder in ("tiny", "tables")]
     records = []
-    for paper in catalogue.chosen("all"):
+    for paper in catalogue.choose_papers("all"):
         for entry in paper.entries:
             ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
             records.append(_table_record(entry, ours))

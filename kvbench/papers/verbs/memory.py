@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from kvbench.base.errors import UsageError
 
 
-def print_figures(options: Mapping[str, str], as_json: bool) -> int:
-    """Print the numbers of the paper that ``options`` name. Return exit status 0."""
+def print_paper_arithmetic(options: Mapping[str, str], as_json: bool) -> int:
+    """Print what a paper computes about memory, computed again; ``options`` name the paper. Return exit status 0."""
     from kvbench.papers.timed import paper_arithmetic
 
     for key, value in options.items():

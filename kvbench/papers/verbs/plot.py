@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvbench.papers.figures.figure import Figure
 
 
-def _numbers(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
+def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
     """Return a key ``name`` of whole numbers separated by commas.
 
     kind: the words for allowed numbers in errors.
@@ -43,9 +43,9 @@ _OWN_KEYS = (
     whole("samples", 1),
     whole("tokens", 2),
     whole("top", 1),
-    _numbers("layers", "layer numbers"),
-    _numbers("heads", "head numbers"),
-    _numbers("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
+    _numbers_key("layers", "layer numbers"),
+    _numbers_key("heads", "head numbers"),
+    _numbers_key("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
     Key("text"),
 )
 OWN = {key.name: key for key in _OWN_KEYS}
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json and records:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     elif records:
-        print("\n\n".join(map(_describe, records)))
+        print("\n\n".join(map(_describe_figure, records)))
     return 0
 
 
@@ -157,9 +157,9 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
 
     for key in figure_keys:
         # one figure that takes the key is enough: the others are drawn without it
-        if not any(_takes(figure, key) for figure in figures):
+        if not any(_takes_key(figure, key) for figure in figures):
             ids = ", ".join(figure.id for figure in figures)
-            takers = ", ".join(figure.id for figure in registry.FIGURES.values() if _takes(figure, key))
+            takers = ", ".join(figure.id for figure in registry.FIGURES.values() if _takes_key(figure, key))
             raise UsageError(f"{key}= is not possible with {ids}: {takers} take it")
     # a figure whose default is one width draws one
     bits = figure_keys.get("bits", ())
@@ -170,7 +170,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
             raise UsageError(f"bits={text} is not possible: {figure.id} shows one width, as bits=4")
 
 
-def _takes(figure: Figure, key: str) -> bool:
+def _takes_key(figure: Figure, key: str) -> bool:
     """Return True if the figure takes ``key``, one of the keys that runs do not have."""
     # every figure of activations reads texts, whose number and source can be chosen
     if key in ("text", "samples") and figure.sweeps is None:
@@ -206,7 +206,7 @@ def _draw_results(
         facts = source.facts()
         folder = Place.of(options, results, model).folder(figure, facts)
         paths, finding = figure.write(data, facts, folder)
-        records.append(_record(figure.captioned(facts), paths, finding))
+        records.append(_record_of_figure(figure.captioned(facts), paths, finding))
     return records
 
 
@@ -258,7 +258,7 @@ def _draw_activations(
             elif value is not None:
                 facts[key] = value
         paths, finding = figure.write(data, facts, place.folder(figure, facts))
-        records.append(_record(figure, paths, finding))
+        records.append(_record_of_figure(figure, paths, finding))
     return records
 
 
@@ -277,9 +277,9 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     name, text = read_csv(path)
     (figure,) = registry.select_figures([name])
     results, output = options.get("results", ""), options.get("output", "")
-    stem = place.redrawn(figure, path, text, results=results, output=output)
+    stem = place.redrawn_path(figure, path, text, results=results, output=output)
     paths, finding = figure.redraw(text, stem)
-    return _record(figure.captioned(facts_of(text)), paths, finding)
+    return _record_of_figure(figure.captioned(facts_of(text)), paths, finding)
 
 
 def _print_list(as_json: bool) -> None:
@@ -294,7 +294,7 @@ def _print_list(as_json: bool) -> None:
         print(f"{'':14} takes {takes or 'what run takes: model=, limit=, ...'}")
 
 
-def _record(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
+def _record_of_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
     """Return the record of a drawn figure. ``paths`` are its files, and ``finding`` is the text on its data."""
     return {
         "id": figure.id,
@@ -306,7 +306,7 @@ def _record(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord
     }
 
 
-def _describe(record: FigureRecord) -> str:
+def _describe_figure(record: FigureRecord) -> str:
     """Return the lines on a drawn figure: its files, our finding, the paper's, and open points."""
     parts = [
         (record["id"], " ".join(record["files"])),

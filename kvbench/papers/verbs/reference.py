@@ -17,7 +17,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.report import reference
     from kvbench.papers.spec import catalogue
 
-    papers = catalogue.chosen(args.paper)
+    papers = catalogue.choose_papers(args.paper)
     if args.json:
         print(json.dumps([reference.as_json(paper) for paper in papers], indent=1, ensure_ascii=False))
     elif args.format == "md":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,7 +64,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     """
     from kvbench.papers.claims import ledger
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.figure import folder, own_folder
+    from kvbench.papers.figures.figure import figure_folder, own_folder
     from kvbench.papers.forensics import audit
     from kvbench.papers.report import cards, page, samples, tables
     from kvbench.papers.spec import stand_ins
@@ -74,19 +74,11 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
 
     results = Path(options.get("results", "results"))
     model = options.get("model", "tiny")
-    settings: dict[str, object] = {}
-    if "method" not in options:
-        settings |= METHODS
-    # longbench= is a key of papers' tables, not of runs
-    settings |= {key: text for key, text in options.items() if key not in ("results", "longbench")}
-    settings["results"] = results
-    if "limit" not in options:
-        settings["limit"] = max(1, count)
     # parsed even if no answers are shown, so that a wrong key is an error in any case
-    request = words.request(settings)
+    request = words.request(_run_settings(options, results, count))
     answers = []
     if count:
-        answers = samples.collect(run_plan.prepare(config.parse(request)), count)
+        answers = samples.collect_samples(run_plan.prepare(config.parse(request)), count)
     store = ResultStore(results)
     runs = open_results.list_lines(store)
     for place in places:
@@ -103,7 +95,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         runs=runs,
         own_figures=registry.read_drawn(own_folder(results, model)),
         papers=papers,
-        verdicts=cards.collect(store),
+        verdicts=cards.collect_verdicts(store),
     )
     if not papers:
         return report
@@ -114,9 +106,22 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
     return replace(
         report,
-        tables=tables.parts(model, str(results), committed, table_words),
-        figures=registry.read_drawn(folder(results, model)),
+        tables=tables.build_tables(model, str(results), committed, table_words),
+        figures=registry.read_drawn(figure_folder(results, model)),
         claims=ledger.read_with_own(results),
         audit=audit(),
         paper_cells=tables.list_cells(model, str(results), table_words),
     )
+
+
+def _run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
+    """Return the settings of the run whose answers the page shows, ``count`` of each task."""
+    settings: dict[str, object] = {}
+    if "method" not in options:
+        settings |= METHODS
+    # longbench= is a key of papers' tables, not of runs
+    settings |= {key: text for key, text in options.items() if key not in ("results", "longbench")}
+    settings["results"] = results
+    if "limit" not in options:
+        settings["limit"] = max(1, count)
+    return settings

@@ -31,7 +31,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     from kvbench.store.labels import explain_budgets
 
     model = options.pop("model", "")
-    tables = table_spec.find(args.table)
+    tables = table_spec.find_tables(args.table)
     if args.trace and len(tables) > 1:
         raise UsageError(f"--trace needs one table, as in think/2, not {args.table}")
     if args.json and (args.plan or args.trace):
@@ -45,7 +45,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         if table.kind == timings.KIND:
             # several tables each take their own keys; one table refuses a key that it does not take
             if len(tables) > 1:
-                overrides = [word for word in overrides if timings.allowed(word.partition("=")[0])]
+                overrides = [word for word in overrides if timings.is_table_key(word.partition("=")[0])]
             outcome = _time_table(table, model, overrides, args)
         else:
             outcome = _measure_table(table, model, overrides, args)
@@ -87,12 +87,12 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
     from kvbench.run.wandb_logger import listeners
 
     if args.show == "published":
-        ours = our_table.printed(table, model, "--show published")
+        ours = our_table.printed_table(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
     # a whole paper shows a table without data, too, with its reasons
     if ours.run is None and ours.absent and "/" in args.table:
-        raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.absent(ours))}")
+        raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.reasons_for_absence(ours))}")
     if args.plan:
         if ours.run is not None:
             print_plans([ours.run], as_json=False)
@@ -100,11 +100,11 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
             print(f"{table.id}: nothing to measure")
         else:
             print(f"{table.id}: nothing to measure, its numbers are no scores")
-        for reason in grid.absent(ours):
+        for reason in grid.reasons_for_absence(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
         return 0
     if args.trace:
-        trace.find(ours, *args.trace)  # a name that is not there costs no measuring
+        trace.find_cell(ours, *args.trace)  # a name that is not there costs no measuring
     if ours.run is not None and not args.stored:
         # W&B shows the runs of one table together
         logger = ours.run.cfg.logger
@@ -114,9 +114,9 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         if stop.status is not None:
             return stop.status
     if args.trace:
-        print(trace.trace(ours, *args.trace))
+        print(trace.trace_number(ours, *args.trace))
         return 0
-    return cell_view.view(ours)
+    return cell_view.build_view(ours)
 
 
 def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
@@ -128,7 +128,7 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
     bench_words = []
     for word in overrides:
         key, _, value = word.partition("=")
-        if not timings.allowed(key):
+        if not timings.is_table_key(key):
             keys = ", ".join(f"{name}=" for name in timings.KEYS)
             raise UsageError(
                 f"{word} is not possible here: {table.id} is timed, not scored; it takes model=, results=, {keys}"
@@ -142,15 +142,15 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
         raise UsageError(
             f"{' '.join(bench_words)} is not possible with --stored, which times nothing: leave one of them out"
         )
-    times = timings.read(table, model, results)
+    times = timings.read_timings(table, model, results)
     if args.plan:
-        measuring.measure(times, bench_words, plan=True)
+        measuring.measure_missing(times, bench_words, plan=True)
         return 0
     if not args.stored and args.show != "published":
-        measuring.measure(times, bench_words)
+        measuring.measure_missing(times, bench_words)
         # the times just measured, of the same model even if it was chosen by default
-        times = timings.read(table, times.bench.model, results)
+        times = timings.read_timings(table, times.bench.model, results)
     if args.trace:
-        print(timings.trace(times, *args.trace))
+        print(timings.trace_number(times, *args.trace))
         return 0
-    return cell_view.view(our_table.timed(times))
+    return cell_view.build_view(our_table.timed_table(times))

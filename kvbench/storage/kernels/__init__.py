@@ -74,7 +74,7 @@ def attend(
     fewest_heads = tail[0].shape[1]
     for s in segments:
         fewest_heads = min(fewest_heads, s.heads)
-    if not _fits(query, fewest_heads) or any(s.shared is not None for s in segments):
+    if not _takes_query(query, fewest_heads) or any(s.shared is not None for s in segments):
         return None
     # these modules import Triton, which may be missing, so they are imported only where kernels serve
     from kvbench.storage.kernels import exact, softmax
@@ -83,7 +83,7 @@ def attend(
     tail_run = RowSegment(tail[0], tail[1])
     runs: list[RowSegment | Ragged] = [s for s in segments if s.longest]
     runs.append(tail_run)
-    cuts = [softmax.cut(query, run.heads, run.longest) for run in runs]
+    cuts = [softmax.cut_tokens(query, run.heads, run.longest) for run in runs]
     # all runs write their splits into one table, so that one call merges them
     parts = softmax.Parts.room(sum(cut.count for cut in cuts), query)
     first = 0
@@ -105,24 +105,24 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
         from kvbench.storage.kernels import on_cpu
 
         return on_cpu.attend(query, scale, keys, values)
-    if not _fits(query, heads):
+    if not _takes_query(query, heads):
         return None
     from kvbench.storage.kernels import packed, softmax
 
-    if not packed.readable(keys.codes) or not packed.readable(values.codes):
+    if not packed.can_read(keys.codes) or not packed.can_read(values.codes):
         return None
     query = query.contiguous()
-    cut = softmax.cut(query, heads, max(keys.total))
+    cut = softmax.cut_tokens(query, heads, max(keys.total))
     parts = softmax.Parts.room(cut.count, query)
     # a table on the device tells the kernel each row's borders between packed and exact tokens
-    counts = _numbers((keys.total, keys.packed, values.packed), query.device)
+    counts = _counts_on_device((keys.total, keys.packed, values.packed), query.device)
     with torch.cuda.device_of(query):
         packed.attend(query, scale, keys, values=values, counts=counts, cut=cut, parts=parts)
         out, _ = parts.merged(query)
     return out
 
 
-def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+def _counts_on_device(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Return ``counts``, three lists of a number for each of U rows, as a tensor [3, U] int32 on ``device``."""
     if any(len(set(numbers)) > 1 for numbers in counts):
         return torch.tensor(counts, dtype=torch.int32, device=device)
@@ -133,7 +133,7 @@ def _numbers(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return table
 
 
-def _fits(query: Tensor, heads: int) -> bool:
+def _takes_query(query: Tensor, heads: int) -> bool:
     """Return True if the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
     few_queries = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
     # ``serves`` comes last because it may compile a kernel
@@ -152,7 +152,7 @@ def _works(device: torch.device) -> bool:
     try:
         # the test is one query over one token whose key and value are the query itself
         query = torch.zeros(1, 1, 1, 16, device=device)
-        run, cut = RowSegment(query, query), softmax.cut(query, 1, 1)
+        run, cut = RowSegment(query, query), softmax.cut_tokens(query, 1, 1)
         parts = softmax.Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
             exact.attend(query, run, 1.0, cut, parts)

@@ -82,7 +82,7 @@ def can_read(segment: RowSegment | Ragged, channels: int) -> bool:
     return k.shape[-1] <= MOST_CHANNELS
 
 
-def locate(
+def build_head_table(
     groups: Sequence[tuple[Entries, Sequence[RowSegment | Ragged]]], query_heads: int, kv_heads: int, channels: int
 ) -> HeadTable:
     """Return the table of the entries of ``groups``. The C functions read their segments (``can_read``).

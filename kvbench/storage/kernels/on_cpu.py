@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvbench.kv.packed import Levels, Packed
 from kvbench.storage import kernels
-from kvbench.storage.channels import pick_channels, spread
+from kvbench.storage.channels import pick_channels, spread_channels
 from kvbench.storage.kernels import exact_heads
 
 if TYPE_CHECKING:
@@ -102,13 +102,13 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         packed_query = pick_channels(packed_query[:, None], keys.channels.flatten(0, 1)[:, None])[:, 0]
     if old_keys.rotation is not None:
         packed_query = packed_query @ old_keys.rotation
-    packed_query = _padded(packed_query)
+    packed_query = _pad_channels(packed_query)
     out = torch.empty_like(flat_query)
     # so may packed values; where they have not, one sum holds exact and packed ones
     apart = values.channels is not None or old_values.rotation is not None
     packed_out = out
     if apart:
-        packed_out = out.new_empty(*out.shape[:2], _width(value_levels.channels))
+        packed_out = out.new_empty(*out.shape[:2], _padded_width(value_levels.channels))
     _attend_heads(
         library.kvbench_kernels_attend,
         key_levels,
@@ -121,19 +121,19 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         if old_values.rotation is not None:
             part = part @ old_values.rotation.T
         if values.channels is not None:
-            part = spread(part[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[:, :, 0]
+            part = spread_channels(part[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[:, :, 0]
         out += part
     return out.view(query.shape)
 
 
-def _width(channels: int) -> int:
+def _padded_width(channels: int) -> int:
     """Return the number of channels with those that fill it up to a multiple of WIDTH."""
     return channels + -channels % WIDTH
 
 
-def _padded(x: Tensor) -> Tensor:
+def _pad_channels(x: Tensor) -> Tensor:
     """Return x [..., C] with zeros behind its channels, up to a multiple of WIDTH."""
-    return F.pad(x, (0, _width(x.shape[-1]) - x.shape[-1])).contiguous()
+    return F.pad(x, (0, _padded_width(x.shape[-1]) - x.shape[-1])).contiguous()
 
 
 def _attend_heads(
@@ -147,8 +147,8 @@ def _attend_heads(
     """Call the C function for all heads. ``tensors`` are the queries, those of packed keys, and the two outputs."""
     keys, values = halves
     query, packed_query, out, packed_out = tensors
-    packed_keys, keys_alive = _argument(key_levels)
-    packed_values, values_alive = _argument(value_levels)
+    packed_keys, keys_alive = _argument_of(key_levels)
+    packed_values, values_alive = _argument_of(value_levels)
     heads = keys.ring.shape[1]
     # every head of a row has as many tokens as its row
     counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
@@ -167,8 +167,8 @@ def _attend_heads(
             tokens=counts[2, first:].data_ptr(),
         )
         call = (
-            _part(packed_keys, first, each),
-            _part(packed_values, first, each),
+            _argument_of_heads(packed_keys, first, each),
+            _argument_of_heads(packed_values, first, each),
             ctypes.byref(ring),
             query[first].data_ptr(),
             packed_query[first].data_ptr(),
@@ -179,7 +179,7 @@ def _attend_heads(
             packed_out[first].data_ptr(),
         )
         calls.append(call)
-    _call(function, calls)
+    _call_in_threads(function, calls)
     del keys_alive, values_alive
 
 
@@ -219,7 +219,7 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
             out.data_ptr(),
         )
         calls.append(call)
-    _call(library.kvbench_kernels_exact, calls)
+    _call_in_threads(library.kvbench_kernels_exact, calls)
 
 
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
@@ -230,10 +230,10 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
     levels, library = _levels_for(query, keys), _library()
     if library is None or levels is None:
         return None
-    argument, alive = _argument(levels)
-    query = _padded(query)
+    argument, alive = _argument_of(levels)
+    query = _pad_channels(query)
     out = query.new_empty(*query.shape[:2], keys.shape[-2])
-    _call(library.kvbench_kernels_logits, _calls(argument, query, out))
+    _call_in_threads(library.kvbench_kernels_logits, _arguments_by_thread(argument, query, out))
     del alive
     return out
 
@@ -246,10 +246,10 @@ def weigh(probs: Tensor, values: Packed) -> Tensor | None:
     levels, library = _levels_for(probs, values), _library()
     if library is None or levels is None:
         return None
-    argument, alive = _argument(levels)
+    argument, alive = _argument_of(levels)
     probs = probs.contiguous()
-    out = probs.new_empty(*probs.shape[:2], _width(levels.channels))
-    _call(library.kvbench_kernels_weigh, _calls(argument, probs, out))
+    out = probs.new_empty(*probs.shape[:2], _padded_width(levels.channels))
+    _call_in_threads(library.kvbench_kernels_weigh, _arguments_by_thread(argument, probs, out))
     del alive
     return out[..., : levels.channels]
 
@@ -269,12 +269,12 @@ def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
     if levels is None or levels.scale.device.type != "cpu":
         return None
     tokens_of_a_block = levels.run if levels.by_channel else TOKENS
-    if tokens_of_a_block * _width(levels.channels) > library.kvbench_kernels_most_codes():
+    if tokens_of_a_block * _padded_width(levels.channels) > library.kvbench_kernels_most_codes():
         return None
     return levels
 
 
-def _argument(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
+def _argument_of(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
     """Return the C argument of packed tokens, and the tensors whose memory it names: they must outlive the call."""
     # the leading axes end before [steps, bytes, C], or before [steps, bytes]
     codes = levels.codes.flatten(0, -4 if levels.by_channel else -3)
@@ -319,7 +319,7 @@ def _heads_of_a_thread(argument: _PackedArgument) -> int:
     return -(-argument.heads // threads)
 
 
-def _part(argument: _PackedArgument, first: int, count: int) -> object:
+def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> object:
     """Return a reference to the argument's heads from ``first`` on, at most ``count``."""
     part = _PackedArgument.from_buffer_copy(argument)
     part.heads = min(count, argument.heads - first)
@@ -333,27 +333,29 @@ def _part(argument: _PackedArgument, first: int, count: int) -> object:
     return ctypes.byref(part)
 
 
-def _calls(argument: _PackedArgument, x: Tensor, out: Tensor) -> list[tuple[object, ...]]:
+def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> list[tuple[object, ...]]:
     """Return the arguments of each thread's call, which reads heads of x [N, R, .] and writes heads of out."""
     each = _heads_of_a_thread(argument)
     calls: list[tuple[object, ...]] = []
     for first in range(0, argument.heads, each):
-        calls.append((_part(argument, first, each), x[first].data_ptr(), x.shape[1], out[first].data_ptr()))
+        calls.append(
+            (_argument_of_heads(argument, first, each), x[first].data_ptr(), x.shape[1], out[first].data_ptr())
+        )
     return calls
 
 
-def _call(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
+def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
     """Call a C function once for each of ``calls``, in threads if there are several."""
     if len(calls) == 1:
         function(*calls[0])
         return
     # ctypes gives up the interpreter's lock while a function runs
-    for running in [_threads().submit(function, *call) for call in calls]:
+    for running in [_thread_pool().submit(function, *call) for call in calls]:
         running.result()
 
 
 @functools.cache
-def _threads() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     """Return the threads that share the heads of large calls."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench-kernels")
 

@@ -18,11 +18,11 @@ from kvbench.kv.packed import BITS, MinMax, Packed
 from kvbench.storage.kernels.softmax import (
     Parts,
     Splits,
-    contiguous,
+    contiguous_channels,
     count_seen,
     find_places,
     find_program,
-    power,
+    power_of_two,
     product_type,
     softmax_step,
     start_softmax,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
 
-def readable(x: Packed) -> bool:
+def can_read(x: Packed) -> bool:
     """Return True if the kernel can read ``x`` [U, H, L, C]: min-max codes, with each head of each row contiguous."""
     # rows and heads may lie apart, because packed tokens are a view into buffers with room for more
     if not isinstance(x, MinMax) or x.bits not in BITS:
@@ -73,12 +73,12 @@ def attend(
         k_scale=k.scale,
         k_low=k.low,
         k_ring=k_ring,
-        k_channels=contiguous(keys.channels),
+        k_channels=contiguous_channels(keys.channels),
         v_codes=v.codes,
         v_scale=v.scale,
         v_low=v.low,
         v_ring=v_ring,
-        v_channels=contiguous(values.channels),
+        v_channels=contiguous_channels(values.channels),
         counts=counts,
         out=parts.out,
         lse=parts.lse,
@@ -104,10 +104,10 @@ def attend(
         D=d,
         K_FORM=_form(k),
         V_FORM=_form(v),
-        BLOCK_R=power(rows, 16),
-        BLOCK_C=power(c, 16),
-        BLOCK_CV=power(cv, 16),
-        BLOCK_D=power(d, 16),
+        BLOCK_R=power_of_two(rows, 16),
+        BLOCK_C=power_of_two(c, 16),
+        BLOCK_CV=power_of_two(cv, 16),
+        BLOCK_D=power_of_two(d, 16),
         BLOCK_N=cut.block,
         PRODUCT=product_type(query),
         enable_fp_fusion=True,
@@ -122,16 +122,18 @@ def _strides(x: MinMax) -> tuple[int, int, int, int]:
 def _form(x: MinMax) -> tuple[int, ...]:
     """Return the constants that describe how ``x`` is packed. The kernel is compiled for each set of them.
 
-    ``_numbers`` explains them as FORM.
+    ``_dequantise`` explains them as FORM.
     """
     by_channel = x.axis == "channel"
     # a run is the codes [..., bytes, C] of a group of tokens, or [..., bytes] of a token
-    run_bytes = x.codes.shape[-2] if by_channel else x.codes.shape[-1]
+    run_bytes = x.codes.shape[-1]
+    if by_channel:
+        run_bytes = x.codes.shape[-2]
     return (x.bits, x.group, x.size, run_bytes, x.scale.shape[-1], int(by_channel), int(x.zero_point))
 
 
 @triton.jit
-def _plane(
+def _unpack_plane(
     run: tl.tensor, index: tl.tensor, step: tl.tensor, inside: tl.tensor, BITS: tl.constexpr, SIZE: tl.constexpr
 ) -> Any:
     """Return the codes of BITS (1, 2, 4 or 8) bits at ``index`` in a run, or 0 where not ``inside``.
@@ -146,7 +148,7 @@ def _plane(
 
 
 @triton.jit
-def _numbers(
+def _dequantise(
     codes: tl.tensor,
     scale: tl.tensor,
     low: tl.tensor,
@@ -169,8 +171,10 @@ def _numbers(
     SIZE: tl.constexpr = FORM[2]
     BYTES: tl.constexpr = FORM[3]
     GROUPS: tl.constexpr = FORM[4]
+    BY_CHANNEL: tl.constexpr = FORM[5]
+    ZERO_POINT: tl.constexpr = FORM[6]
     # a code has place ``index`` in its run, whose bytes lie ``step`` apart; ``group`` locates its scale and minimum
-    if FORM[5]:
+    if BY_CHANNEL:
         index, step = (token % GROUP)[:, None], GROUPS
         run = codes + (token // GROUP * BYTES * GROUPS)[:, None] + channel[None, :]
         group = (token // GROUP * GROUPS)[:, None] + channel[None, :]
@@ -181,14 +185,14 @@ def _numbers(
     if BITS == 3:
         # 3-bit codes have a plane of their two low bits and, behind its bytes, a plane of their high bit
         low_bytes: tl.constexpr = (SIZE + 3) // 4
-        high = _plane(run + low_bytes * step, index, step, inside=inside, BITS=1, SIZE=SIZE)
-        code = _plane(run, index, step, inside=inside, BITS=2, SIZE=SIZE) | (high << 2)
+        high = _unpack_plane(run + low_bytes * step, index, step, inside=inside, BITS=1, SIZE=SIZE)
+        code = _unpack_plane(run, index, step, inside=inside, BITS=2, SIZE=SIZE) | (high << 2)
     else:
-        code = _plane(run, index, step, inside=inside, BITS=BITS, SIZE=SIZE)
+        code = _unpack_plane(run, index, step, inside=inside, BITS=BITS, SIZE=SIZE)
     # value = scale * code + minimum
     factor = tl.load(scale + group, mask=inside, other=0.0).to(tl.float32)
     minimum = tl.load(low + group, mask=inside, other=0.0).to(tl.float32)
-    if FORM[6]:
+    if ZERO_POINT:
         # under a zero point the value is (code - zero point) * scale, so code 0 stands for -zero point * scale
         minimum = -factor * minimum
     return tl.where(inside, code.to(tl.float32) * factor + minimum, 0.0)
@@ -301,7 +305,7 @@ def _attend(
         logits = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
         if block_start < k_packed:
             packed_key = (token < k_packed)[:, None] & has_key
-            k = _numbers(k_codes, k_scale, k_low, token=token, channel=c, inside=packed_key, FORM=K_FORM)
+            k = _dequantise(k_codes, k_scale, k_low, token=token, channel=c, inside=packed_key, FORM=K_FORM)
             logits += tl.dot(thin, tl.trans(k.to(kind).to(PRODUCT)), input_precision="ieee")
         if block_end > k_packed:
             exact_key = (token >= k_packed) & (token < total)
@@ -314,7 +318,9 @@ def _attend(
         sums = sums * shrink[:, None]
         if block_start < v_packed:
             packed_value = (token < v_packed)[:, None] & has_value
-            v = _numbers(v_codes, v_scale, v_low, token=token, channel=value_channel, inside=packed_value, FORM=V_FORM)
+            v = _dequantise(
+                v_codes, v_scale, v_low, token=token, channel=value_channel, inside=packed_value, FORM=V_FORM
+            )
             sums += tl.dot(weights, v.to(kind).to(PRODUCT), input_precision="ieee")
         if block_end > v_packed:
             exact_value = (token >= v_packed) & (token < total)

@@ -32,7 +32,7 @@ class Splits:
     block: int
 
 
-def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
+def cut_runs(longest: int, programs: int, token_bytes: int, processors: int) -> Splits:
     """Return how to cut runs of up to ``longest`` tokens.
 
     programs: the number of runs, one for each stored head of each row.
@@ -40,29 +40,29 @@ def splits(longest: int, programs: int, token_bytes: int, processors: int) -> Sp
     processors: the multiprocessors of the device, which should all have work.
     """
     # block is the largest power of two whose keys fit into a tile, from 16 (the least for tl.dot) to 64
-    block = min(64, max(16, power(TILE_BYTES // token_bytes + 1) // 2))
+    block = min(64, max(16, power_of_two(TILE_BYTES // token_bytes + 1) // 2))
     count = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
     # spans are whole blocks; after rounding up, fewer splits may cover the run
     span = max(-(-longest // (count * block)), 1) * block
     return Splits(max(1, -(-longest // span)), span, block)
 
 
-def cut(query: Tensor, heads: int, longest: int) -> Splits:
+def cut_tokens(query: Tensor, heads: int, longest: int) -> Splits:
     """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
     # tokens of any format are converted to the query's type when they are read
-    token_bytes = query.element_size() * power(query.shape[3], 16)
-    return splits(longest, len(query) * heads, token_bytes, processors(query.device))
+    token_bytes = query.element_size() * power_of_two(query.shape[3], 16)
+    return cut_runs(longest, len(query) * heads, token_bytes, count_processors(query.device))
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def count_processors(device: torch.device) -> int:
     """Return the number of a GPU's multiprocessors, or of the CPU's cores where kernels are interpreted."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).multi_processor_count)
     return os.cpu_count() or 1
 
 
-def power(n: int, least: int = 1) -> int:
+def power_of_two(n: int, least: int = 1) -> int:
     """Return the smallest power of two that is at least n and at least ``least``."""
     return max(least, 1 << max(n - 1, 0).bit_length())
 
@@ -79,7 +79,7 @@ def product_type(query: Tensor) -> tl.dtype:
     return triton_types[query.dtype]
 
 
-def contiguous(channels: Tensor | None) -> Tensor | None:
+def contiguous_channels(channels: Tensor | None) -> Tensor | None:
     """Return the channels contiguous in memory, as kernels read them, or None if ``channels`` is None."""
     if channels is None:
         return None
@@ -189,8 +189,8 @@ class Parts:
             count=count,
             rows=rows,
             D=d,
-            BLOCK_S=power(count),
-            BLOCK_D=power(d),
+            BLOCK_S=power_of_two(count),
+            BLOCK_D=power_of_two(d),
             enable_fp_fusion=True,
         )
         return out, lse

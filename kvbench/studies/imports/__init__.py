@@ -15,7 +15,7 @@ from kvbench.tasks.longbench import TASKS
 LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.jsonl of lm-evaluation-harness"
 
 
-def find(path: Path) -> list[Path]:
+def find_files(path: Path) -> list[Path]:
     """Return the prediction files at ``path``: the file itself, a folder's files, or else its subfolders' files.
 
     Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
@@ -45,13 +45,13 @@ def _files_in(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file() and _layout_of(path) is not None)
 
 
-def read(path: Path) -> list[Predictions]:
-    """Return the predictions of one file that ``find`` returned, one entry for each task in it.
+def read_predictions(path: Path) -> list[Predictions]:
+    """Return the predictions of one file that ``find_files`` returned, one entry for each task in it.
 
     Raises UsageError, with file, line and reason, if the file cannot be read.
     """
     layout = _layout_of(path)
-    assert layout is not None  # ``find`` returns no other files
+    assert layout is not None  # ``find_files`` returns no other files
     try:
         digest = sha256(path)
     except OSError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvbench.tasks.longbench import TASKS
-from kvbench.tasks.rows import FileRow, kind
+from kvbench.tasks.rows import FileRow, describe_value
 
 # a text in quotes as Python and numpy print it, with escaped quotes inside
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
@@ -56,15 +56,15 @@ def dataset_of(name: str) -> tuple[str, bool]:
     return short, False
 
 
-def text(row: FileRow, key: str) -> str:
+def read_text(row: FileRow, key: str) -> str:
     """Return the text under ``key``. It may be empty and may hold anything."""
     value = row.value(key)
     if not isinstance(value, str):
-        raise row.wrong(f"{key!r} must be text, got {kind(value)}")
+        raise row.wrong(f"{key!r} must be text, got {describe_value(value)}")
     return value
 
 
-def texts(row: FileRow, key: str) -> tuple[str, ...]:
+def read_texts(row: FileRow, key: str) -> tuple[str, ...]:
     """Return a text or number, or a list of them, as a tuple. It may be empty.
 
     A list that Python or numpy printed is read as a list.
@@ -76,21 +76,21 @@ def texts(row: FileRow, key: str) -> tuple[str, ...]:
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         value = [value]
     if not isinstance(value, list) or not all(isinstance(v, str | int | float) for v in value):
-        raise row.wrong(f"{key!r} must be text or a list of texts, got {kind(value)}")
+        raise row.wrong(f"{key!r} must be text or a list of texts, got {describe_value(value)}")
     return tuple(map(str, value))
 
 
-def classes(row: FileRow) -> tuple[str, ...] | None:
+def read_classes(row: FileRow) -> tuple[str, ...] | None:
     """Return the closed set of labels: () if the row's set is empty, None if the row lacks the key."""
     if "all_classes" not in row.values:
         return None
     # CSV has no null: pandas writes an empty cell, and str() turns None into text
     if row.values["all_classes"] in (None, "", "None"):
         return ()
-    return texts(row, "all_classes")
+    return read_texts(row, "all_classes")
 
 
-def length(row: FileRow) -> int | None:
+def read_length(row: FileRow) -> int | None:
     """Return the stored length of the example, or None if the row has no length."""
     value = row.values.get("length")
     if value in (None, ""):
@@ -101,7 +101,7 @@ def length(row: FileRow) -> int | None:
         with suppress(ValueError, OverflowError):
             number = int(float(value))
     if number < 0:
-        raise row.wrong(f"'length' must be a whole number, got {kind(value)}")
+        raise row.wrong(f"'length' must be a whole number, got {describe_value(value)}")
     return number
 
 

@@ -63,7 +63,7 @@ class ImportedDistance:
     sha256: str = ""
 
 
-def find(path: Path) -> list[Path]:
+def find_files(path: Path) -> list[Path]:
     """Return the files that hold divergences: ``path`` itself, or those of a folder; [] if there are none."""
     if path.is_file():
         paths = [path]
@@ -71,10 +71,10 @@ def find(path: Path) -> list[Path]:
         paths = sorted(entry for entry in path.iterdir() if entry.is_file())
     else:
         return []
-    return [entry for entry in paths if entry.suffix in ENDINGS and _program_of(_read(entry))]
+    return [entry for entry in paths if entry.suffix in ENDINGS and _program_of(_read_text(entry))]
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -90,17 +90,20 @@ def _program_of(content: str) -> str:
     return ""
 
 
-def read(path: Path) -> ImportedDistance:
-    """Return the divergence in a file that ``find`` returned. Raises UsageError if the file is damaged."""
-    content = _read(path)
+def read_divergence(path: Path) -> ImportedDistance:
+    """Return the divergence in a file that ``find_files`` returned. Raises UsageError if the file is damaged."""
+    content = _read_text(path)
     digest = hashlib.sha256(content.encode()).hexdigest()
     if _program_of(content) == REFRACT:
-        return _refract(path, content, digest)
-    return _llama(path, content, digest)
+        return _read_refract(path, content, digest)
+    return _read_llama_log(path, content, digest)
 
 
-def _llama(path: Path, content: str, digest: str) -> ImportedDistance:
-    """Return what a log of llama-perplexity says. Its statistics stand at the end, one ``name: number`` a line."""
+def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
+    """Return the divergence that a log of llama-perplexity states.
+
+    Its statistics stand at the end, one ``name: number`` a line.
+    """
     statistics = {}
     for name, value, error in _LINE.findall(content[content.index("====== ") :]):
         # "" where a line has no error; names are padded with spaces
@@ -148,8 +151,8 @@ def _value(statistics: Mapping[str, tuple[float, float | None]], name: str) -> f
     return statistics[name][0]
 
 
-def _refract(path: Path, content: str, digest: str) -> ImportedDistance:
-    """Return what a report of REFRACT says on its axis of divergences."""
+def _read_refract(path: Path, content: str, digest: str) -> ImportedDistance:
+    """Return the divergence that a report of REFRACT states."""
     try:
         report: dict[str, Any] = json.loads(content)
         axis = report["axes"]["kld"]
@@ -186,16 +189,16 @@ def sheet(distances: Sequence[ImportedDistance]) -> Table:
                 distance.label,
                 distance.program,
                 kl,
-                _text(highest, ".3g"),
-                _text(distance.top1, ".2f"),
-                _text(distance.ppl, ".4f"),
-                _text(distance.ppl_ratio, ".4f"),
+                _number_text(highest, ".3g"),
+                _number_text(distance.top1, ".2f"),
+                _number_text(distance.ppl, ".4f"),
+                _number_text(distance.ppl_ratio, ".4f"),
             )
         )
     return Table(heads, tuple(rows), left=2)
 
 
-def _text(value: float | None, form: str) -> str:
+def _number_text(value: float | None, form: str) -> str:
     if value is None:
         return "—"
     return format(value, form)

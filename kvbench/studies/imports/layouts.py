@@ -22,8 +22,8 @@ from pathlib import Path
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
-from kvbench.studies.imports.base import ImportedAnswer, classes, length, text, texts
-from kvbench.tasks.rows import FileRow, kind, parse, parse_csv, read_lines
+from kvbench.studies.imports.base import ImportedAnswer, read_classes, read_length, read_text, read_texts
+from kvbench.tasks.rows import FileRow, describe_value, parse_csv, parse_json, read_lines
 
 PREDICTION = "predicted_answer"
 # lm-evaluation-harness puts the time of the run behind the task: samples_qasper_2024-05-01T12-30-00.123456
@@ -47,7 +47,7 @@ class Layout:
 def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each line of LongBench's predictions file. The file is named after its task."""
     for row in read_lines(path):
-        yield path.stem, _answer(row, text(row, "pred"), texts(row, "answers"))
+        yield path.stem, _make_answer(row, read_text(row, "pred"), read_texts(row, "answers"))
 
 
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
@@ -66,17 +66,22 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
             continue
         doc = row.value("doc")
         if not isinstance(doc, dict):
-            raise row.wrong(f"'doc' must be an object, got {kind(doc)}")
+            raise row.wrong(f"'doc' must be an object, got {describe_value(doc)}")
         doc_row = FileRow(path, f"{row.place}, doc", doc)
         # ``target`` is the one reference that the task's template chose; LongBench's documents have all references
-        references = texts(doc_row, "answers") if "answers" in doc else texts(row, "target")
+        if "answers" in doc:
+            references = read_texts(doc_row, "answers")
+        else:
+            references = read_texts(row, "target")
         # a filter returns a text, or a list of texts for several samples of one document
         response = row.value("filtered_resps")
         while isinstance(response, list) and response:
             response = response[0]
         if not isinstance(response, str):
-            raise row.wrong(f"'filtered_resps' must hold a generated text, got {kind(row.value('filtered_resps'))}")
-        yield task, _answer(doc_row, response, references, row.place)
+            raise row.wrong(
+                f"'filtered_resps' must hold a generated text, got {describe_value(row.value('filtered_resps'))}"
+            )
+        yield task, _make_answer(doc_row, response, references, row.place)
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
@@ -91,8 +96,8 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     for row in _read_records(path):
         # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"
-        prediction, references = text(row, PREDICTION), texts(row, column)
-        yield str(row.values.get("task") or folder_task), _answer(row, prediction, references)
+        prediction, references = read_text(row, PREDICTION), read_texts(row, column)
+        yield str(row.values.get("task") or folder_task), _make_answer(row, prediction, references)
 
 
 def _is_longbench(path: Path) -> bool:
@@ -116,7 +121,7 @@ LAYOUTS = (
 )
 
 
-def unrelated(path: Path) -> bool:
+def is_unrelated(path: Path) -> bool:
     """Tell whether a ``.csv`` file holds no answers.
 
     Such a file has another name than kvpress's predictions, and no column of answers.
@@ -132,13 +137,13 @@ def unrelated(path: Path) -> bool:
         return False
 
 
-def _answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
+def _make_answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
     """Return an imported answer with its row's classes and length. Its place is ``place``, or the row's own."""
     return ImportedAnswer(
         prediction=prediction,
         references=references,
-        classes=classes(row),
-        length=length(row),
+        classes=read_classes(row),
+        length=read_length(row),
         place=place or row.place,
     )
 
@@ -163,7 +168,7 @@ def _read_records(path: Path) -> Iterator[FileRow]:
 
 def _read_json(path: Path) -> Iterator[FileRow]:
     """Yield the records of a JSON file: a list of objects, or columns. Raises UsageError for anything else."""
-    content = parse(path, "", _read_text(path))
+    content = parse_json(path, "", _read_text(path))
     records = content
     if isinstance(content, dict) and content and all(isinstance(column, dict) for column in content.values()):
         # DataFrame.to_json writes {column: {index: value}}, and all columns have the same indices
@@ -172,7 +177,7 @@ def _read_json(path: Path) -> Iterator[FileRow]:
         for index in first_column:
             records.append({name: column[index] for name, column in content.items() if index in column})
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
-        raise UsageError(f"{path}: must hold a list of objects, or columns, got {kind(content)}")
+        raise UsageError(f"{path}: must hold a list of objects, or columns, got {describe_value(content)}")
     for number, record in enumerate(records, start=1):
         # pandas writes an empty answer as null; a record without the key is an error that names it
         if record.get(PREDICTION, "") is None:

@@ -70,7 +70,7 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     return name
 
 
-def check(predictions: Predictions, name: str) -> None:
+def check_answers(predictions: Predictions, name: str) -> None:
     """Raise UsageError with file and line if an answer lacks a key that the metric ``name`` or the buckets need."""
     for answer in predictions.answers:
         if metric(name).needs_classes and answer.classes is None:
@@ -89,13 +89,13 @@ def score_file(predictions: Predictions, name: str) -> Scored:
         predictions=predictions,
         metric=name,
         scores=scores,
-        interval=_interval(scores),
+        interval=_interval_of_mean(scores),
         buckets=tuple(_buckets(predictions, scores)),
         seconds=seconds,
     )
 
 
-def printed(name: str, scores: Sequence[Score]) -> Score:
+def printed_mean(name: str, scores: Sequence[Score]) -> Score:
     """Return the mean, in the printed units of the metric ``name``, of all scores that are known.
 
     Returns None if no score is known.
@@ -126,7 +126,7 @@ def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
     return score(name, text, example)
 
 
-def _interval(scores: Sequence[Score]) -> tuple[float, float] | None:
+def _interval_of_mean(scores: Sequence[Score]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean score in [0, 1]; None for fewer than FEWEST scores."""
     known = [value for value in scores if value is not None]
     if len(known) < FEWEST:
@@ -138,8 +138,8 @@ def _buckets(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Buck
     """Yield the scores in each of LongBench-E's ranges of length; nothing for other predictions."""
     if not predictions.extended:
         return
-    # ``check`` has refused answers of LongBench-E without a length
-    ranges = [longbench.bucket(answer.length or 0) for answer in predictions.answers]
+    # ``check_answers`` has refused answers of LongBench-E without a length
+    ranges = [longbench.length_bucket(answer.length or 0) for answer in predictions.answers]
     for name, _ in longbench.BUCKETS:
         values = tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)
-        yield Bucket(name, values, _interval(values))
+        yield Bucket(name, values, _interval_of_mean(values))

@@ -14,7 +14,7 @@ from kvbench.base.files import line_of, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.store.store import ResultStore
-from kvbench.studies.imports.scoring import Scored, printed
+from kvbench.studies.imports.scoring import Scored, printed_mean
 from kvbench.studies.imports.verdict import PredictionSource
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.metrics import metric
@@ -30,17 +30,17 @@ def store_cells(store: ResultStore, source: PredictionSource, scored: list[Score
     if not source.model or not source.method:
         raise UsageError("--store needs what made these answers: model=NAME method=NAME, as in model=llama2-7b-chat")
     # two files with answers to one dataset are two runs; model and method cannot tell them apart
-    columns = [column(file) for file in scored]
+    columns = [column_id(file) for file in scored]
     for name in columns:
         if columns.count(name) > 1:
-            files = ", ".join(str(file.predictions.path) for file in scored if column(file) == name)
+            files = ", ".join(str(file.predictions.path) for file in scored if column_id(file) == name)
             raise UsageError(f"--store: {columns.count(name)} files answer {name} ({files}); give the PATH of one run")
     # check the folder before writing the first cell, so that no part of an import stays behind
     store.check()
     return [_store_cell(store, source, file) for file in scored]
 
 
-def column(scored: Scored) -> str:
+def column_id(scored: Scored) -> str:
     """Return the task's id in tables, in the dataset configuration's form: ``longbench_zh/dureader``."""
     name, extended = scored.predictions.dataset, scored.predictions.extended
     spec = TASKS.get(name)
@@ -65,7 +65,7 @@ def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
         "method": source.method,
         "setting": source.setting,
         "prompt": source.prompt,
-        "task": column(scored),
+        "task": column_id(scored),
         "content": hashlib.sha256(content.encode()).hexdigest(),
         "predictions": scored.predictions.sha256,
         "metric": metric(scored.metric).identity(),
@@ -109,7 +109,7 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
         "n": len(scored.scores),
         "of": len(scored.scores),
         "unscored": sum(score is None for score in scored.scores),
-        "score": printed(scored.metric, scored.scores),
+        "score": printed_mean(scored.metric, scored.scores),
         "ci": ci,
     }
     store.write_metrics(cell, summary)
@@ -118,7 +118,7 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
         "id": cell,
         "kind": KIND,
         "label": label,
-        "column": column(scored),
+        "column": column_id(scored),
         "identity": facts,
         "provenance": [provenance],
     }

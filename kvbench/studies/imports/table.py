@@ -10,9 +10,9 @@ from kvbench.base.visible import one_line
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.table import Table
-from kvbench.studies.imports.scoring import Score, Scored, printed
-from kvbench.studies.imports.verdict import Judgement, PublishedMean, mark
-from kvbench.tasks.longbench import BUCKETS, TASKS, names
+from kvbench.studies.imports.scoring import Score, Scored, printed_mean
+from kvbench.studies.imports.verdict import Judgement, PublishedMean, verdict_text
+from kvbench.tasks.longbench import BUCKETS, TASKS, task_names
 from kvbench.tasks.metrics import metric
 
 # lines of all kinds share these columns; a line leaves a column empty if it has no value for it
@@ -74,11 +74,11 @@ class TaskRecord(TypedDict, total=False):
     cell: str
 
 
-def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
+def task_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
     """Return a record per file and dataset, with scores and intervals in printed units, rounded to two digits."""
     records = []
     for i, file in enumerate(scored):
-        numbers = _numbers(file.metric, file.scores, file.interval)
+        numbers = _printed_numbers(file.metric, file.scores, file.interval)
         # the keys stand in the order in which JSON prints them
         record: TaskRecord = {
             "dataset": file.predictions.dataset,
@@ -91,7 +91,7 @@ def tasks(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
         }
         if file.buckets:
             record["buckets"] = {
-                bucket.name: _numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
+                bucket.name: _printed_numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
             }
         record["published"] = [judgements[i] for judgements in verdicts.values() if i in judgements]
         record["file"] = str(file.predictions.path)
@@ -110,9 +110,9 @@ def _split_of(file: Scored) -> str | None:
     return None
 
 
-def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:
+def _printed_numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:
     """Return the mean of scores in [0, 1] by the metric ``name``, with its interval, in printed units."""
-    score = printed(name, scores)
+    score = printed_mean(name, scores)
     if score is not None:
         score = round(score, 2)
     ci = None
@@ -122,7 +122,7 @@ def _numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] |
     return {"score": score, "ci": ci, "n": len(scores), "unscored": sum(value is None for value in scores)}
 
 
-def average(records: Sequence[TaskRecord]) -> float | None:
+def english_mean(records: Sequence[TaskRecord]) -> float | None:
     """Return the mean score over LongBench's 16 English tasks; None unless each occurs exactly once."""
     # two files with answers to one dataset are two runs, and their mean would belong to neither
     datasets = [record["dataset"] for record in records]
@@ -130,12 +130,12 @@ def average(records: Sequence[TaskRecord]) -> float | None:
         return None
     scores: list[float] = []
     for record in records:
-        if record["split"] == "standard" and record["dataset"] in names("en"):
+        if record["split"] == "standard" and record["dataset"] in task_names("en"):
             # a task whose answers cannot be scored is missing from the mean
             if record["score"] is None:
                 return None
             scores.append(record["score"])
-    if len(scores) < len(names("en")):
+    if len(scores) < len(task_names("en")):
         return None
     return round(sum(scores) / len(scores), 2)
 
@@ -146,14 +146,14 @@ def as_csv(records: Sequence[TaskRecord]) -> str:
     for record in records:
         score_line: dict[str, object] = {"kind": "score"}
         score_line |= record
-        score_line |= _ends(record["ci"])
+        score_line |= _interval_columns(record["ci"])
         lines.append(score_line)
         for name, numbers in record.get("buckets", {}).items():
             bucket_line: dict[str, object] = dict(record)
             bucket_line |= {"kind": "bucket", "bucket": name}
             # the range's own score and counts in place of the dataset's
             bucket_line |= numbers
-            bucket_line |= _ends(numbers["ci"])
+            bucket_line |= _interval_columns(numbers["ci"])
             lines.append(bucket_line)
         for judgement in record["published"]:
             published_line: dict[str, object] = dict(record)
@@ -165,7 +165,7 @@ def as_csv(records: Sequence[TaskRecord]) -> str:
     return writers.csv(CSV_FIELDS, lines)
 
 
-def _ends(ci: Sequence[float] | None) -> dict[str, float]:
+def _interval_columns(ci: Sequence[float] | None) -> dict[str, float]:
     """Return the columns of an interval, {} without one."""
     if not ci:
         return {}
@@ -191,19 +191,26 @@ def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
     if times:
         headers.append("s")
     rows = []
-    for label, record in zip(_labels(records), records, strict=True):
+    for label, record in zip(_label_records(records), records, strict=True):
         interval = "—"
         if record["ci"]:
             low, high = record["ci"]
             interval = f"[{low:.2f}, {high:.2f}]"
-        texts = [label, record["metric"], _number(record["score"]), interval, str(record["n"]), str(record["unscored"])]
+        texts = [
+            label,
+            record["metric"],
+            _score_text(record["score"]),
+            interval,
+            str(record["n"]),
+            str(record["unscored"]),
+        ]
         for name in ranges:
             buckets = record.get("buckets", {})
-            texts.append(_number(buckets[name]["score"]) if name in buckets else "—")
+            texts.append(_score_text(buckets[name]["score"]) if name in buckets else "—")
         if times:
             texts.append(f"{record['seconds']:.2f}")
         rows.append(tuple(texts))
-    mean = average(records)
+    mean = english_mean(records)
     if mean is not None:
         texts = ["mean of the 16", "", f"{mean:.2f}"]
         texts += [""] * (len(headers) - len(texts))
@@ -214,18 +221,18 @@ def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
 def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means) -> Table:
     """Return the table of scores beside published values, a column for each paper's table."""
     headers = ["dataset", "score"]
-    headers += [_title(paper, table) for paper, table in verdicts]
+    headers += [_title_of_table(paper, table) for paper, table in verdicts]
     rows = []
-    for i, (label, record) in enumerate(zip(_labels(records), records, strict=True)):
+    for i, (label, record) in enumerate(zip(_label_records(records), records, strict=True)):
         # a dataset that no paper prints has no line
         if not any(i in judgements for judgements in verdicts.values()):
             continue
-        texts = [label, _number(record["score"])]
+        texts = [label, _score_text(record["score"])]
         for judgements in verdicts.values():
-            texts.append(mark(judgements[i]) if i in judgements else "—")
+            texts.append(verdict_text(judgements[i]) if i in judgements else "—")
         rows.append(tuple(texts))
     # papers end a row with the mean of its 16 tasks: print it beside ours if we have all of them
-    mean = average(records)
+    mean = english_mean(records)
     if mean is not None:
         texts = ["mean of the 16", f"{mean:.2f}"]
         texts += [_mean_text(means[place]) for place in verdicts]
@@ -233,9 +240,9 @@ def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: M
     return Table(tuple(headers), tuple(rows))
 
 
-def _title(paper: str, table: str) -> str:
+def _title_of_table(paper: str, table: str) -> str:
     """Return a paper's table in the usual form, such as ``ThinK table 2``."""
-    return f"{catalogue.paper(paper).called} table {table}"
+    return f"{catalogue.read_paper(paper).called} table {table}"
 
 
 def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
@@ -262,7 +269,7 @@ def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
 
 def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
     """Return the notes on a paper's table: why values are indicative, which row is shown, and flags on values."""
-    title = _title(paper, table)
+    title = _title_of_table(paper, table)
     lines = []
     # most reasons hold for all tasks: print each once, with the number of its tasks
     counts: Counter[str] = Counter()
@@ -275,9 +282,8 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
     first = judgements[0]
     if first["matching"] > 1:
         shown = f"table {table}, {first['setting'] or 'no setting'}"
-        lines.append(
-            f"{catalogue.paper(paper).called}: {first['matching']} rows match; shown is {shown} (setting= chooses)."
-        )
+        called = catalogue.read_paper(paper).called
+        lines.append(f"{called}: {first['matching']} rows match; shown is {shown} (setting= chooses).")
     lines += [f"{title}, {judgement['flag']}" for judgement in judgements if judgement["flag"]]
     return lines
 
@@ -287,13 +293,13 @@ def _mean_text(mean: PublishedMean) -> str:
     # a mean is shown as 33.37, or as "9.00, cells 7.50" if it does not follow from its cells
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None:
-        return _number(stated)
+        return _score_text(stated)
     if stated is not None and abs(stated - of_cells) <= ROUNDING:
-        return _number(stated)
-    return f"{_number(stated)}, cells {of_cells:.2f}"
+        return _score_text(stated)
+    return f"{_score_text(stated)}, cells {of_cells:.2f}"
 
 
-def _labels(records: Sequence[TaskRecord]) -> list[str]:
+def _label_records(records: Sequence[TaskRecord]) -> list[str]:
     """Return the dataset of each record, with its file if two records have the same dataset."""
     datasets = []
     for record in records:
@@ -310,7 +316,7 @@ def _labels(records: Sequence[TaskRecord]) -> list[str]:
     return labels
 
 
-def _number(value: float | None) -> str:
+def _score_text(value: float | None) -> str:
     """Return a score as text; a dash for None."""
     if value is None:
         return "—"

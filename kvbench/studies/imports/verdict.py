@@ -16,7 +16,7 @@ from kvbench.base.errors import unknown
 from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.studies.imports.scoring import Scored
-from kvbench.tasks.longbench import TASKS, names
+from kvbench.tasks.longbench import TASKS, task_names
 
 WHOLE = ("full", "n/a", "1.0")
 """Values of a row's setting that leave nothing to choose: the whole cache, or a method without a budget."""
@@ -72,7 +72,7 @@ class MatchingRow:
     matching: int
 
 
-def beside(
+def judge_published(
     source: PredictionSource, scored: list[Scored], code_sim: str
 ) -> dict[tuple[str, str], dict[int, Judgement]]:
     """Return, by (paper, table) and index of a scored file, the published value and our verdict on it.
@@ -86,12 +86,12 @@ def beside(
             cell = row.cells.get(file.predictions.dataset)
             # papers print other datasets, too, and we do not know how their scores compare
             if cell is not None and file.predictions.dataset in TASKS:
-                judgement = _judge(cell, file, source, code_sim, matching=row.matching)
+                judgement = _judge_cell(cell, file, source, code_sim, matching=row.matching)
                 judgements.setdefault((paper, row.table), {})[i] = judgement
     return judgements
 
 
-def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
+def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
     """Return, by (paper, table), the mean over LongBench's 16 English tasks as ``stated`` there and as ``of_cells``.
 
     Some printed averages do not follow from their cells. Either is None if the table lacks it.
@@ -99,13 +99,13 @@ def means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str
     by_table: dict[tuple[str, str], PublishedMean] = {}
     for paper, row in _rows_by_paper(source, scored).items():
         values = []
-        for name in names("en"):
+        for name in task_names("en"):
             cell = row.cells.get(name)
             if cell is not None and cell.value is not None:
                 values.append(cell.value)
         # no paper states the mean of only some of the 16 tasks
         of_cells = None
-        if len(values) == len(names("en")):
+        if len(values) == len(task_names("en")):
             of_cells = round(sum(values) / len(values), 2)
         stated = row.cells["avg"].value if "avg" in row.cells else None
         by_table[paper, row.table] = {"stated": stated, "of_cells": of_cells}
@@ -118,7 +118,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
         return {}
     datasets = {file.predictions.dataset for file in scored}
     rows_by_paper: dict[str, list[tuple[str, dict[str, Published]]]] = {}
-    for paper, table, cells in published.rows(source.model, source.method, source.setting):
+    for paper, table, cells in published.rows_with_scores(source.model, source.method, source.setting):
         rows_by_paper.setdefault(paper, []).append((table, cells))
 
     def count_shared(row: tuple[str, dict[str, Published]]) -> int:
@@ -136,7 +136,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
     return chosen
 
 
-def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
+def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
     """Return a published value with its verdict: whether it lies in the interval of our score, ends included."""
     reasons = _differences(cell, scored, source, code_sim)
     verdict = None
@@ -161,14 +161,14 @@ def _judge(cell: Published, scored: Scored, source: PredictionSource, code_sim: 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
     """Return, in words, how the conditions of this score differ from the published value's conditions."""
     dataset = scored.predictions.dataset
-    prompt = catalogue.paper(cell.paper).prompt
+    prompt = catalogue.read_paper(cell.paper).prompt
     reasons = []
     # another template or another cut of long prompts changes scores by as much as a method does
     if not prompt:
         reasons.append("prompt policy of the paper unknown")
     elif source.prompt is None:
         reasons.append("prompt policy of these answers unknown")
-    elif _policy(prompt, source.model) != _policy(source.prompt, source.model):
+    elif _policy_settings(prompt, source.model) != _policy_settings(source.prompt, source.model):
         reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
     # some tables state no split and seem to come from LongBench-E, which has only some of LongBench's tasks
     if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
@@ -196,7 +196,7 @@ def _has_choice(setting: str) -> bool:
 
 
 @cache
-def _policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
+def _policy_settings(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
     """Return the settings of a prompt policy for a model. Presets with different names can agree."""
     policy = {key: value for key, value in entries("prompt")[name].items() if key != "name"}
     # ``limits`` names one of the model's prompt_limits: two names with equal limits are one policy
@@ -208,7 +208,7 @@ def _policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
     return tuple(sorted(policy.items()))
 
 
-def mark(judged: Judgement) -> str:
+def verdict_text(judged: Judgement) -> str:
     """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
     value = "—"
     if judged["value"] is not None:

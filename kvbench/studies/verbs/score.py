@@ -74,24 +74,24 @@ def main(args: argparse.Namespace) -> int:
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
-    found = distances.find(Path(args.path))
+    found = distances.find_files(Path(args.path))
     if found:
-        return _print_distances([distances.read(path) for path in found], options, args)
+        return _print_distances([distances.read_divergence(path) for path in found], options, args)
     source = verdict.PredictionSource(
         model=options.model, method=options.method, setting=options.setting, prompt=options.prompt
     )
     if args.store and not (source.model and source.method):
         raise UsageError("--store needs model=NAME method=NAME: what made these answers")
-    files, errors = _read_predictions(imports.find(Path(args.path)), options)
+    files, errors = _read_predictions(imports.find_files(Path(args.path)), options)
     read_at = time.perf_counter()
     scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
-    verdicts = verdict.beside(source, scored, options.code_sim)
-    means = verdict.means(source, scored)
-    records = table.tasks(scored, verdicts)
-    # importing the same answers again changes nothing: a cell's id is a hash of them
+    verdicts = verdict.judge_published(source, scored, options.code_sim)
+    means = verdict.published_means(source, scored)
+    records = table.task_records(scored, verdicts)
     cells = []
     if args.store and scored:
+        # importing the same answers again changes nothing: a cell's id is a hash of them
         store = ResultStore(Path(options.results).expanduser())
         cells = stored.store_cells(store, source, scored)
         for record, cell in zip(records, cells, strict=True):
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> int:
             "path": args.path,
             "code_sim": options.code_sim,
             "tasks": records,
-            "mean": table.average(records),
+            "mean": table.english_mean(records),
             "published_means": [{"paper": paper, "table": name} | mean for (paper, name), mean in means.items()],
             "errors": errors,
             "timing": timing | {"total_s": round(time.perf_counter() - start, 2)},
@@ -122,7 +122,9 @@ def main(args: argparse.Namespace) -> int:
         say(error["error"])
     if not errors:
         return 0
-    return 1 if scored else 2
+    if scored:
+        return 1
+    return 2
 
 
 def _print_distances(found: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
@@ -173,11 +175,11 @@ def _read_predictions(
     errors = []
     for path in paths:
         # a folder of runs may hold tables of other kinds; a file that the user names is always read
-        if len(paths) > 1 and layouts.unrelated(path):
+        if len(paths) > 1 and layouts.is_unrelated(path):
             say(f"skipped {path}: a CSV without the column predicted_answer")
             continue
         try:
-            predictions += imports.read(path)
+            predictions += imports.read_predictions(path)
         except UsageError as error:
             errors.append({"file": str(path), "error": str(error)})
     if not predictions and not errors:
@@ -187,7 +189,7 @@ def _read_predictions(
     for file in imports.settle_split(predictions, options.split):
         try:
             name = scoring.choose_metric(file, options.code_sim, options.metric)
-            scoring.check(file, name)
+            scoring.check_answers(file, name)
             files.append((file, name))
         except UsageError as error:
             errors.append({"file": str(file.path), "error": str(error)})

@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
     if args.table in own_tables.NAMES:
         return _print_own_table(args.table, options, args)
     refuse_fixed(options, "the paper's table")
-    if args.table != "all" and args.table.partition("/")[0] not in catalogue.papers():
+    if args.table != "all" and args.table.partition("/")[0] not in catalogue.paper_ids():
         names = ["all"]
         names += catalogue.in_place()
         names += own_tables.NAMES
@@ -72,7 +72,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     if not args.json and statuses <= {"missing"}:
         print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
         return 0
-    table = own_tables.read(name, model, runs, reports)
+    table = own_tables.read_own_table(name, model, runs, reports)
     if args.json:
         print(json.dumps(table.plain, indent=1, ensure_ascii=False))
     else:

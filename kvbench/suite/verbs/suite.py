@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure a suite and print its card. Return the exit status."""
     if not args.suite or "=" in args.suite:
-        raise UsageError(f"name a suite: kvbench suite {definition.names()[0]} method=snapkv")
+        raise UsageError(f"name a suite: kvbench suite {definition.suite_names()[0]} method=snapkv")
     from kvbench.run import experiment
     from kvbench.suite import folder as folders
     from kvbench.suite import lock, plan
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
         planned_editions = {}
         for name in EDITIONS:
             planned_editions[name] = plan.prepare(definition.load(args.suite, name), [], {}, {})
-        lock.write(suite, planned_editions)
+        lock.write_lock(suite, planned_editions)
         print(definition.lock_path(suite.name))
         return 0
     methods = split_list(options.pop("method", ""))
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
         whole = plan.prepare(suite, methods, knobs, settings)
     division = _division(whole, settings)
     if source:
-        folders.take(Path(source), whole)
+        folders.take_answers(Path(source), whole)
     if args.plan:
         if args.json:
             return print_plans(run.runs, as_json=True)
@@ -93,7 +93,7 @@ def main(args: argparse.Namespace) -> int:
     folder = _default_folder(run, settings)
     if output:
         folder = Path(output)
-    return _finish(whole, folder, division, contributor, as_json=args.json)
+    return _finish_suite(whole, folder, division, contributor, as_json=args.json)
 
 
 def _check_shard(run: SuiteRun) -> None:
@@ -163,27 +163,27 @@ def _default_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
     return Path(str(settings.get("results", "results"))) / "own" / definition.FOLDER / name
 
 
-def _finish(run: SuiteRun, folder: Path, division: str, contributor: str, as_json: bool) -> int:
+def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, as_json: bool) -> int:
     """Score what is measured, write the folder and print the card. Return the exit status."""
     from kvbench.suite import card, plan
     from kvbench.suite import folder as folders
-    from kvbench.suite.scores import check_negative, score
+    from kvbench.suite.scores import check_negative, score_rows
 
-    samples, full = plan.collect(run)
-    scored = score(run.suite, samples, full)
+    samples, full = plan.collect_samples(run)
+    scored = score_rows(run.suite, samples, full)
     problems = check_negative(scored)
     if problems:
         said = "\n".join(f"  {problem}" for problem in problems)
         raise KvbenchError(
             f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{said}"
         )
-    rows = folders.lines(run, scored, division, contributor)
-    folders.write(folder, run, rows, card.text(run.suite, scored, "md"))
-    card.picture(run.suite, scored, folder / folders.PICTURE)
+    rows = folders.lines_of_rows(run, scored, division, contributor)
+    folders.write_folder(folder, run, rows, card.card_text(run.suite, scored, "md"))
+    card.draw_card(run.suite, scored, folder / folders.PICTURE)
     if as_json:
-        print(json.dumps(card.plain(run.suite, rows, card.notes(run.suite, scored)), indent=1))
+        print(json.dumps(card.as_plain(run.suite, rows, card.notes(run.suite, scored)), indent=1))
         return 0
-    print(card.text(run.suite, scored, "text"), end="")
+    print(card.card_text(run.suite, scored, "text"), end="")
     left_out = sorted({row.name for row in run.rows} - {entry.name for entry in scored})
     if left_out:
         print(f"Not measured in every part, and so without a row: {', '.join(left_out)}.")

@@ -20,15 +20,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check folders and print the findings. Return exit status 1 if one of them is not verified."""
-    from kvbench.suite.verify import check_place, describe, verify
+    from kvbench.suite.verify import check_place, describe_findings, verify_folder
 
     places = [Path(name) for name in args.folders]
     for place in places:
         check_place(place)
-    found = {str(place): verify(place, args.without_texts) for place in places}
+    found = {str(place): verify_folder(place, args.without_texts) for place in places}
     if args.json:
         print(json.dumps({name: asdict(checked) for name, checked in found.items()}, indent=1, ensure_ascii=False))
     else:
         for name, checked in found.items():
-            print(describe(Path(name), checked))
+            print(describe_findings(Path(name), checked))
     return int(any(checked.problems for checked in found.values()))

@@ -135,16 +135,12 @@ def _classification(prediction: str, reference: str, example: Example) -> float 
     return choice.classification(prediction, reference, example.classes)
 
 
-def _named(*metrics: Metric) -> Mapping[str, Metric]:
-    return MappingProxyType({metric.name: metric for metric in metrics})
-
-
 def _likelihood(prediction: str, reference: str, example: Example) -> None:
     """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
 # lists show metrics in this order; a description names equal or shared parts, and the source with the code
-METRICS = _named(
+_METRICS = (
     # likelihoods: the mean of log losses is exponentiated only when it is printed
     Metric(
         "perplexity",
@@ -281,3 +277,5 @@ METRICS = _named(
         "retrieval_zh", "share of the answer's numbers that name the 段落", LONGBENCH, by_pair(chinese.retrieval_zh)
     ),
 )
+METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _METRICS})
+"""All metrics by name."""

@@ -44,7 +44,7 @@ _DEEPEST = 50
 _LONGEST = 300
 
 
-def clean(text: str) -> str:
+def plain_operators(text: str) -> str:
     """Return a text with its LaTeX and typographic signs rewritten as plain operators and brackets."""
     text = _STYLE.sub(" ", text.replace("{,}", ","))
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
@@ -61,9 +61,9 @@ def clean(text: str) -> str:
     return text.replace("\\", " ")
 
 
-def evaluate(text: str) -> float | None:
+def evaluate_first(text: str) -> float | None:
     """Return the value of the first expression in a text, as far as it can be read. None without an expression."""
-    text = _join_thousands(clean(text))
+    text = _join_thousands(plain_operators(text))
     tokens: list[_Token] = [(match[1], match[2], match[3]) for match in _TOKEN.finditer(text)]
     for start in range(len(tokens)):
         if not _begins_expression(tokens, start):
@@ -90,7 +90,7 @@ def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
     return name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")]
 
 
-def numbers(text: str) -> list[float]:
+def read_numbers(text: str) -> list[float]:
     """Return all numbers in a text, in order, without any arithmetic."""
     plain = _join_thousands(text.replace("−", "-").replace("{,}", ","))
     values = []

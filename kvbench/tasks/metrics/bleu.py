@@ -23,7 +23,7 @@ def bleu(prediction: str, reference: str) -> float:
     precisions = []
     smooth = 1.0
     for n in range(1, _ORDER + 1):
-        predicted, expected = _ngrams(words, n), _ngrams(reference_words, n)
+        predicted, expected = _count_ngrams(words, n), _count_ngrams(reference_words, n)
         # clipped matches: an n-gram counts at most as often as the reference has it
         matches: float = sum((predicted & expected).values())
         if not matches:
@@ -60,6 +60,6 @@ def tokenize(text: str) -> list[str]:
     return text.split()
 
 
-def _ngrams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
+def _count_ngrams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
     """Return how often each run of ``n`` words occurs."""
     return Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))

@@ -29,12 +29,12 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
     Two answers without words score 0, as in LongBench.
     """
-    return token_f1(_words(prediction), _words(reference))
+    return token_f1(_scored_words(prediction), _scored_words(reference))
 
 
 def rouge_zh(prediction: str, reference: str) -> float:
     """Return ROUGE-L F of the package ``rouge`` over the segmented answers, words joined by spaces, as in LongBench."""
-    return rouge_l(" ".join(segment(prediction)), " ".join(segment(reference)))
+    return rouge_l(" ".join(segment_words(prediction)), " ".join(segment_words(reference)))
 
 
 def retrieval_zh(prediction: str, reference: str) -> float | None:
@@ -45,15 +45,15 @@ def retrieval_zh(prediction: str, reference: str) -> float | None:
     return count(prediction, paragraph[1])
 
 
-def segment(text: str) -> list[str]:
+def segment_words(text: str) -> list[str]:
     """Return the words of ``text`` in jieba's accurate mode. Joined, they give the text, whitespace included."""
     return list(_segmenter().cut(text, cut_all=False))
 
 
-def _words(text: str) -> list[str]:
+def _scored_words(text: str) -> list[str]:
     """Return the words of ``text`` without punctuation and whitespace. Empty words are dropped."""
     words = []
-    for segmented in segment(text):
+    for segmented in segment_words(text):
         # splitting and joining also removes whitespace inside a word, as LongBench's white_space_fix does
         word = "".join(segmented.lower().translate(_PUNCTUATION).split())
         if word:

@@ -42,7 +42,7 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Return the share of the prediction's numbers that equal the reference; 0 without a number."""
+    """Return LongBench's count score: the share of the prediction's numbers that equal the reference, 0 without any."""
     numbers = _NUMBER.findall(prediction)
     if not numbers:
         return 0.0

@@ -28,20 +28,20 @@ def main() -> None:
     try:
         import math_verify  # noqa: F401
     except Exception as error:
-        reply({"error": f"{type(error).__name__}: {error}"})
+        write_reply({"error": f"{type(error).__name__}: {error}"})
         return
-    reply({"error": None})
+    write_reply({"error": None})
     for line in sys.stdin:
         request = json.loads(line)
-        reply({"equal": equal(request["prediction"], request["reference"])})
+        write_reply({"equal": are_equal(request["prediction"], request["reference"])})
 
 
-def reply(content: dict[str, object]) -> None:
+def write_reply(content: dict[str, object]) -> None:
     """Write one reply."""
     print(json.dumps(content), flush=True)
 
 
-def equal(prediction: str, reference: str) -> bool | None:
+def are_equal(prediction: str, reference: str) -> bool | None:
     """Return whether two texts state equal results; None if the reference cannot be read."""
     from math_verify import parse, verify
 

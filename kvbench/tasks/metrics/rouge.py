@@ -27,7 +27,7 @@ def rouge_l(prediction: str, reference: str) -> float:
     sentence pair that needs more than OFFICIAL_DEPTH nested calls therefore makes the score 0. Source:
     github.com/pltrdy/rouge 1.0.1; github.com/THUDM/LongBench metrics.py.
     """
-    predicted_sentences, reference_sentences = _sentences(prediction), _sentences(reference)
+    predicted_sentences, reference_sentences = _split_sentences(prediction), _split_sentences(reference)
     if not predicted_sentences or not reference_sentences:
         return 0.0
     # the union over all sentence pairs of the words of their longest common subsequence
@@ -50,7 +50,7 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
     """
 
     def collect_ngrams(text: str) -> set[tuple[str, ...]]:
-        words = list(chain.from_iterable(_sentences(text)))
+        words = list(chain.from_iterable(_split_sentences(text)))
         return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
     predicted, expected = collect_ngrams(prediction), collect_ngrams(reference)
@@ -81,7 +81,7 @@ def _rouge_scorer() -> Any:
     return RougeScorer(["rouge1"], use_stemmer=True)
 
 
-def _sentences(text: str) -> list[list[str]]:
+def _split_sentences(text: str) -> list[list[str]]:
     """Return the words of each sentence. A sentence is the text between two full stops, unless it is empty."""
     # split() and then split(" "): a sentence of spaces has one empty word, as in the package
     return [" ".join(part.split()).split(" ") for part in text.split(".") if part]

@@ -7,7 +7,7 @@ Every interval has the confidence LEVEL, 95 %. None is drawn at random: the same
 A score lies within bounds, and most scores lie at one of them: 0 or 1. A t interval around the mean of a few such
 scores is too short and too symmetric. Wilson's interval of a proportion asks instead which means ``m`` the data do not
 exclude, with the variance that a proportion has at ``m``. It is used here for any bounded score. The variance is then
-multiplied by the part of it that the scores were seen to have (``_bounded``).
+multiplied by the part of it that the scores were seen to have (``_bounded_interval``).
 
 Equal values show no spread. The interval is then the range that n equal draws cannot exclude: with 95 % confidence at
 least ``q = (alpha/2)**(1/n)`` of all examples give that value, and the others may lie anywhere within ``bounds``. For
@@ -49,10 +49,10 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
     ``bounds`` is the range of a score, or None for values without a range such as log losses. These get the t interval.
     Raises ValueError for scores that are not finite or outside their bounds. Leave unscorable examples out before.
     """
-    values = _finite(scores)
+    values = _finite_array(scores)
     if len(values) < 2:
         return None
-    return _interval([values], bounds)
+    return _interval_of_means([values], bounds)
 
 
 def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, Interval | None]:
@@ -61,11 +61,11 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0))
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
     interval below FEWEST examples in all, nor if a task has only one.
     """
-    values = [_finite(scores) for scores in tasks]
+    values = [_finite_array(scores) for scores in tasks]
     point = float(np.mean([v.mean() for v in values]))
     if sum(map(len, values)) < FEWEST or min(map(len, values)) < 2:
         return point, None
-    return point, _interval(values, bounds)
+    return point, _interval_of_means(values, bounds)
 
 
 def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval | None]:
@@ -78,7 +78,7 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
     all_values: list[NDArray[np.float64]] = []
     part_means = []
     for tasks in parts:
-        values = [_finite(scores) for scores in tasks]
+        values = [_finite_array(scores) for scores in tasks]
         values_by_part.append(values)
         all_values += values
         part_means.append(np.mean([v.mean() for v in values]))
@@ -101,7 +101,7 @@ def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval
 
     Scores lie between 0 and 1. Raises ValueError if the lengths differ or there is no example.
     """
-    a, b = _finite(scores), _finite(baseline)
+    a, b = _finite_array(scores), _finite_array(baseline)
     if len(a) != len(b) or not len(a):
         raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
     differences = a - b
@@ -142,7 +142,7 @@ def pooled_interval(sums: NDArray[np.float64], bounds: Bounds | None) -> Interva
     if len(sums) < FEWEST:
         return None
     ratio = float(sums[:, 0].sum() / sums[:, 1].sum())
-    return _interval([_linearise_ratio(sums, ratio)], bounds)
+    return _interval_of_means([_linearise_ratio(sums, ratio)], bounds)
 
 
 def jackknife_interval(
@@ -169,7 +169,7 @@ class Share(NamedTuple):
     ci: Interval | None = None
 
 
-def share(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
+def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
     """Return the mean score over tasks in per cent of the full cache's mean score.
 
     tasks: the pairs [n, 2] of each task, each pair a method's score and the full cache's score of one example.
@@ -238,8 +238,11 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
     if n < FEWEST or min(map(len, tasks)) < 2:
         return Share(100 * point)
     if _residual_variance(tasks, point) <= ROUNDING**2:
-        return Share(100 * point, in_percent(_constant_interval(point, n, (0.0, 2 * point)) if point else None))
-    return Share(100 * point, in_percent(_fieller(tasks)))
+        interval = None
+        if point:
+            interval = _constant_interval(point, n, (0.0, 2 * point))
+        return Share(100 * point, in_percent(interval))
+    return Share(100 * point, in_percent(_fieller_interval(tasks)))
 
 
 def in_percent(interval: Interval | None) -> Interval | None:
@@ -257,7 +260,7 @@ def scaled(interval: Interval | None, scale: float) -> Interval | None:
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
     """Tell whether the full cache's scores are less than FLOOR above ``chance``, or their interval reaches it."""
-    values = _finite(full)
+    values = _finite_array(full)
     if not len(values):
         return False
     if values.mean() < chance + FLOOR:
@@ -281,7 +284,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     is lost do not exclude them. One additional pair is therefore counted as a loss of everything, -1. With it 100 equal
     pairs exclude a loss of one in a hundred no better than the rule of three does.
     """
-    values = _finite(differences)
+    values = _finite_array(differences)
     if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
         raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
     if least < 0:
@@ -346,7 +349,7 @@ def _jackknife_error(without_one: NDArray[np.float64]) -> float:
     return float(np.sqrt((n - 1) / n * ((without_one - without_one.mean()) ** 2).sum()))
 
 
-def _interval(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
+def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
     """Return the interval of the mean of the tasks' means. None if no value differs and there are no bounds."""
     point = float(np.mean([values.mean() for values in tasks]))
     if bounds is not None:
@@ -369,10 +372,10 @@ def _interval(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> In
             # Wilson's own variance divides by n instead of n - 1
             n = len(tasks[0])
             variance = variance * ((n - 1) / n)
-    return _bounded(point, variance, quantile, bounds)
+    return _bounded_interval(point, variance, quantile, bounds)
 
 
-def _bounded(point: float, variance: float, quantile: float, bounds: Bounds) -> Interval:
+def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bounds) -> Interval:
     """Return all means m within bounds for which ``(point - m)^2 <= quantile^2 * variance * v(m) / v(point)``.
 
     ``v(m) = (m - low) * (high - m)`` is the largest variance that a value within bounds with mean m can have. It is
@@ -401,10 +404,10 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
         for pairs in tasks:
             ratio = float(pairs[:, 0].mean() / pairs[:, 1].mean())
             linearised.append(_linearise_ratio(pairs, ratio))
-        return _interval(linearised, bounds)
+        return _interval_of_means(linearised, bounds)
     if _residual_variance(tasks, point) <= ROUNDING**2:
         return _constant_interval(_clip_rounding(point, bounds), sum(map(len, tasks)), bounds)
-    interval = _fieller(tasks)
+    interval = _fieller_interval(tasks)
     if interval is None:
         return None
     return max(0.0, interval[0]), interval[1]
@@ -416,7 +419,7 @@ def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
     return sum(float(values.var(ddof=1)) / len(values) for values in residuals)
 
 
-def _fieller(tasks: Sequence[Pairs]) -> Interval | None:
+def _fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
     """Return Fieller's interval of (mean y over tasks) / (mean x over tasks). None if mean x is not clearly above 0."""
     squared = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks])) ** 2
     # the covariance matrix of the two means
@@ -472,7 +475,7 @@ def _t_quantile(freedom: float) -> float:
     return float(special.stdtrit(freedom, (1 + LEVEL) / 2))
 
 
-def _finite(scores: Scores) -> NDArray[np.float64]:
+def _finite_array(scores: Scores) -> NDArray[np.float64]:
     """Return scores as an array [n]. Raises ValueError unless they are a flat list of finite numbers."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():

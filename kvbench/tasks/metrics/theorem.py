@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvbench.tasks.metrics.arithmetic import clean, evaluate, numbers
+from kvbench.tasks.metrics.arithmetic import evaluate_first, plain_operators, read_numbers
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     expected = parse_reference(reference)
     if expected is None:
         return None
-    final = announced(prediction)
+    final = announced_answer(prediction)
     # an announced answer stands at the beginning of its text, any other at the end of the prediction
     first = final is not None
     text = prediction
@@ -44,13 +44,13 @@ def theorem_match(prediction: str, reference: str) -> float | None:
         text = final
     # bool first: True is an int, too
     if isinstance(expected, bool):
-        return float(_truth(text, first) == expected)
+        return float(_find_truth(text, first) == expected)
     if isinstance(expected, str):
-        return float(_option(text, first) == expected)
+        return float(_find_option(text, first) == expected)
     if isinstance(expected, tuple):
-        return float(_same_numbers(_list(text, first), expected))
-    value = _number(text, first)
-    return float(value is not None and close(value, expected))
+        return float(_same_numbers(_find_list(text, first), expected))
+    value = _find_number(text, first)
+    return float(value is not None and is_close(value, expected))
 
 
 def parse_reference(text: str) -> Answer | None:
@@ -82,7 +82,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def announced(text: str) -> str | None:
+def announced_answer(text: str) -> str | None:
     """Return the announced answer, None if the text announces no answer.
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
@@ -96,7 +96,7 @@ def announced(text: str) -> str | None:
     return _text_in_braces(text, box + len("\\boxed"))
 
 
-def close(value: float, reference: float) -> bool:
+def is_close(value: float, reference: float) -> bool:
     """Tell if a number is right: an integer after rounding, a float within 4 per cent of the reference."""
     if not math.isfinite(value):
         return False
@@ -106,7 +106,7 @@ def close(value: float, reference: float) -> bool:
     return reference - margin <= value <= reference + margin
 
 
-def _truth(text: str, first: bool) -> bool | None:
+def _find_truth(text: str, first: bool) -> bool | None:
     """Return the ``first`` or last truth value of a text, None without one."""
     matches = _TRUTH.findall(text)
     if not matches:
@@ -118,7 +118,7 @@ def _truth(text: str, first: bool) -> bool | None:
     return value
 
 
-def _option(text: str, first: bool) -> str | None:
+def _find_option(text: str, first: bool) -> str | None:
     """Return the ``first`` or last option of a text as ``(c)``, None without one."""
     letters = _OPTION.findall(text)
     if letters:
@@ -130,32 +130,32 @@ def _option(text: str, first: bool) -> str | None:
     return None
 
 
-def _number(text: str, first: bool) -> float | None:
+def _find_number(text: str, first: bool) -> float | None:
     """Return the first number of an announced answer (``first``), or else the last number of a text."""
     if first:
         # the result of "x = 2 + 3 = 5" stands behind the last sign
-        return evaluate(text.rpartition("=")[2])
-    values = numbers(text)
+        return evaluate_first(text.rpartition("=")[2])
+    values = read_numbers(text)
     if not values:
         return None
     return values[-1]
 
 
-def _list(text: str, first: bool) -> list[float | None]:
+def _find_list(text: str, first: bool) -> list[float | None]:
     """Return the numbers of the ``first`` or last bracketed list. Entries that are no numbers are None.
 
     An announced list comes first and may lack brackets. Its numbers then stand between commas.
     """
-    text = clean(text)
+    text = plain_operators(text)
     # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
-    groups = [group for group in _bracketed(text) if "," in group or ";" in group or group.startswith("[")]
+    groups = [group for group in _bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:
         text = _first_or_last(groups, first)[1:-1]
     elif not first:
         return []
     # matrices and nested lists are flattened
     entries = re.split(r"[,;]|\band\b", re.sub(r"[\[\]{}]", "", text))
-    return [evaluate(entry.rpartition("=")[2]) for entry in entries if entry.strip()]
+    return [evaluate_first(entry.rpartition("=")[2]) for entry in entries if entry.strip()]
 
 
 def _first_or_last(matches: Sequence[T], first: bool) -> T:
@@ -165,7 +165,7 @@ def _first_or_last(matches: Sequence[T], first: bool) -> T:
     return matches[-1]
 
 
-def _bracketed(text: str) -> list[str]:
+def _bracketed_stretches(text: str) -> list[str]:
     """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
     # the places of open brackets, by the bracket that closes them: each kind pairs by itself
     open_places: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
@@ -204,4 +204,4 @@ def _same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, 
     if len(values) != len(numbers) or len(values) != len(expected):
         return False
     pairs = zip(sorted(values), sorted(expected), strict=True)
-    return all(close(value, reference) for value, reference in pairs)
+    return all(is_close(value, reference) for value, reference in pairs)

@@ -27,12 +27,15 @@ FREQUENT_QUESTION = (
 )
 FREQUENT_PREFIX = " Answer: According to the coded text above, the three most frequently appeared words are:"
 COMMON = 10
+"""The number of common words that are asked for."""
+STEP = 10
+"""The number of words by which the search for a prompt's size goes on."""
 PROBE = 4096
 ZETA_2 = math.pi**2 / 6
 
 
-def common(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
-    """Yield prompts of the ten most common words without end, each behind a solved example."""
+def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
+    """Yield, without end, prompts that ask for the ten most common words. A solved example stands in front of each."""
     rng = Random(budget.seed)
     pool = list(words)
     # shuffling has a generator of its own, so it does not move the one that draws
@@ -40,9 +43,9 @@ def common(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
     draw = partial(_draw_common, rng, budget, pool)
     # RULER estimates a word's tokens on a long list, and searches no further than twice the estimate
     tokens_per_word = budget.measure(draw(PROBE)) / PROBE
-    size = budget.bisect(draw, 10, int(budget.length // tokens_per_word) * 2)
+    size = budget.bisect(draw, STEP, int(budget.length // tokens_per_word) * 2)
     while True:
-        yield budget.sample(draw, size, 10, COMMON)
+        yield budget.sample(draw, size, STEP, COMMON)
 
 
 def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: int) -> RulerPrompt:
@@ -61,7 +64,7 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
         rng, budget.seed, pool, example_size, often=example_often, seldom=example_seldom
     )
     context, answers = _repeat_words(rng, budget.seed, pool, size, often=often, seldom=seldom)
-    example = f"{COMMON_CONTEXT.format(context=solved)}{COMMON_QUESTION}{COMMON_PREFIX} {_number(common_words)}\n"
+    example = f"{COMMON_CONTEXT.format(context=solved)}{COMMON_QUESTION}{COMMON_PREFIX} {_number_words(common_words)}\n"
     return RulerPrompt(
         context=example + COMMON_CONTEXT.format(context=context),
         question=COMMON_QUESTION,
@@ -78,16 +81,16 @@ def _repeat_words(
     words = rng.sample(pool, size)
     repeated = words[:COMMON] * often + words[COMMON:] * seldom
     Random(seed).shuffle(repeated)
-    return _number(repeated), words[:COMMON]
+    return _number_words(repeated), words[:COMMON]
 
 
-def _number(words: Sequence[str]) -> str:
+def _number_words(words: Sequence[str]) -> str:
     """Return words in one line, numbered from 1."""
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
-def frequent(budget: LengthBudget) -> Iterator[RulerPrompt]:
-    """Yield prompts of the three most frequent coded words without end."""
+def frequent_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
+    """Yield, without end, prompts that ask for the three most frequent coded words."""
     rng = Random(budget.seed)
     room = budget.length - budget.new_tokens
     # RULER's numbers: one word of vocabulary for 50 tokens, and steps of a thirty-second of the room

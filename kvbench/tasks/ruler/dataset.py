@@ -14,11 +14,11 @@ from typing import Any
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, limit_questions, read_text
-from kvbench.tasks.knobs import one_of, whole
+from kvbench.tasks.knobs import check_whole, one_of
 from kvbench.tasks.ruler import counting, documents, niah, tracing
 from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 from kvbench.tasks.ruler.niah import Needles
-from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, pool
+from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, word_pool
 from kvbench.tasks.source import ENVIRONMENT, Files
 
 ESSAYS = "paul_graham"
@@ -38,10 +38,10 @@ NEEDLES: Mapping[str, Needles] = MappingProxyType(
 )
 READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = MappingProxyType(
     {
-        "qa_1": ("ruler/squad.json", documents.squad),
-        "qa_2": ("ruler/hotpotqa.json", documents.hotpot),
+        "qa_1": ("ruler/squad.json", documents.read_squad),
+        "qa_2": ("ruler/hotpotqa.json", documents.read_hotpot),
         # users may lack RULER's files; XQuAD has the form of SQuAD and is no part of RULER
-        "qa_1@xquad": ("xquad.en.json", documents.squad),
+        "qa_1@xquad": ("xquad.en.json", documents.read_squad),
     }
 )
 MANY = "@many"
@@ -92,13 +92,15 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     if lacking and selected:
         raise _lacking_error(dataset, sources, selected, lacking)
     # count a prompt that fits once more, for the number in its meta
-    count = lru_cache(maxsize=2)(partial(_count, tokenizer))
-    make_budget = partial(LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure, count, context.render))
+    count = lru_cache(maxsize=2)(partial(_count_tokens, tokenizer))
+    make_budget = partial(
+        LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure_prompt, count, context.render)
+    )
     tasks = []
     for name, length in product(names, lengths):
         budget = make_budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
         try:
-            examples = tuple(_examples(sources, name, budget, knobs.examples))
+            examples = tuple(_make_examples(sources, name, budget, knobs.examples))
         except LengthTooShort as error:
             # a whole suite runs without the task, and its note says so; a named task must not be left out
             if selected:
@@ -120,7 +122,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         tasks.append(task)
     if not tasks:
         raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
-    facts = _facts(sources, names, lacking, tasks)
+    facts = _facts_for_readers(sources, names, lacking, tasks)
     tasks = limit_questions(dataset, tasks, knobs.questions)
     if not facts:
         return tasks
@@ -137,13 +139,13 @@ def _check_knobs(dataset: str, knobs: RulerKnobs) -> list[int]:
     lengths = list(lengths)
     # each length is a task of its own, so the same length twice would be the same id twice
     for length in lengths:
-        whole(dataset, "lengths", length, 1, 10_000_000)
+        check_whole(dataset, "lengths", length, 1, 10_000_000)
     if not lengths or len(set(lengths)) < len(lengths):
         raise UsageError(f"dataset.{dataset}.lengths={lengths} must be a list of different values, at least one")
-    whole(dataset, "examples", knobs.examples, 1, 1_000_000)
-    whole(dataset, "seed", knobs.seed, 0)
+    check_whole(dataset, "examples", knobs.examples, 1, 1_000_000)
+    check_whole(dataset, "seed", knobs.seed, 0)
     if knobs.max_new_tokens is not None:
-        whole(dataset, "max_new_tokens", knobs.max_new_tokens)
+        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens)
     return lengths
 
 
@@ -191,7 +193,9 @@ def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], la
     return MissingData(text, absent)
 
 
-def _facts(sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks: Sequence[Task]) -> list[str]:
+def _facts_for_readers(
+    sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks: Sequence[Task]
+) -> list[str]:
     """Return the facts that a reader must know to compare these tasks with published ones."""
     facts = []
     if lacking:
@@ -203,13 +207,13 @@ def _facts(sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks
             facts.append(f"{name} has questions of other data and is part of no mean called RULER")
     if any(sources.in_essays(name) for name in names) and not sources.essays.are_rulers:
         facts.append("its essays are not RULER's")
-    unfilled = _unfilled(tasks, sources.revision)
+    unfilled = _note_unfilled(tasks, sources.revision)
     if unfilled:
         facts.append(unfilled)
     return facts
 
 
-def _unfilled(tasks: Sequence[Task], revision: str) -> str:
+def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
     """Return the note on tasks with prompts much shorter than their length; '' if there are none."""
     shares = []
     for task in tasks:
@@ -225,7 +229,7 @@ def _unfilled(tasks: Sequence[Task], revision: str) -> str:
     return f"prompts below {FILLED:.0%} of their length, {reason}: {', '.join(shares)}"
 
 
-def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
+def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
     """Yield the first ``examples`` prompts of one task and length."""
     for i, prompt in enumerate(islice(sources.prompts(name, budget), examples)):
         meta = {"length": budget.length, "tokens": budget.measure(prompt)}
@@ -246,11 +250,11 @@ def _examples(sources: Sources, name: str, budget: LengthBudget, examples: int) 
         yield example
 
 
-def _count(tokenizer: Tokenizer, text: str) -> int:
+def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _measure(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
+def _measure_prompt(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
     """Return the number of tokens that a model reads of a prompt, without the tokenizer's own tokens around a text."""
     content = prompt.context + prompt.question
     if render is not None:
@@ -307,8 +311,8 @@ class Sources:
         if name == "vt":
             return tracing.prompts(budget)
         if name == "cwe":
-            return counting.common(budget, pool())
-        return counting.frequent(budget)
+            return counting.common_prompts(budget, word_pool())
+        return counting.frequent_prompts(budget)
 
     def used(self, task: str) -> str:
         """Return the data of a task in words, ready to follow other text."""

@@ -92,7 +92,7 @@ def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total:
     return numbers + rng.sample(others, size - len(numbers))
 
 
-def squad(path: Path) -> Library:
+def read_squad(path: Path) -> Library:
     """Read a file in SQuAD's form. Questions without an answer are left out."""
     articles = [article["paragraphs"] for article in _read_json(path)["data"]]
     texts: set[str] = set()
@@ -115,7 +115,7 @@ def squad(path: Path) -> Library:
     return Library(tuple(questions), documents)
 
 
-def hotpot(path: Path) -> Library:
+def read_hotpot(path: Path) -> Library:
     """Read a file of HotpotQA's distractor setting. It has ten documents a question."""
     rows = _read_json(path)
     texts_by_row = []

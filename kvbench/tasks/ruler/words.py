@@ -69,7 +69,7 @@ class KeyWords(Sequence[str]):
         return prefix + self.nouns[high - (self.ends[block] - index)]
 
 
-def pool() -> list[str]:
+def word_pool() -> list[str]:
     """Return all different nouns, adjectives and verbs, sorted."""
     return sorted(set(chain.from_iterable(lists())))
 

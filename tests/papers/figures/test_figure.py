@@ -10,7 +10,7 @@ from support.readings import reading
 
 from kvbench.base.errors import UsageError
 from kvbench.papers.figures import registry
-from kvbench.papers.figures.figure import facts_of, folder, read_csv
+from kvbench.papers.figures.figure import facts_of, figure_folder, read_csv
 from kvbench.report import style
 
 pytestmark = pytest.mark.e2e("draws every figure twice")
@@ -80,7 +80,7 @@ def test_the_csv_holds_the_data_and_draws_the_same_pictures(made, tmp_path):
 
 
 def test_the_tiny_models_figures_replace_no_others(tmp_path):
-    assert folder(tmp_path, "tiny") != folder(tmp_path, "smollm2-135m-q4_1") == tmp_path / "figures"
+    assert figure_folder(tmp_path, "tiny") != figure_folder(tmp_path, "smollm2-135m-q4_1") == tmp_path / "figures"
 
 
 def test_files_that_are_no_figures(tmp_path):

@@ -155,8 +155,8 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
 def test_the_front_is_what_nothing_beats():
     rows = [("a", 10, 50), ("b", 20, 40), ("c", 20, 60), ("d", 30, 60), ("e", 40, 90)]
     data = pd.DataFrame(rows, columns=["series", "bytes", "score"])
-    assert list(scores.front(data)["series"]) == ["a", "c", "e"]
-    assert list(scores.front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
+    assert list(scores.pareto_front(data)["series"]) == ["a", "c", "e"]
+    assert list(scores.pareto_front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
 
 
 def test_a_front_is_drawn_where_its_steps_can_be_told_apart():
@@ -221,14 +221,16 @@ def test_lines_and_words():
     data = invented(RESULTS["results/budget"])
     methods = ["pyramidkv", "snapkv", "cake", "h2o", "streamingllm", "tova", "random"]
     assert scores.series_of(data) == methods and scores.tasks_of(data) == ["needle", "hop"]
-    assert set(scores.chosen(data, "mean")["over"]) == {"mean over tasks"}
-    assert list(dict.fromkeys(scores.chosen(data, "all")["task"])) == [MEAN, "needle", "hop"]
-    assert set(scores.chosen(data, "each")["task"]) == {"needle", "hop"}
-    assert scores.samples(data) == "n = 8 a task"
+    assert set(scores.choose_rows(data, "mean")["over"]) == {"mean over tasks"}
+    assert list(dict.fromkeys(scores.choose_rows(data, "all")["task"])) == [MEAN, "needle", "hop"]
+    assert set(scores.choose_rows(data, "each")["task"]) == {"needle", "hop"}
+    assert scores.samples_text(data) == "n = 8 a task"
     only = data[data["task"] == "hop"]
-    assert scores.samples(only) == "n = 8"
+    assert scores.samples_text(only) == "n = 8"
     for tasks in ("mean", "each", "all"):
-        assert len(scores.chosen(only, tasks)) == len(only) and set(scores.chosen(only, tasks)["over"]) == {"hop"}
+        assert len(scores.choose_rows(only, tasks)) == len(only) and set(scores.choose_rows(only, tasks)["over"]) == {
+            "hop"
+        }
 
 
 def told(name, rows):

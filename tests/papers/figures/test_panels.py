@@ -134,19 +134,21 @@ def test_an_auto_scale_is_that_of_its_own_axis():
 
 def test_entries_of_a_figure_that_mean_nothing_are_refused():
     with pytest.raises(TypeError, match="colour"):
-        registry._picture({"width": 1, "height": 1, "panels": [{"kind": "bars", "x": "x", "y": "y", "colour": "red"}]})
+        registry._build_picture(
+            {"width": 1, "height": 1, "panels": [{"kind": "bars", "x": "x", "y": "y", "colour": "red"}]}
+        )
 
 
 def test_points_of_a_sweep():
-    built = list(registry._points(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
+    built = list(registry._points_of_grid(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
     assert [(p.series, p.x, p.knobs["bits"]) for p in built[:4]] == [
         ("a", 50, 4),
         ("a", 50, 2),
         ("a", 25, 4),
         ("a", 25, 2),
     ]
-    assert [(p.series, p.x) for p in registry._points("a", None, {"r": [3, 1]}, "s")] == [("s", 0), ("s", 1)]
-    assert [p.x for p in registry._points("a", 512, {"r": 3})] == [512]
+    assert [(p.series, p.x) for p in registry._points_of_grid("a", None, {"r": [3, 1]}, "s")] == [("s", 0), ("s", 1)]
+    assert [p.x for p in registry._points_of_grid("a", 512, {"r": 3})] == [512]
 
 
 def test_facts_in_words():

@@ -48,8 +48,10 @@ def test_a_head_that_is_not_the_first_of_its_group_shows_its_keys_and_its_layer(
 
 
 def test_energies_of_known_matrices():
-    assert think.energy(torch.outer(torch.arange(5.0), torch.ones(3))).tolist() == pytest.approx([1, 0, 0], abs=1e-6)
-    assert think.energy(3 * torch.eye(4)).tolist() == pytest.approx([0.25] * 4)
+    assert think.energy_shares(torch.outer(torch.arange(5.0), torch.ones(3))).tolist() == pytest.approx(
+        [1, 0, 0], abs=1e-6
+    )
+    assert think.energy_shares(3 * torch.eye(4)).tolist() == pytest.approx([0.25] * 4)
 
 
 def test_first_tokens_alone():

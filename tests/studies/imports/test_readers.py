@@ -34,18 +34,18 @@ TEXTS = [
 @pytest.mark.parametrize("texts", [TEXTS, TEXTS[:1], [], TEXTS[1:4] * 12], ids=["all", "one", "none", "many"])
 @pytest.mark.parametrize("form", [lambda t: str(np.array(t, dtype=object)), str], ids=["numpy", "python"])
 def test_printed_lists_come_back(tmp_path, texts, form):
-    assert base.texts(FileRow(tmp_path, "line 1", {"answers": form(list(texts))}), "answers") == tuple(texts)
+    assert base.read_texts(FileRow(tmp_path, "line 1", {"answers": form(list(texts))}), "answers") == tuple(texts)
 
 
 @pytest.mark.parametrize("value", ["[1] and [2]", "[see above]", "plain", "[x for x in y]"])
 def test_texts_in_brackets_stay_texts(tmp_path, value):
-    assert base.texts(FileRow(tmp_path, "line 1", {"answers": value}), "answers") == (value,)
+    assert base.read_texts(FileRow(tmp_path, "line 1", {"answers": value}), "answers") == (value,)
 
 
 def test_a_list_that_numpy_shortened_is_refused(tmp_path):
     shortened = str(np.array([str(i) for i in range(2000)], dtype=object))
     with pytest.raises(UsageError, match=r"line 1: 'answers' was shortened"):
-        base.texts(FileRow(tmp_path, "line 1", {"answers": shortened}), "answers")
+        base.read_texts(FileRow(tmp_path, "line 1", {"answers": shortened}), "answers")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def fields(predictions):
 def test_kvpress_csv_as_pandas_writes_it(tmp_path):
     path = tmp_path / "predictions.csv"
     frame().to_csv(path, index=False)
-    predictions = imports.read(path)
+    predictions = imports.read_predictions(path)
     assert fields(predictions) == EXPECTED
     assert [p.answers[0].place for p in predictions] == [
         "line 2",
@@ -102,16 +102,16 @@ def test_kvpress_json(tmp_path, orient):
     frame().to_json(path, orient=orient)
     if orient == "index":
         with pytest.raises(UsageError, match="there is no key 'predicted_answer'"):
-            imports.read(path)
+            imports.read_predictions(path)
     else:
-        assert fields(imports.read(path)) == EXPECTED
+        assert fields(imports.read_predictions(path)) == EXPECTED
 
 
 def test_kvpress_files_without_a_task_are_named_by_their_folder(tmp_path):
     folder = tmp_path / "longbench__qasper__owner--model__snapkv__0.50"
     folder.mkdir()
     frame().drop(columns="task").to_csv(folder / "predictions.csv", index=False)
-    assert {p.dataset for p in imports.read(folder / "predictions.csv")} == {"qasper"}
+    assert {p.dataset for p in imports.read_predictions(folder / "predictions.csv")} == {"qasper"}
 
 
 def sample(answer, **more):
@@ -122,7 +122,7 @@ def sample(answer, **more):
 def test_lm_eval_samples(tmp_path):
     path = tmp_path / "samples_longbench_qasper_e_2025-01-02T03-04-05.678901.jsonl"
     path.write_text(sample("x") + sample("y", filter="other") + sample(["z", "second"]), encoding="utf-8")
-    (predictions,) = imports.read(path)
+    (predictions,) = imports.read_predictions(path)
     assert (predictions.dataset, predictions.extended, predictions.layout) == ("qasper", True, "lm-evaluation-harness")
     assert [a.prediction for a in predictions.answers] == ["x", "z"]
     assert predictions.answers[0].references == ("a", "b") and predictions.answers[0].length == 7
@@ -132,19 +132,19 @@ def test_lm_eval_samples(tmp_path):
 def test_lm_eval_targets_stand_in_for_references(tmp_path):
     path = tmp_path / "samples_squad.jsonl"
     path.write_text(sample("x", doc={}), encoding="utf-8")
-    (predictions,) = imports.read(path)
+    (predictions,) = imports.read_predictions(path)
     assert predictions.dataset == "squad" and predictions.answers[0].references == ("a", "b")
 
 
 def test_folders_are_read_one_level_deep(tmp_path):
     with pytest.raises(UsageError, match="holds no predictions"):
-        imports.find(tmp_path)
+        imports.find_files(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.json").write_text("{}")
     (tmp_path / "run" / "qasper.jsonl").write_text("{}\n")
-    assert imports.find(tmp_path) == [tmp_path / "run" / "qasper.jsonl"]
+    assert imports.find_files(tmp_path) == [tmp_path / "run" / "qasper.jsonl"]
     (tmp_path / "trec.jsonl").write_text("{}\n")
-    assert imports.find(tmp_path) == [tmp_path / "trec.jsonl"]
+    assert imports.find_files(tmp_path) == [tmp_path / "trec.jsonl"]
 
 
 def made(name, n, seed):

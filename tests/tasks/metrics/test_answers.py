@@ -6,7 +6,7 @@ from support import metric_reference as slow
 from support.data import data_path
 
 from kvbench.tasks.metrics.answers import chosen_letter, gsm8k, last_number, letter
-from kvbench.tasks.rows import read
+from kvbench.tasks.rows import read_rows
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_gsm8k_on_texts_of_known_answers():
 
 
 def test_every_gsm8k_reference_is_scored_by_value():
-    rows = list(read(data_path("gsm8k_test.jsonl")))
+    rows = list(read_rows(data_path("gsm8k_test.jsonl")))
     for row in rows:
         reference = row.text("answer").split("####")[1].strip()
         value = int(reference.replace(",", ""))

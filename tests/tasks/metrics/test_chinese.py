@@ -8,7 +8,7 @@ from support import metric_reference as slow
 
 from kvbench.base.example import Example
 from kvbench.tasks.metrics import score
-from kvbench.tasks.metrics.chinese import _MARKS, qa_f1_zh, retrieval_zh, rouge_zh, segment
+from kvbench.tasks.metrics.chinese import _MARKS, qa_f1_zh, retrieval_zh, rouge_zh, segment_words
 
 TEXTS = [
     *("厦门大学。", "《热诚传说》动画的结局是百合。", "人民币57081.86元。", "九箱盐，运往磨坊！"),
@@ -61,11 +61,11 @@ def test_retrieval_by_hand():
 
 def test_words_that_other_code_teaches_jieba_change_nothing():
     text = "老船长把九箱盐运到河边"
-    before = segment(text)
+    before = segment_words(text)
     jieba.add_word("九箱盐运", freq=10**9)
     try:
         assert "九箱盐运" in jieba.lcut(text)
-        assert segment(text) == before
+        assert segment_words(text) == before
     finally:
         jieba.del_word("九箱盐运")
     assert "".join(before) == text

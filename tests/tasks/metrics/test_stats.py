@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from kvbench.tasks.metrics import stats
-from kvbench.tasks.metrics.stats import holm, mean_interval, p_above, paired_difference, share
+from kvbench.tasks.metrics.stats import holm, mean_interval, p_above, paired_difference, share_of_full
 
 
 def test_interval_of_right_and_wrong_answers_is_wilsons():
@@ -101,11 +101,11 @@ def test_a_pooled_ratio_within_bounds():
 
 def test_a_share_by_hand_and_none_of_nothing():
     half, twice = np.array([[0.2, 0.4]] * 3), np.array([[0.6, 0.3]] * 3)
-    assert share([half, twice]).point == pytest.approx(100 * 0.8 / 0.7)
-    assert share([half, twice], of_ratios=True).point == pytest.approx(100 * (0.5 + 2) / 2)
-    assert share([half]).ci is None  # three examples
-    assert share([half, np.zeros((3, 2))], of_ratios=True).point is None
-    assert share([half, np.zeros((0, 2))]).point is None and share([]).point is None
+    assert share_of_full([half, twice]).point == pytest.approx(100 * 0.8 / 0.7)
+    assert share_of_full([half, twice], of_ratios=True).point == pytest.approx(100 * (0.5 + 2) / 2)
+    assert share_of_full([half]).ci is None  # three examples
+    assert share_of_full([half, np.zeros((3, 2))], of_ratios=True).point is None
+    assert share_of_full([half, np.zeros((0, 2))]).point is None and share_of_full([]).point is None
 
 
 def test_a_share_is_fiellers_set_of_ratios():
@@ -118,13 +118,16 @@ def test_a_share_is_fiellers_set_of_ratios():
         d = y - r * x
         if abs(d.mean()) <= 2.0930 * d.std(ddof=1) / 20**0.5:
             held.append(r)
-    assert share([pairs]).ci == (pytest.approx(100 * held[0], abs=0.05), pytest.approx(100 * held[-1], abs=0.05))
+    assert share_of_full([pairs]).ci == (
+        pytest.approx(100 * held[0], abs=0.05),
+        pytest.approx(100 * held[-1], abs=0.05),
+    )
 
 
 def test_a_share_of_a_full_cache_that_may_be_nothing_has_no_interval():
     pairs = np.zeros((10, 2))
     pairs[0], pairs[1] = (1.0, 1.0), (1.0, 0.0)
-    assert share([pairs]).point == pytest.approx(200) and share([pairs]).ci is None
+    assert share_of_full([pairs]).point == pytest.approx(200) and share_of_full([pairs]).ci is None
 
 
 @pytest.mark.parametrize("values", [[0.2, -0.1, 0.4, 0.3], [1.0, 1.0, -0.5, 0.25, 0.125, -1.0], [0.5] * 10])
@@ -175,7 +178,7 @@ def test_holm_by_hand():
 
 def test_a_share_of_perplexities_is_the_full_caches_over_the_methods():
     losses = np.column_stack([np.linspace(1.0, 3.0, 20), np.linspace(0.9, 2.5, 20)])
-    point, (low, high) = share([losses], log_losses=True)
+    point, (low, high) = share_of_full([losses], log_losses=True)
     assert point == pytest.approx(100 * np.exp(1.7 - 2.0))  # a higher loss is less than the full cache's
     gains = losses[:, 1] - losses[:, 0]
     half = 2.0930 * gains.std(ddof=1) / 20**0.5
@@ -212,6 +215,6 @@ def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():
     tasks = [np.tile([0.2, 0.5], (8, 1)), np.tile([0.1, 0.25], (8, 1))]
     q = 0.025 ** (1 / 16)
     for of_ratios, most in ((True, 100 * (1 / 0.5 + 1 / 0.25) / 2), (False, 100 / 0.375)):
-        point, (low, high) = share(tasks, of_ratios=of_ratios)
+        point, (low, high) = share_of_full(tasks, of_ratios=of_ratios)
         assert point == pytest.approx(40)
         assert (low, high) == (pytest.approx(40 * q), pytest.approx(40 * q + (1 - q) * most))

@@ -6,9 +6,9 @@ import pytest
 from support import metric_reference as slow
 from support.data import data_path
 
-from kvbench.tasks.metrics.arithmetic import evaluate, numbers
-from kvbench.tasks.metrics.theorem import announced, close, parse_reference, theorem_match
-from kvbench.tasks.rows import read
+from kvbench.tasks.metrics.arithmetic import evaluate_first, read_numbers
+from kvbench.tasks.metrics.theorem import announced_answer, is_close, parse_reference, theorem_match
+from kvbench.tasks.rows import read_rows
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ from kvbench.tasks.rows import read
     ],
 )
 def test_evaluate(text, value):
-    assert evaluate(text) == (None if value is None else pytest.approx(value, rel=1e-12))
+    assert evaluate_first(text) == (None if value is None else pytest.approx(value, rel=1e-12))
 
 
 def test_evaluate_equals_python_on_random_arithmetic():
@@ -75,7 +75,7 @@ def test_evaluate_equals_python_on_random_arithmetic():
             right = eval(text)
         except ZeroDivisionError:
             continue
-        assert evaluate(f"{text} kg") == pytest.approx(right, rel=1e-12), text
+        assert evaluate_first(f"{text} kg") == pytest.approx(right, rel=1e-12), text
         tried += 1
     assert tried > 450
 
@@ -91,8 +91,8 @@ def test_hostile_answers_cost_little(text):
 
 
 def test_numbers():
-    assert numbers("7-3, −4 and 1,234.5 (−.5) x2 v1.23 3.") == [7, 3, -4, 1234.5, -0.5, 3]
-    assert numbers("none") == []
+    assert read_numbers("7-3, −4 and 1,234.5 (−.5) x2 v1.23 3.") == [7, 3, -4, 1234.5, -0.5, 3]
+    assert read_numbers("none") == []
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_parse_reference(text, value):
     ],
 )
 def test_announced(text, part):
-    assert announced(text) == part
+    assert announced_answer(text) == part
 
 
 @pytest.mark.parametrize(
@@ -217,17 +217,17 @@ def test_close_equals_the_official_rule():
         else:
             expected = right - abs(right) * 0.04 <= value <= right + abs(right) * 0.04
         if isinstance(right, int) or abs(abs(value - right) - 0.04 * abs(right)) > 1e-9:
-            assert close(value, right) == expected
+            assert is_close(value, right) == expected
             seen.add((type(right), expected))
     assert len(seen) == 4
-    assert not close(math.nan, 1) and not close(math.inf, 1.0)
+    assert not is_close(math.nan, 1) and not is_close(math.inf, 1.0)
 
 
 def test_real_references_match_themselves_and_no_other_type():
     def shown(value):
         return str(value) if isinstance(value, bool | str) else json.dumps(value)
 
-    rows = list(read(data_path("theoremqa_test.json")))
+    rows = list(read_rows(data_path("theoremqa_test.json")))
     references = {r.text("id"): (r.text("Answer_type"), shown(r.value("Answer"))) for r in rows}
     assert len(references) == 800
     for kind, reference in references.values():
