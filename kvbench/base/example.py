@@ -36,9 +36,9 @@ class ScoredText:
     scored_from: int | None = None
     document: str = ""
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return all but the ids by name, without those that are not set."""
-        facts: dict[str, Any] = {"prefix": self.prefix, "chunk": self.chunk, "divisor": self.divisor}
+        facts: dict[str, object] = {"prefix": self.prefix, "chunk": self.chunk, "divisor": self.divisor}
         if self.scored_from is not None:
             facts["scored_from"] = self.scored_from
         if self.document:
@@ -71,7 +71,7 @@ class Example:
     answer_prefix: str = ""
     turns: tuple[Turn, ...] = ()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """Return the facts that are stored with an answer: ``meta``, and how a scored text is read."""
         if self.scored is None:
             return dict(self.meta)

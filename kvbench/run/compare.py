@@ -106,7 +106,7 @@ def _check_methods(methods: object) -> None:
             )
 
 
-def _check_settings(settings: Mapping[str, Any], results: object) -> None:
+def _check_settings(settings: Mapping[str, object], results: object) -> None:
     """Raise UsageError for a setting that the loaded model fixes, and for results that name no folder."""
     # the loaded model's dtype and device are facts; a setting could only contradict them
     fixed = next((key for key in settings if key == "device" or key in LOADED), None)

@@ -248,7 +248,7 @@ def describe_values(pattern: str, values: pd.Series[Any], sep: str = ", ", **mor
     return sep.join(texts)
 
 
-def _named_labels(values: pd.Series[Any], labels: Labels) -> dict[str, Any]:
+def _named_labels(values: pd.Series[Any], labels: Labels) -> dict[str, object]:
     """Return the labels of one cell of a series, or its first labels, by the names of their fields."""
     return {str(field): label for field, label in zip(values.index.names, labels, strict=False)}
 
