@@ -226,11 +226,13 @@ def test_what_a_batch_allocates_is_its_padding_its_tail_and_little_else():
     batch = build_batch(model, rows, 11)
     assert 0 <= count_allocated(batch.with_keys) - layers * 2 * 24 * token < layers * 2 * 24 * kv_heads * 16
     before = count_allocated(batch.with_keys)
+    # the functions in C read 128 bytes of addresses a head: of its stored and new tokens, and of its queries
+    little = 64 + 2 * kv_heads * 128
     feed(model, batch, rows)
-    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 9 * token < 64 * layers
+    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 9 * token < layers * little
     for i in range(10):
         feed(model, batch, rows, 1 + i)
-    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 11 * token < 64 * layers
+    assert 0 <= count_allocated(batch.with_keys) - before - layers * 2 * 11 * token < layers * little
 
 
 @pytest.mark.parametrize("method", [*METHODS, {"method": "qhitter", "kv_size": 12}, "kivi", "palu"], ids=str)
