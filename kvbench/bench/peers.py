@@ -36,12 +36,12 @@ def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another way to generate.
+    """A way to generate without kvbench, such as transformers' own caches or kvpress, timed beside kvbench's methods.
 
     packages: the packages that it needs.
     cache: a function of (model, tokens of prompt and answer) that makes the cache for ``generate``.
     context: entered around generation, untimed. It yields the model that generates.
-    marks, cpu_marks: remarks for its row, and further ones on a CPU.
+    marks: remarks for its row. cpu_marks: further ones if it runs on a CPU.
     compiled: whether its steps are compiled on a GPU, so that attention in them cannot be timed.
     never: the reason why it can never run from here, if there is one.
     """

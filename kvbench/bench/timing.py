@@ -128,10 +128,12 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 
 @dataclass
 class Trial:
-    """The trial of one entrant on one workload, with its passes so far.
+    """The measurement of one entrant on one workload, as far as it has come.
 
     ask_process: measures memory in a process of its own, as ``peak.ask_child`` does.
-    full: the pass in which all steps ran, beside passes that only sampled steps.
+    status, reason: MEASURED and "", or how and why the measurement ended early.
+    full: a pass in which every step ran, to check passes that run only samples of their steps; None without such a
+    check.
     """
 
     model: PreTrainedModel

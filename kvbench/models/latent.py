@@ -30,7 +30,11 @@ class LatentCache(HFCache):
     """transformers' cache for layers that hold latents. It hands on [c, r] as keys, and values without channels."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Take latents c [B, 1, T, R] and rotated keys r [B, 1, T, r], which transformers passes as keys and values."""
+        """Store latents c [B, 1, T, R] and rotated keys [B, 1, T, r], which transformers passes as keys and values.
+
+        Returns all cached keys [B, 1, L, R + r], each a latent with its rotated part behind it, and values without
+        channels.
+        """
         keys = torch.cat([key_states, value_states], dim=-1)
         return super().update(keys, keys[..., :0], layer_idx, *args, **kwargs)
 

@@ -156,6 +156,7 @@ def _are_rotated(
     """
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
+            # "not <=" and not ">", so that NaN counts as different
             if not _relative_distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
                 return False
     return True

@@ -67,7 +67,7 @@ class Entries:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
-        """Return the places of ``entries``, given in the order of the batch, in a batch of ``batch`` rows."""
+        """Return where ``entries`` stand in a batch of ``batch`` rows. They must come in the batch's order."""
         device = entries[0].row.cache.segments[0].k.device
         rows = torch.tensor([entry.index for entry in entries], device=device)
         heads = [entry.head for entry in entries if entry.head is not None]

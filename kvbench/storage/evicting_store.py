@@ -329,7 +329,7 @@ class StoredPart:
         return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
 
     def exact(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
-        """Return the tokens [H, S, D] of one row's slots, with zeros for dropped channels.
+        """Return one row's slots as tokens [H, S, D]: whole tokens, and thin ones with zeros for dropped channels.
 
         ``slot`` and ``whole`` [B, H, W] are the fields of ``Thin``.
         """

@@ -130,7 +130,9 @@ class Evictor:
     def choose_again(self, cache: LayerCache, obs: Observation) -> LayerCache:
         """Return the layer with only the tokens that stay.
 
-        ``cache`` holds all tokens in one exact segment [H, m, ...]. Its state ``slot`` is selected with its tokens.
+        cache: all tokens, in one exact segment [H, m, ...]. Its state ``slot`` numbers them. Select it with the tokens:
+        the caller reads from it which of them stay.
+        obs: the observation of the last ``queries`` queries.
         """
         raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
 

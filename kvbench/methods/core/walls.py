@@ -310,7 +310,10 @@ def _raised_by_signal(error: BaseException) -> bool:
 
 
 def _place_of_error(error: BaseException) -> str:
-    """Return the file and line that a signal interrupted, by the traceback of its handler's error."""
+    """Return where a signal interrupted the code, for a message, by the traceback of its handler's error.
+
+    It is "at FILE:LINE", or "at its beginning" if all frames are the handler's.
+    """
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in (signal.SIGINT, signal.SIGTERM)}
     place = "at its beginning"
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -389,9 +389,11 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
 
 @lru_cache
 def _best_p(test: str, pairs: int, least: float) -> float:
-    """Return the lowest p-value that a claim can get from this number of ``pairs``.
+    """Return the lowest p-value that a claim can get from this number of ``pairs``: that of its best case.
 
-    Every difference is then 1 for a claimed gain, and 0 for a claim of no loss. ``test`` is the claim's.
+    In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
+
+    test: the claim's test. least: the mean difference above which the claim holds.
     """
     best_difference = 1.0
     if test == "no_worse":

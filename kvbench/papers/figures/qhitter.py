@@ -1,6 +1,7 @@
 """Q-Hitter's figures 2 and 3: attention shift under quantisation, and quantisation error against attention.
 
-Zhang et al., MLSys 2024. Keys and values are quantised per token and head with an integer zero point (cache.packed).
+Zhang et al., MLSys 2024. Keys and values are quantised per token and head with an integer zero point
+(``kv.packed.quantise_zero_point``).
 """
 
 from __future__ import annotations

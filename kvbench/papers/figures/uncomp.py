@@ -49,7 +49,11 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
-    """Return means of erank and erank_k, and erank's deviation, per text, q, k or v, and layer."""
+    """Return a row for each text, kind of states (q, k or v) and layer.
+
+    erank: the effective rank, the mean over prompts. erank_k: that of the ``top`` largest eigenvalues. sd: erank's
+    deviation over prompts. prompts: the number of prompts.
+    """
     top = reading.knobs.get("top", TOP)
     # without the knob all layers are read: layer i begins at the depth i / layers
     layers = reading.layers([layer / reading.shape.layers for layer in range(reading.shape.layers)])

@@ -59,8 +59,8 @@ class PublishedRow:
     def averaged(self, metric: str) -> list[Published]:
         """Return the cells whose average the row prints as ``metric``.
 
-        A row with one average of scores averages all its scores. With several, each average covers the cells of its
-        metric. An average of bytes or times also covers the cells of its metric.
+        ``mean``, or the row's only average of scores, covers all its scores. Any other average covers the cells of its
+        own metric, be they scores, bytes or times.
         """
         # a lone average covers all scores, even if it is called f1 and stands beside accuracies
         score_averages = [name for name in self.averages if name in SCORES]
