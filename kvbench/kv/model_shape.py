@@ -127,7 +127,7 @@ class Shape:
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers one head stores for a token, its key and its value together."""
+        """The numbers that one head stores for a token, its key and its value together."""
         return self.head_dim + self.value_dim
 
     @property

@@ -109,7 +109,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
     scores: dict[str, dict[str, float]] = {}
     first_measured = None
     for cell in group.cells:
-        # of several cells with one label, the first stands in the table
+        # the table has one row for a label: the first of its cells
         if cell.label in cells:
             continue
         cells[cell.label] = report_cell(group, cell, reader, summaries)

@@ -52,13 +52,13 @@ PEERS = ("full", *(f"{selector} 0.25" for selector in SELECTORS))
 def rows_of(count: int) -> Table:
     """Return a table of ``count`` rows: the full cache, then all selectors at one budget after the other."""
     words: list[tuple[str, ...]] = []
-    left = count - 1
+    rows_left = count - 1
     for budget in BUDGETS:
-        selectors = SELECTORS[:left]
+        selectors = SELECTORS[:rows_left]
         if not selectors:
             break
         words.append((f"method={','.join(selectors)}", f"kv_ratio={budget}"))
-        left -= len(selectors)
+        rows_left -= len(selectors)
     return Table(words=tuple(words) or (("method=full",),), selectors=SELECTORS, aims=False)
 
 
@@ -182,8 +182,8 @@ def main() -> int:
         for curve in args.curves:
             for point in points(curve):
                 if find(lines, point) is None:
-                    found = in_process("speed_curves", "--point", json.dumps(point), *shared)
-                    lines.append({name: str(value) for name, value in found.items()})
+                    line = in_process("speed_curves", "--point", json.dumps(point), *shared)
+                    lines.append({name: str(value) for name, value in line.items()})
                     DATA.write_text(writers.csv(FIELDS, lines), encoding="utf-8")
                     print(describe(lines[-1]), flush=True)
     else:

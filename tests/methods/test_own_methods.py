@@ -227,7 +227,7 @@ REPLACING = [
         "the code of kvbench.methods.core.contract.top_indices",
     ),
 ]
-"""What a file does when it is imported, and the name that it replaces."""
+"""The act of a file when it is imported, and the name that it replaces."""
 CHECK = """
 import os, sys
 from kvbench.base.errors import UsageError

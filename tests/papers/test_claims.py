@@ -230,7 +230,7 @@ def test_budgets_by_dataset_are_those_of_the_paper():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """What ``claims vatp`` measures of one example a task: (its results, its JSON)."""
+    """Measure ``claims vatp`` with one example a task. Return (its results, its JSON)."""
     folder = tmp_path_factory.mktemp("vatp")
     with redirect_stdout(io.StringIO()) as out:
         assert main(["claims", "vatp", "limit=1", f"results={folder}", "--json"]) == 0

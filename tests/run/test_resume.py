@@ -270,7 +270,7 @@ def measured(tmp_path_factory):
 
 @pytest.fixture
 def before(measured, tmp_path):
-    """What was printed of the results, of which there is a copy in tmp_path."""
+    """The text that was printed of the results, of which there is a copy in tmp_path."""
     shutil.copytree(measured[0], tmp_path, dirs_exist_ok=True)
     return measured[1]
 

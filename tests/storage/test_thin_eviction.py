@@ -55,7 +55,7 @@ def check(model, ids, made, per, answer, held):
 
 @functools.cache
 def without_pruner(bits, mask, heads):
-    """What H2O answers where every token holds all channels."""
+    """The answers of H2O where every token holds all channels."""
     return decoding.h2o_decoding(build("llama"), prompt(N, 8), NEW, 8, 8, bits, mask, None, heads)[0]
 
 

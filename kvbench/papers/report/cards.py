@@ -28,7 +28,7 @@ WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
 """The space for the axes around the picture's plane."""
 PLACES = ((7, -5, "start"), (-7, -5, "end"), (7, 13, "start"), (-7, 13, "end"), (0, -10, "middle"), (0, 20, "middle"))
-"""Where a number may stand, as seen from its point, and the side at which it begins."""
+"""Places of a number as seen from its point, each with the side at which it begins."""
 LEVELS = {"worse": "worse", "better": "better", "✗": "failed"}
 """The class of a card by the first word of its outcome."""
 

@@ -1,4 +1,4 @@
-"""Where the tokens of exact rows lie in memory, as kvbench-kernels' C function reads them: head by head, in runs.
+"""Tables of the addresses of exact rows' tokens, by which kvbench-kernels' C function reads them head by head, in runs.
 
 A run is tokens of one head that lie one after the other. A head's runs are its part of each stored segment, and its new
 tokens in the batch's tail.
@@ -43,7 +43,10 @@ class HeadTable:
     tail_runs: [N], the index in ``runs`` of each head's new tokens.
     tail_heads: [N], the kv head (of all B Hk) in the tail that each head reads.
     longest: the most stored tokens of a head.
+    most_queries: the most query heads that read a stored head.
     stored: the tensors whose memory ``runs`` names. The table keeps them alive.
+    stored_bytes: the bytes of these tensors.
+    tail_tokens: the number of new tokens of each head.
     """
 
     heads: Tensor
@@ -51,12 +54,10 @@ class HeadTable:
     tail_runs: Tensor
     tail_heads: Tensor
     longest: int
+    most_queries: int
     stored: list[Tensor]
-
-    @property
-    def stored_bytes(self) -> int:
-        """The bytes of all stored keys and values."""
-        return sum(t.nbytes for t in self.stored)
+    stored_bytes: int
+    tail_tokens: int = 0
 
     def point_to_tail(self, keys: Tensor, values: Tensor, used: int) -> None:
         """Let each head's last run be the first ``used`` tokens of its kv head in keys and values [B, Hk, ., D]."""
@@ -64,6 +65,7 @@ class HeadTable:
         self.runs[self.tail_runs, 0] = keys.data_ptr() + self.tail_heads * head_bytes
         self.runs[self.tail_runs, 1] = values.data_ptr() + self.tail_heads * head_bytes
         self.runs[self.tail_runs, 2] = used
+        self.tail_tokens = used
 
 
 def can_read(segment: RowSegment | Ragged, channels: int) -> bool:
@@ -133,7 +135,9 @@ def build_head_table(
         tail_runs=torch.tensor(tail_runs),
         tail_heads=torch.tensor(tail_heads),
         longest=longest,
+        most_queries=max(queries for _, queries, _, _ in heads),
         stored=stored,
+        stored_bytes=sum(t.nbytes for t in stored),
     )
 
 
@@ -145,7 +149,7 @@ def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[TokenRun]], list[T
     if segment.key_channels is not None:
         channels = segment.key_channels.contiguous()
         tensors.append(channels)
-    # for each entry and head, the tokens, and the index of the first number in the memory of keys and of values
+    # an offset is the index of a head's first number in the memory of keys or of values
     if isinstance(segment, Ragged):
         counts = segment.lengths.tolist()
         key_offsets = (segment.starts * k.stride(0)).tolist()

@@ -202,10 +202,8 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     count = len(table.heads)
     threads = max(1, min(torch.get_num_threads(), count, table.stored_bytes // EXACT_BYTES_A_THREAD))
     each = -(-count // threads)
-    longest = table.longest + int(table.runs[table.tail_runs[0], 2])
-    queries = int(table.heads[:, 1].max())
-    scratch = query.new_empty(threads, queries, longest)
-    thin_query = query.new_empty(threads, queries, exact_heads.MOST_CHANNELS)
+    scratch = query.new_empty(threads, table.most_queries, table.longest + table.tail_tokens)
+    thin_query = query.new_empty(threads, table.most_queries, exact_heads.MOST_CHANNELS)
     calls = []
     for thread, first in enumerate(range(0, count, each)):
         call = (
