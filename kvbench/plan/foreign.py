@@ -20,22 +20,22 @@ from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.encoding import encode_prompt
 
 
-def fail_before_prompts(chains: Sequence[ChainConfig]) -> dict[str, str]:
+def find_early_failures(chains: Sequence[ChainConfig]) -> dict[str, str]:
     """Return, by label, why foreign methods cannot answer the questions that come before prompts are known."""
-    return _failures(chains, _ask_for_identity)
+    return _find_failures(chains, _ask_for_identity)
 
 
-def fail_on_prompts(
+def find_failures_on_prompts(
     cfg: RunConfig, groups: Sequence[Group], shape: Shape, tokenizer: Tokenizer, context: int | None
 ) -> dict[str, str]:
     """Return, by label, why foreign methods cannot say their budgets and bytes on prompts of a run's groups."""
     if not any(entry.chain.foreign for entry in cfg.chains):
         return {}
     lengths = _prompt_lengths(groups, cfg, tokenizer, context)
-    return _failures(cfg.chains, partial(_ask_for_budgets, shape=shape, lengths=lengths))
+    return _find_failures(cfg.chains, partial(_ask_for_budgets, shape=shape, lengths=lengths))
 
 
-def _failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) -> dict[str, str]:
+def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) -> dict[str, str]:
     """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
     reasons = {}
     for entry in chains:

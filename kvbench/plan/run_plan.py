@@ -327,7 +327,7 @@ def plan_run(
     context = context_of(cfg, source)
     shape = traits.shape_of(source.config)
     session = open_session(cfg, identity, tokenizer, context)
-    failed = foreign.fail_before_prompts(cfg.chains)
+    failed = foreign.find_early_failures(cfg.chains)
     cfg = _without(cfg, failed)
     foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
     # methods are asked for needs and budgets in here, so code of foreign methods runs
@@ -335,7 +335,7 @@ def plan_run(
         cfg, matched = equal_memory.settle(cfg, shape)
         check_model(cfg, source)
         groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
-    failed |= foreign.fail_on_prompts(cfg, groups, shape, tokenizer, context)
+    failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
     cfg = _without(cfg, failed)
     # methods that failed on prompts still have cells
     groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
