@@ -73,7 +73,7 @@ def page(root: Path) -> str:
         raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
     lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
     tallies = [f"{one['model']}: {ledger.tally_verdicts(one)}" for one in written]
-    return writers.compose([ledger.sheet(written)], list(dict.fromkeys(lines)), "md", above=tallies)
+    return writers.compose([ledger.compare_ledgers(written)], list(dict.fromkeys(lines)), "md", above=tallies)
 
 
 def write(goal: Target, results: str) -> None:

@@ -74,7 +74,7 @@ class StillLayer(KvbenchLayer):
             out, _ = attend(query, segments, new_tokens, group.entries.scale(scale))
             return out
 
-        return self.rows.in_groups(query, attend_group)
+        return self.rows.attend_by_group(query, attend_group)
 
     def grow(self, tokens: int) -> None:
         """Count the tokens that a replayed step has written."""

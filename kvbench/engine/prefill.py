@@ -51,7 +51,9 @@ def prefill_chains(
     lengths: Sequence[int] | None = None,
     prefix: SharedPrefix | None = None,
 ) -> list[PromptCache]:
-    """Return one cache per chain, in order. One pass over ``input_ids`` [n] serves all chains of one ``prefill_key``.
+    """Return one cache per chain, in order, from as few passes over ``input_ids`` [n] as possible.
+
+    One pass serves all chains with the same ``prefill_key`` that can read the same number of tokens.
 
     plain: True attends by fp32 softmax rows instead of PyTorch's fused attention.
     tokenizer: the model's tokenizer, for methods that add words of their own to further passes.
@@ -62,7 +64,28 @@ def prefill_chains(
     ids = prepare_ids(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
-    # refuse before anything is read: first prompts that are too long, then chains that the model cannot run
+    _check_readable(model, len(ids), chains, lengths, tokenizer)
+    caches: dict[int, PromptCache] = {}
+    for members in _group_by_pass(model, len(ids), chains, lengths):
+        pass_chains = [chains[i] for i in members]
+        pass_lengths = [lengths[i] for i in members]
+        foreign = [chain.name for chain in pass_chains if chain.foreign]
+        # the model itself takes most of this time, so a long wait is not blamed on a method
+        walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
+        # chains of one prefill key compute the prompt alike, so the first may adapt the model for all
+        with walls, adapted(model, pass_chains[0]):
+            pass_caches = _run_shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
+        caches.update(zip(members, pass_caches, strict=True))
+    return [caches[i] for i in range(len(chains))]
+
+
+def _check_readable(
+    model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int], tokenizer: Any
+) -> None:
+    """Refuse prompts of ``ids`` tokens that are too long, and chains that the model cannot run.
+
+    Nothing is read before. Raises UsageError, and Refused for a chain.
+    """
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
         later_passes = None
@@ -73,32 +96,35 @@ def prefill_chains(
             check_window(model, tokens_read, [chain])
             check_capacity(model, tokens_read)
     model_traits = traits.of_model(model)
-    check_capacity(model, ids.shape[0])
+    check_capacity(model, ids)
     for chain in chains:
         chain.check_model(model_traits)
         check_calibrated(chain, model)
-    # chains share a pass if they have the same prefill key and the same number of tokens to read
+
+
+def _group_by_pass(
+    model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int]
+) -> list[list[int]]:
+    """Return the chains' places in ``chains``, a list for each pass: of one prefill key and number of tokens to read.
+
+    ids: the number of the prompt's tokens.
+    """
     passes: dict[tuple[str, int], list[int]] = {}
     for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
-        tokens_read = len(ids)
-        # in a longer pass, such chains would see or change more than the first n tokens
-        if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
-            tokens_read = n
-        # a state at the end of a longer prompt cannot be taken back
-        if state_layers(model.config):
+        tokens_read = ids
+        if _must_end_with_cache(model, chain, n):
             tokens_read = n
         passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
-    caches: dict[int, PromptCache] = {}
-    for members in passes.values():
-        pass_chains = [chains[i] for i in members]
-        pass_lengths = [lengths[i] for i in members]
-        foreign = [chain.name for chain in pass_chains if chain.foreign]
-        # the model itself takes most of this time, so a long wait is not blamed on a method
-        walls = contained(", ".join(foreign), bool(foreign), seed=0, watched=False)
-        with walls, adapted(model, pass_chains[0]):
-            pass_caches = _run_shared_pass(model, ids[: max(pass_lengths)], pass_chains, pass_lengths, reading)
-        caches.update(zip(members, pass_caches, strict=True))
-    return [caches[i] for i in range(len(chains))]
+    return list(passes.values())
+
+
+def _must_end_with_cache(model: PreTrainedModel, chain: Chain, n: int) -> bool:
+    """Return True if a pass for a chain must end with the last of its cache's ``n`` tokens."""
+    # in a longer pass, such chains would see or change more than the first n tokens
+    if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
+        return True
+    # a state at the end of a longer prompt cannot be taken back
+    return bool(state_layers(model.config))
 
 
 @dataclass(frozen=True)

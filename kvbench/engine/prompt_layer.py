@@ -122,18 +122,22 @@ class PromptLayer(KvbenchLayer):
         blocks: list[tuple[int, Tensor]] = []
         if self.blocks is not None:
             blocks = self.blocks(self.keys[0])
-        before = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
-        out, lse = self._attend_with_lse(q, keys, values, scale=scale, window=window, in_blocks=bool(blocks))
+        n_earlier = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
+        out: Tensor | None = None
+        lse: Tensor | None = None
+        fused = self._attend_with_lse(q, keys, values, scale=scale, window=window, in_blocks=bool(blocks))
+        if fused is not None:
+            out, lse = fused
         for n, needs in self.needs.items():
-            # q holds the queries before .. n - 1 of the first n tokens
+            # q holds the queries n_earlier .. n - 1 of the first n tokens
             part_lse = None
             if lse is not None:
-                part_lse = lse[:, : n - before]
+                part_lse = lse[:, : n - n_earlier]
             part_read_keys = None
             if read_keys is not None:
                 part_read_keys = read_keys[:, :n]
             self.observed[n] = self._observe_tokens(
-                n, needs, q[:, : n - before], keys=keys[:, :n], scale=scale, lse=part_lse, read_keys=part_read_keys
+                n, needs, q[:, : n - n_earlier], keys=keys[:, :n], scale=scale, lse=part_lse, read_keys=part_read_keys
             )
         if out is not None:
             return out[None]
@@ -175,7 +179,7 @@ class PromptLayer(KvbenchLayer):
         blocks: list[tuple[int, Tensor]],
     ) -> Tensor:
         """Return the attention [1, Hq, w, D] of the last w tokens, q [Hq, w, D], over keys and values [Hk, n, D]."""
-        before = keys.shape[1] - q.shape[1]
+        n_earlier = keys.shape[1] - q.shape[1]
         if blocks:
             return attend_in_blocks(q, keys, values, scale, blocks)[None]
         leads = None
@@ -192,42 +196,38 @@ class PromptLayer(KvbenchLayer):
             # PyTorch's kernels for wider heads know no groups, and the one that does holds all logits
             keys = _repeat_for_query_heads(keys, len(q))
             values = _repeat_for_query_heads(values, len(q))
-        # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. before + i.
+        # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. n_earlier + i.
         mask = None
-        if before:
+        if n_earlier:
             mask = causal_lower_right(q.shape[1], keys.shape[1])
         return F.scaled_dot_product_attention(
             q[None],
             keys[None],
             values[None],
             attn_mask=mask,
-            is_causal=not before,
+            is_causal=not n_earlier,
             scale=scale,
             enable_gqa=q.shape[0] != keys.shape[0],
         )
 
     def _attend_with_lse(
         self, q: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, in_blocks: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor] | None:
         """Return (attention [Hq, w, D], log-sum-exp [Hq, w] of each row of logits) by fused attention.
 
-        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns (None, None) if neither
-        applies, or if fused attention cannot serve.
+        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns None if neither applies, or
+        if fused attention cannot serve.
         """
-        before = keys.shape[1] - q.shape[1]
-        needed = bool(before) or any(needs.colsums for needs in self.needs.values())
-        served = not self.plain and not in_blocks and window is None and self.share is None
-        if not needed or not served:
-            return None, None
-        if before:
-            earlier_tokens = keys[:, :before], values[:, :before]
-            new_tokens = keys[:, before:], values[:, before:]
-            out_and_lse = split.behind(q, earlier_tokens, new_tokens, scale)
-        else:
-            out_and_lse = attend_with_lse(q, keys, values, scale)
-        if out_and_lse is None:
-            return None, None
-        return out_and_lse
+        n_earlier = keys.shape[1] - q.shape[1]
+        needed = bool(n_earlier) or any(needs.colsums for needs in self.needs.values())
+        can_fuse = not self.plain and not in_blocks and window is None and self.share is None
+        if not needed or not can_fuse:
+            return None
+        if n_earlier:
+            earlier_tokens = keys[:, :n_earlier], values[:, :n_earlier]
+            new_tokens = keys[:, n_earlier:], values[:, n_earlier:]
+            return split.attend_after(q, earlier_tokens, new_tokens, scale)
+        return attend_with_lse(q, keys, values, scale)
 
     def _observe_tokens(
         self,

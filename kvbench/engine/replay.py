@@ -53,7 +53,7 @@ class ReplayLayer(KvbenchLayer):
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
         q = query[0]
         self.received = self._find_received(q, scale)
-        fused = split.behind(q, (self.k, self.v), (self.own_k, self.own_v), scale)
+        fused = split.attend_after(q, (self.k, self.v), (self.own_k, self.own_v), scale)
         if fused is not None:
             out, _ = fused
             return out[None]

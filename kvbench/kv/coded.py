@@ -96,11 +96,11 @@ class Codec(ABC):
         """Return the reason why heads of ``channels`` channels cannot be coded, or ''."""
         return ""
 
-    def pack(self, x: Tensor, frozen: Tensor | None = None, part: int = PART) -> Coded:
+    def pack(self, x: Tensor, frozen: Tensor | None = None, part_elements: int = PART) -> Coded:
         """Encode x [..., H, L, C].
 
-        ``frozen`` are the scales that the prompt settled. Without them x settles its own. ``part`` is the number of
-        elements that are coded at a time. It bounds memory and changes no code.
+        ``frozen`` are the scales that the prompt settled. Without them x settles its own. ``part_elements`` is
+        the number of elements that are coded at a time. It bounds memory and changes no code.
 
         Raises KvbenchError if a value is not finite, or a scale exceeds the type in which it is stored.
         """
@@ -110,16 +110,17 @@ class Codec(ABC):
         if frozen is None:
             # the prompt comes first and settles the scales of all later tokens
             frozen = self.settled(rotated)
-        tensors = self._encode_in_parts(rotated, frozen, part)
+        tensors = self._encode_in_parts(rotated, frozen, part_elements)
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
                 raise KvbenchError(f"cannot store as {self}: a {name} exceeds {str(t.dtype).removeprefix('torch.')}")
         return Coded(self, tensors, x.shape[-1], frozen)
 
-    def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part: int) -> dict[str, Tensor]:
-        """Return ``encode`` of x [..., L, C'], computed for ``part`` elements at a time."""
+    def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part_elements: int) -> dict[str, Tensor]:
+        """Return ``encode`` of x [..., L, C'], computed for about ``part_elements`` elements at a time."""
         # each token is coded by itself; parts keep the intermediate tensors, many times the size of codes, small
-        part_tokens = max(1, part * x.shape[-2] // max(1, x.numel()))
+        elements_per_token = max(1, x.numel() // max(1, x.shape[-2]))
+        part_tokens = max(1, part_elements // elements_per_token)
         encoded = [self.encode(tokens, frozen) for tokens in x.split(part_tokens, dim=-2)]
         if len(encoded) == 1:
             return encoded[0]

@@ -116,7 +116,7 @@ class H2O(EvictingSelector):
     def token_counts(self, n: int) -> Mapping[str, int]:
         return {"recent": self.parts(n)[1] + self.spare}
 
-    def unattended(self, n: int) -> int | None:
+    def unattended_distance(self, n: int) -> int | None:
         if not self.code_mask:
             return None
         # for one step a query does not attend the token that has just left the recent ones

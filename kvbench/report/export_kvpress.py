@@ -352,7 +352,7 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
     The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
     """
     cell, samples = answered
-    return answers[cell.record.column, _serialise_settings(cell)], len(samples), cell.changed or ""
+    return answers[cell.record.column, _serialise_settings(cell)], len(samples), cell.last_write or ""
 
 
 def _describe_differences(*cells: Answered) -> list[str]:

@@ -73,7 +73,7 @@ class StoredCell:
         return label_cell(self.record.identity, self.record.label)
 
     @property
-    def changed(self) -> str | None:
+    def last_write(self) -> str | None:
         """Return the time of the last write, in ISO format."""
         time_s = self.status.changed
         if time_s is None:
@@ -95,7 +95,7 @@ class StoredCell:
         record |= list_settings(self.record.identity)
         record |= asdict(self.status)
         # this text replaces the status's seconds since the epoch
-        record["changed"] = self.changed
+        record["changed"] = self.last_write
         if self.summary is not None:
             record["metric"] = self.summary.metric
             record["score"] = self.summary.score

@@ -73,7 +73,7 @@ class Display:
             return
         now = self.clock()
         self.current = column
-        self.left.reading(column, now)
+        self.left.prompt_begun(column, now)
         if self.start is None:
             # the clock starts with the first prompt, after the model was loaded
             self.start = self.last = now

@@ -80,6 +80,11 @@ class TaskTime:
         """The seconds that answering took in all."""
         return max(self.other_s - self.of_reading * self.mixed, 0.0)
 
+    def begun_answers(self, read: int) -> int:
+        """Return how many answers ``read`` prompts have, ended or not."""
+        # answers per prompt * prompts read
+        return round(read * self.answers / max(1, self.prompts))
+
     def left(self, reading: bool) -> Seconds | None:
         """Return the seconds that the task has yet to take, or None if nothing can be said.
 
@@ -89,8 +94,8 @@ class TaskTime:
             return Seconds(0.0, 0.0)
         # the prompt that is being read has no answers yet
         read = self.read - reading
-        # answers per prompt * prompts read, at least the answers that came and at most all
-        begun = max(self.done, min(self.answers, round(read * self.answers / max(1, self.prompts))))
+        # at least the answers that came and at most all
+        begun = max(self.done, min(self.answers, self.begun_answers(read)))
         if self.done < SEEN * self.answers:
             return None
         # one bound assumes that all begun answers had ended, the other that the unended ones had only begun and were
@@ -118,34 +123,34 @@ class TimeLeft:
         self.tasks = tasks
         self._newest: TaskTime | None = None
         self._is_reading = False
-        self._at = 0.0
+        self._last_event = 0.0
 
-    def reading(self, task: str, now: float) -> None:
+    def prompt_begun(self, task: str, now: float) -> None:
         """Count a prompt that is about to be read."""
         newest = self._newest
         if newest is not None:
             if self._is_reading:
                 # no answer came since the last prompt was begun, so the time between belongs to that prompt alone
                 newest.pure += 1
-                newest.pure_s += now - self._at
+                newest.pure_s += now - self._last_event
             else:
-                newest.other_s += now - self._at
+                newest.other_s += now - self._last_event
             # all begun answers have come, so the time of an answer is known exactly
-            if newest.done and newest.done >= round(newest.read * newest.answers / max(1, newest.prompts)):
+            if newest.done and newest.done >= newest.begun_answers(newest.read):
                 newest.known = newest.of_answering / newest.done
-        self._newest, self._is_reading, self._at = self.tasks[task], True, now
+        self._newest, self._is_reading, self._last_event = self.tasks[task], True, now
         self._newest.read += 1
 
     def answered(self, task: str, now: float) -> None:
         """Count an answer that has come."""
         newest = self.tasks[task]
         if self._newest is None:
-            self._at = now
+            self._last_event = now
         newest.done += 1
         if self._is_reading:
             newest.mixed += 1
-        newest.other_s += now - self._at
-        self._newest, self._is_reading, self._at = newest, False, now
+        newest.other_s += now - self._last_event
+        self._newest, self._is_reading, self._last_event = newest, False, now
 
     def ended(self, task: str) -> None:
         """Count no more work for a task. Answers that have not come were refused or have failed."""

@@ -37,7 +37,7 @@ class EvictingRows(Format):
     newest: [B, T], the positions of the tokens added last.
     most: [B], the most tokens that any head of a row has held so far.
     counts: the method's ``token_counts`` by name, each [B, 1, 1].
-    unattended: [B, 1, 1], the result of ``Evictor.unattended``; None if every token is attended.
+    unattended_distance: [B, 1, 1], the result of ``Evictor.unattended_distance``; None if every token is attended.
     recent: the last queries if the method chooses again, else None.
     store: the keys and values of the slots.
     """
@@ -65,10 +65,10 @@ class EvictingRows(Format):
         for name in counts[0]:
             by_row = [row_counts[name] for row_counts in counts]
             self.counts[name] = torch.tensor(by_row, device=device)[:, None, None]
-        gaps = [evictor.unattended(cache.prompt_tokens) for cache in caches]
-        self.unattended: Tensor | None = None
+        gaps = [evictor.unattended_distance(cache.prompt_tokens) for cache in caches]
+        self.unattended_distance: Tensor | None = None
         if None not in gaps:
-            self.unattended = torch.tensor(gaps, device=device)[:, None, None]
+            self.unattended_distance = torch.tensor(gaps, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
@@ -174,7 +174,7 @@ class EvictingRows(Format):
         in_use = self.valid[u]
         # all heads of the row hold equally many tokens
         order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
-        k, v = self.store.exact(u)
+        k, v = self.store.tokens_of_row(u)
         positions = at_slots(self.positions[u], order)
         # ``slot`` is selected with its token, so that it shows afterwards which slots stay
         segment = Segment(at_slots(k, order), at_slots(v, order), positions, state={"slot": order})
@@ -251,8 +251,8 @@ class EvictingRows(Format):
         query_at = query_positions[:, None, None, :, None]
         # new tokens see each other causally
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
-        if self.unattended is not None:
-            hidden |= token_at == query_at - self.unattended[..., None, None]
+        if self.unattended_distance is not None:
+            hidden |= token_at == query_at - self.unattended_distance[..., None, None]
         return softmax(part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), sinks_of(scale))
 
     def keep(self, at: Tensor) -> None:
@@ -263,7 +263,7 @@ class EvictingRows(Format):
         self.most = self.most[at]
         self.newest = self.newest[at]
         self.counts = {name: t[at] for name, t in self.counts.items()}
-        self.unattended = take_entries(self.unattended, at)
+        self.unattended_distance = take_entries(self.unattended_distance, at)
         self.store.keep(at)
         self.positions, self.valid = self.positions[at], self.valid[at]
         self.state = {name: s[at] for name, s in self.state.items()}

@@ -115,7 +115,7 @@ class OneFormat:
         slot_bytes = _bytes_of_slot(stored_tensors(self.k) + stored_tensors(self.v))
         return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
-    def exact(self, row: int) -> tuple[Tensor, Tensor]:
+    def tokens_of_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return one row's keys and values [H, S, D] as attention reads them."""
 
         def read_row(buffer: Values) -> Tensor:
@@ -238,9 +238,9 @@ class Thin:
             for count, whole_count in zip(tokens, whole_tokens, strict=True)
         ]
 
-    def exact(self, row: int) -> tuple[Tensor, Tensor]:
+    def tokens_of_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return one row's keys and values [H, S, D], with zeros for dropped channels."""
-        return self.k.exact(row, self.slot, self.whole), self.v.exact(row, self.slot, self.whole)
+        return self.k.tokens_of_row(row, self.slot, self.whole), self.v.tokens_of_row(row, self.slot, self.whole)
 
     def segments(self, row: int, slots: Segment, held: Tensor) -> tuple[Segment, ...]:
         """Return one row's segment of thin tokens, if there are any, and its segment of whole tokens.
@@ -328,7 +328,7 @@ class StoredPart:
         # scatter puts entry i of ``order`` back to channel order[i]
         return torch.empty_like(tokens).scatter_(3, self.order[:, :, None].expand_as(tokens), tokens)
 
-    def exact(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
+    def tokens_of_row(self, row: int, slot: Tensor, whole: Tensor) -> Tensor:
         """Return one row's slots as tokens [H, S, D]: whole tokens, and thin ones with zeros for dropped channels.
 
         ``slot`` and ``whole`` [B, H, W] are the fields of ``Thin``.

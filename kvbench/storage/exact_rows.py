@@ -173,7 +173,7 @@ class ExactRows(Format):
             )
             return out
 
-        out = self.in_groups(query, attend_group)
+        out = self.attend_by_group(query, attend_group)
         self.attended = mean_by_row([(g.entries, g.attended) for g in self.groups], len(self.starts))
         return out
 
@@ -223,7 +223,7 @@ class ExactRows(Format):
             group.entries.put(out, split.merge_outputs(stored, tail))
         return out
 
-    def in_groups(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
+    def attend_by_group(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
         """Return the outputs [B, Hq, T, D] of all groups.
 
         attend: maps a group and its part of ``query`` [B, Hq, T, D] to the group's outputs.

@@ -153,7 +153,7 @@ class Evictor:
         """
         return {}
 
-    def unattended(self, n: int) -> int | None:
+    def unattended_distance(self, n: int) -> int | None:
         """Return d if a query at position p does not attend the token at p - d; None if it attends all tokens."""
         return None
 

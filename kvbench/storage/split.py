@@ -65,7 +65,7 @@ def attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
     return attend(query, keys, values, scale, hidden=future)
 
 
-def behind(
+def attend_after(
     query: Tensor, earlier: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor] | None:
     """Return attention [Hq, T, D] and log-sum-exps [Hq, T] of T tokens over earlier tokens and, causally, themselves.

@@ -123,22 +123,18 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     ]
     depths = _check_depths(dataset, knobs.depths)
     check_whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
-    phrasing = _choose_phrasing(dataset, knobs)
-    if knobs.max_new_tokens is not None:
-        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
-        phrasing = replace(phrasing, max_new_tokens=knobs.max_new_tokens)
-    elif context.chat:
-        # a chat model repeats words of the question before it answers
-        phrasing = replace(phrasing, max_new_tokens=max(CHAT_ANSWER, phrasing.max_new_tokens))
+    phrasing = _limit_answer(_choose_phrasing(dataset, knobs), dataset, knobs, chat=context.chat)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     text, source = read_haystack(context.files, knobs.haystack)
     # each repeat begins elsewhere in the text; multiples of the golden ratio spread any number of beginnings evenly
     starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
-    # an answer that continues the needle's sentence ends with its line
+    # an answer that continues the needle's sentence ends with its line, and must not begin with a newline
     stop: tuple[str, ...] = ()
+    min_new_tokens = 0
     if phrasing.lead:
         stop = ("\n",)
+        min_new_tokens = 1
     tasks = []
     for length in lengths:
         windows = (Window(text, start, tokenizer) for start in starts)
@@ -156,12 +152,23 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             category="needle",
             note="; ".join(facts),
             stop=stop,
-            min_new_tokens=len(stop),  # an answer that may stop at a newline must not begin with one
+            min_new_tokens=min_new_tokens,
             grid=("depth",),
             lead=phrasing.lead,
         )
         tasks.append(task)
     return tasks
+
+
+def _limit_answer(phrasing: Phrasing, dataset: str, knobs: NeedleKnobs, chat: bool) -> Phrasing:
+    """Return the phrasing with the answer's length that the user set, or that a chat model needs."""
+    if knobs.max_new_tokens is not None:
+        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
+        return replace(phrasing, max_new_tokens=knobs.max_new_tokens)
+    if chat:
+        # a chat model repeats words of the question before it answers
+        return replace(phrasing, max_new_tokens=max(CHAT_ANSWER, phrasing.max_new_tokens))
+    return phrasing
 
 
 def _make_examples(

@@ -68,7 +68,7 @@ class PromptPolicy:
         """Tell if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
 
-    def render(self, tokenizer: Any, content: str) -> str:
+    def render_message(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer."""
         if not (self.frame or getattr(tokenizer, "chat_template", None)):
             raise UsageError(
@@ -76,9 +76,9 @@ class PromptPolicy:
                 "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
                 "model.chat_template="
             )
-        return self.rendered(tokenizer, [{"role": "user", "content": content}])
+        return self.render_talk(tokenizer, [{"role": "user", "content": content}])
 
-    def rendered(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
+    def render_talk(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
         """Return the text of a talk inside the chat template, ready for the answer to its last message."""
         messages = list(talk)
         if self.system:
@@ -98,13 +98,13 @@ class PromptPolicy:
         """Return the function from a prompt to its text in the chat template; None if no task uses one."""
         if self.template == "off":
             return None
-        return partial(self.render, tokenizer)
+        return partial(self.render_message, tokenizer)
 
     def between(self, tokenizer: Any) -> str:
         """Return the text that a chat template puts between an answer and the user's next message."""
         roles = ("user", "assistant", "user")
         talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(roles)]
-        behind_answer = self.rendered(tokenizer, talk).partition(f"{SENTINEL}1.")[2]
+        behind_answer = self.render_talk(tokenizer, talk).partition(f"{SENTINEL}1.")[2]
         return behind_answer.partition(f"{SENTINEL}2.")[0]
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, object]:
@@ -126,7 +126,7 @@ class PromptPolicy:
             # contexts of several questions are always cut by tokens
             settings["truncation"] = "tokens"
         if self.templated(task):
-            frame = self.render(tokenizer, SENTINEL)
+            frame = self.render_message(tokenizer, SENTINEL)
             if frame and task.turns in ("gold", "own"):
                 frame += self.between(tokenizer)
             if frame:
@@ -174,7 +174,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if limit is None or len(prompt_ids) <= limit:
         if not templated:
             return divide_ids(tokenizer, prompt_ids, prompt_text, question, cut=0)
-        text = policy.render(tokenizer, example.prompt) + example.answer_prefix
+        text = policy.render_message(tokenizer, example.prompt) + example.answer_prefix
         return divide_ids(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
     if policy.truncation == "tokens" and not templated:
         shortened = cut_middle(prompt_ids, limit)
@@ -213,7 +213,7 @@ def _encode_halves(
     if question and not content.endswith(prompt_end):
         raise no_room(task)
     if templated:
-        text = policy.render(tokenizer, content) + example.answer_prefix
+        text = policy.render_message(tokenizer, content) + example.answer_prefix
         ids = plain_ids(tokenizer, text)
     else:
         text = content
@@ -235,7 +235,7 @@ def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
 def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     # some templates print only messages of known roles, or take the content from another field
-    if policy.templated(task) and SENTINEL not in policy.render(tokenizer, SENTINEL):
+    if policy.templated(task) and SENTINEL not in policy.render_message(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     # a policy could set an answer's length, but windows of a text have no answer
     answers = [e.max_new_tokens for e in task.examples if not e.scored]
@@ -270,7 +270,7 @@ def _length_limit(
         limits.append(policy.max_length)
     if room is not None and policy.templated(task):
         # the template's own tokens and the answer's beginning take part of the room
-        framed = plain_ids(tokenizer, policy.render(tokenizer, example.prompt) + example.answer_prefix)
+        framed = plain_ids(tokenizer, policy.render_message(tokenizer, example.prompt) + example.answer_prefix)
         limits.append(room - max(0, len(framed) - prompt_tokens))
     elif room is not None:
         limits.append(room)

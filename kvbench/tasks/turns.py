@@ -107,7 +107,7 @@ def _encode_alone(
     for prompt in prompts:
         text = prompt.prompt
         if templated:
-            text = policy.render(tokenizer, text)
+            text = policy.render_message(tokenizer, text)
         # the beginning of the answer stands behind the template, where the model continues
         text += prompt.answer_prefix
         ids = text_ids(tokenizer, text, special)
@@ -153,7 +153,7 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
 
 def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
     """Return the text of a chat template (up to the context's end, behind a question)."""
-    start, mark, end = policy.render(tokenizer, prompt + SENTINEL).partition(SENTINEL)
+    start, mark, end = policy.render_message(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     return start, end

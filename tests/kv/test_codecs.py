@@ -223,7 +223,7 @@ def test_equals_a_slow_reference(codec, dtype):
     expected = torch.tensor(ref.read_back(codec, x))
     torch.testing.assert_close(packed.dequantise(torch.float32), expected, rtol=2e-5, atol=2e-6)
     for some, whole in ((x, packed), (x[:, :0], packed.tokens(0, 0))):
-        in_parts = codec.pack(some, packed.frozen, part=4 * 2 * 64)  # four tokens, then two
+        in_parts = codec.pack(some, packed.frozen, part_elements=4 * 2 * 64)  # four tokens, then two
         assert in_parts.shape == some.shape
         assert all(torch.equal(a, b) for a, b in zip(in_parts.payload(), whole.payload(), strict=True))
 

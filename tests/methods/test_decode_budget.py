@@ -322,7 +322,7 @@ def test_what_is_chosen_from_are_the_keys_and_values_held(chain):
         batch.with_keys[0].add(*torch.randn(2, 1, 2, 1, 16).unbind())
         batch.with_keys[0].attend(torch.randn(1, 4, 1, 16), 0.25, None)
     ((_, rows),) = batch.with_keys[0].formats
-    stored = dict(zip(("k", "v"), rows.store.exact(0), strict=True))
+    stored = dict(zip(("k", "v"), rows.store.tokens_of_row(0), strict=True))
     thin = 0
     for h in range(2):
         slot = {p: s for s, p in enumerate(rows.positions[0, h].tolist()) if rows.valid[0, h, s]}

@@ -312,13 +312,13 @@ def test_the_ledger_on_the_page(style):
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
-    text = writers.compose([ledger.sheet([one])], ledger.notes(one), style)
+    text = writers.compose([ledger.compare_ledgers([one])], ledger.notes(one), style)
     message = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in message for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
     assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
-    both = writers.compose([ledger.sheet([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
+    both = writers.compose([ledger.compare_ledgers([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
     assert "smollm2-135m-q4_1, a substitute model: points | tiny, a substitute model: points" in both
 
 

@@ -61,7 +61,7 @@ def told(works, rows, noise=0.2):
     tasks = {n: TaskTime(w.prompts * w.cells, w.prompts, w.length, w.longest) for n, w in works.items()}
     left, lines = TimeLeft(tasks), []
     for what, name, now in run[:-1]:
-        (left.reading if what == "reading" else left.answered)(name, now)
+        (left.prompt_begun if what == "reading" else left.answered)(name, now)
         for whole, seconds, truth in ((False, left.of_task(name), ends[name] - now), (True, left.of_run(), end - now)):
             lines.append((now / end, whole, None if seconds is None else seconds.estimate(), truth))
     return lines
@@ -122,7 +122,7 @@ def test_nothing_is_told_where_one_batch_answers_everything():
     """62 s until the first of 88 answers was once taken for 62 s an answer: 1471 s left, of which 20 passed."""
     left = TimeLeft({"a": TaskTime(answers=88, prompts=22)})
     for i in range(22):
-        left.reading("a", 2.0 * i)
+        left.prompt_begun("a", 2.0 * i)
     for i in range(88):
         left.answered("a", 62.0 + i * 20 / 87)
         seconds = left.of_task("a")
@@ -135,7 +135,7 @@ def test_bounds_by_hand():
     left = TimeLeft({"a": task, "next": TaskTime(answers=8, prompts=4), "longer": TaskTime(8, 4, length=1000)})
     assert left.of_task("a") is None
     for now in (100, 103, 106, 109):  # four prompts of 3 s
-        left.reading("a", now)
+        left.prompt_begun("a", now)
     for now in (112 + 8, 112 + 8, 112 + 8, 112 + 8):  # half of their answers, after 8 s
         left.answered("a", now)
     assert (task.of_reading, task.of_answering) == (3, 8)

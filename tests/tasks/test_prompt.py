@@ -339,7 +339,7 @@ def test_vicunas_template_is_the_one_it_was_trained_with():
 
     tokenizer = AutoTokenizer.from_pretrained(embedded.path())
     tokenizer.chat_template = run.model.chat_template
-    text = PromptPolicy(template="on").render(tokenizer, "Hello")
+    text = PromptPolicy(template="on").render_message(tokenizer, "Hello")
     assert text.endswith("to the user's questions. USER: Hello ASSISTANT:")
 
 

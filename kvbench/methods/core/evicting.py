@@ -142,8 +142,8 @@ class Modified(Evictor):
         counts["sinks"] = capacity.sinks
         return counts
 
-    def unattended(self, n: int) -> int | None:
-        return self.selector.unattended(n)
+    def unattended_distance(self, n: int) -> int | None:
+        return self.selector.unattended_distance(n)
 
     @property
     def estimates(self) -> bool:

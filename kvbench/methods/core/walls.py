@@ -81,7 +81,7 @@ def contained(
                 if _raised_by_signal(error):
                     # an inner wall may have added the note already
                     if not notes(error):
-                        error.add_note(f"{name} was being asked, {_place_of_error(error)}")
+                        error.add_note(f"{name} was being asked, {_describe_interrupted_place(error)}")
                     raise
                 raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
 
@@ -309,7 +309,7 @@ def _raised_by_signal(error: BaseException) -> bool:
     return any(getattr(handler, "__code__", None) in codes for handler in handlers)
 
 
-def _place_of_error(error: BaseException) -> str:
+def _describe_interrupted_place(error: BaseException) -> str:
     """Return where a signal interrupted the code, for a message, by the traceback of its handler's error.
 
     It is "at FILE:LINE", or "at its beginning" if all frames are the handler's.

@@ -388,7 +388,7 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
 
 
 @lru_cache
-def _best_p(test: str, pairs: int, least: float) -> float:
+def _lowest_possible_p(test: str, pairs: int, least: float) -> float:
     """Return the lowest p-value that a claim can get from this number of ``pairs``: that of its best case.
 
     In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
@@ -422,7 +422,7 @@ def _choose_verdict(
         return NO_DIFFERENCE, ""
     if p.supports >= level and p.opposes >= level:
         # Holm multiplies the smallest p-value by the size of the family
-        if family * _best_p(claim.test, evidence.possible, least) >= level:
+        if family * _lowest_possible_p(claim.test, evidence.possible, least) >= level:
             return NOT_DECIDABLE, ""
         return UNDECIDED, ""
     # fragile and mixed verdicts also state the side that the mean takes

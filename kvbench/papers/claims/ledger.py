@@ -32,7 +32,7 @@ FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""
 OWN = "own"
 """The folder below a results folder with what the user's own runs wrote: git ignores it."""
-SAYS = 46
+STATEMENT_WIDTH = 46
 """Characters of a line of a statement."""
 MARKS = {
     "supported": "✓",
@@ -142,7 +142,7 @@ def read_ledgers(results: Path) -> list[Ledger]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             # a ledger that can be shown has all keys that its readers need
-            sheet([content])
+            compare_ledgers([content])
             notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} cannot be read ({error}); run kvbench claims again") from None
@@ -266,7 +266,7 @@ def _describe_outcome(record: ClaimRecord, count: int) -> str:
     return text
 
 
-def sheet(ledgers: Sequence[Ledger]) -> Table:
+def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
     """Return ledgers side by side as a table of texts. The first ledger with a claim supplies the claim's words."""
     records_by_ledger: list[dict[str, ClaimRecord]] = []
     for content in ledgers:
@@ -279,7 +279,7 @@ def sheet(ledgers: Sequence[Ledger]) -> Table:
     for first in first_records.values():
         words = f"{MARKS.get(first['verdict'], '—')} {first['id']}"
         for text in (f"“{first['quote']}” ({first['paper']}, {first['where']})", f"Tested: {first['tested']}"):
-            words += "\n" + fill(text, SAYS, break_on_hyphens=False)
+            words += "\n" + fill(text, STATEMENT_WIDTH, break_on_hyphens=False)
         cells = [words]
         for records in records_by_ledger:
             record = records.get(first["id"])
@@ -288,15 +288,19 @@ def sheet(ledgers: Sequence[Ledger]) -> Table:
             else:
                 cells.append(f"{outcome(record)}\n{evidence(record)}")
         rows.append(tuple(cells))
-    headers = ["what the paper says, and what is tested"]
-    for content in ledgers:
-        header = content["model"]
-        if content["stand_in"]:
-            header += ", a substitute model"
-        if not _has_measures_beside_points(content["verdicts"]):
-            header += ": points"
-        headers.append(header)
+    headers = ["what the paper says, and what is tested", *map(_ledger_header, ledgers)]
     return Table(tuple(headers), tuple(rows), left=len(headers), ruled=True, breaks=True)
+
+
+def _ledger_header(content: Ledger) -> str:
+    """Return the title of a ledger's column."""
+    header = content["model"]
+    if content["stand_in"]:
+        header += ", a substitute model"
+    # where all numbers are points, their lines do not name the measure
+    if not _has_measures_beside_points(content["verdicts"]):
+        header += ": points"
+    return header
 
 
 def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:

@@ -47,13 +47,13 @@ def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, 
 
     The full cache's cells are left out as well: its divergence from itself is 0.
     """
-    for ran in measured.ran:
-        for point, group, cell in ran.cells():
+    for sweep_run in measured.runs:
+        for point, group, cell in sweep_run.cells():
             if point.series == FULL:
                 continue
-            if ran.run.store.refusal(cell.id) is not None:
+            if sweep_run.run.store.refusal(cell.id) is not None:
                 continue
-            samples = list(ran.run.samples(group, cell).values())
+            samples = list(sweep_run.run.samples(group, cell).values())
             if samples:
                 yield point, group, samples
 
@@ -136,12 +136,12 @@ def _mean_numbers(mean: MeanDivergence) -> Place:
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each method with a single layer compressed, for each layer, and with all layers."""
     rows: list[tuple[str, str, str, int, float]] = []
-    for ran in measured.ran:
-        host = experiment.make_host(ran.run, ran.run.load_model())
-        series = [point.series for point in ran.sweep.points]
-        for group in ran.run.groups:
+    for sweep_run in measured.runs:
+        host = experiment.make_host(sweep_run.run, sweep_run.run.load_model())
+        series = [point.series for point in sweep_run.sweep.points]
+        for group in sweep_run.run.groups:
             for example in group.examples:
-                for name, text, layer, mean in _prompt_divergences(host, group.task, example, series, ran.chains):
+                for name, text, layer, mean in _prompt_divergences(host, group.task, example, series, sweep_run.chains):
                     rows.append((name, group.task.id, text, layer, mean))
     return _over_prompts(pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"]))
 

@@ -59,7 +59,7 @@ class _TaskResult:
 
 
 @dataclass(frozen=True)
-class Ran:
+class SweepRun:
     """A sweep, the run that measures the sweep, and the chain of each of its points."""
 
     sweep: Sweep
@@ -189,42 +189,42 @@ class Ran:
 class MeasuredFigure:
     """The runs of a figure's sweeps, in the order of the sweeps."""
 
-    ran: tuple[Ran, ...]
+    runs: tuple[SweepRun, ...]
 
     def frame(self) -> pd.DataFrame:
         """Return the rows of all sweeps."""
-        return pd.concat([r.frame() for r in self.ran], ignore_index=True)
+        return pd.concat([r.frame() for r in self.runs], ignore_index=True)
 
     def gains(self, stage: str) -> pd.DataFrame:
-        """Return what ``stage`` adds to the scores of all sweeps, as ``Ran.gains`` does."""
-        return pd.concat([r.gains(stage) for r in self.ran], ignore_index=True)
+        """Return what ``stage`` adds to the scores of all sweeps, as ``SweepRun.gains`` does."""
+        return pd.concat([r.gains(stage) for r in self.runs], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
         """Measure the missing answers."""
-        for ran in self.ran:
-            experiment.measure(ran.run, quiet)
+        for sweep_run in self.runs:
+            experiment.measure(sweep_run.run, quiet)
 
     def facts(self) -> dict[str, Any]:
         """Return the origin of the data, for the head of the CSV."""
-        if not self.ran:
+        if not self.runs:
             return {}
         settings: dict[str, None] = {}
         own_methods: list[str] = []
         counts: set[int] = set()
         omissions: list[str] = []
-        for ran in self.ran:
-            settings[of_run.describe_settings(ran.run).removesuffix(".")] = None
+        for sweep_run in self.runs:
+            settings[of_run.describe_settings(sweep_run.run).removesuffix(".")] = None
             # points without a place of their own are methods that the user named
-            own_methods += [point.method for point in ran.sweep.points if math.isnan(point.x)]
-            counts.update(len(group.examples) for group in ran.run.groups)
-            omissions += ran.left_out()
+            own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
+            counts.update(len(group.examples) for group in sweep_run.run.groups)
+            omissions += sweep_run.left_out()
         examples = f"{min(counts)}"
         if len(counts) > 1:
             examples += f" to {max(counts)}"
         facts = {"runs": " | ".join(settings)}
         if own_methods:
             facts[OWN_METHODS] = ", ".join(own_methods)
-        facts["weights"] = self.ran[0].run.source.fingerprint
+        facts["weights"] = self.runs[0].run.source.fingerprint
         facts["examples"] = f"{examples} of each task"
         if omissions:
             facts["left out"] = "; ".join(omissions)
@@ -256,14 +256,14 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     # results= says where the figure goes, and limit= is an option of all figures in one command
     if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
-    ran = []
+    sweep_runs = []
     for sweep in sweeps:
         sweep_names = names
         if len(datasets) > 1:
             sweep_names = [name for name in names if _is_within(name, sweep.reads(tiny))]
         if sweep_names:
-            ran.append(_plan_sweep(figure, sweep, model, dict(options) | {"dataset": ",".join(sweep_names)}))
-    return MeasuredFigure(tuple(ran))
+            sweep_runs.append(_plan_sweep(figure, sweep, model, dict(options) | {"dataset": ",".join(sweep_names)}))
+    return MeasuredFigure(tuple(sweep_runs))
 
 
 def _is_within(name: str, dataset: str) -> bool:
@@ -271,7 +271,7 @@ def _is_within(name: str, dataset: str) -> bool:
     return name == dataset or name.startswith(f"{dataset}/")
 
 
-def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> Ran:
+def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
     """Plan the run of one sweep on a model; ``options`` are the user's, with the dataset that is read."""
     tiny = model == stand_ins.MODEL
     cfg = config.configure(_merge_options(figure, sweep, model, options))
@@ -280,7 +280,7 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
         chain_configs = [c for c in cfg.chains if c.chain.stages]
         points = _own_points([c.label for c in chain_configs], several="x" in figure.columns)
         chains = tuple(c.chain for c in chain_configs)
-        return Ran(replace(sweep, points=points), run_plan.prepare(cfg), chains)
+        return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
     values: Mapping[str, object] = {}
     if sweep.preset:
         # values of a preset can be stated for single models; a folder or hub id gets those for any model
@@ -292,7 +292,7 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
     for point, chain in zip(sweep.points, chains, strict=True):
         labels[chain] = f"{point.series} {point.x:g}"
     cfg = replace(cfg, chains=tuple(ChainConfig(chain, label) for chain, label in labels.items()))
-    return Ran(sweep, run_plan.prepare(cfg), chains)
+    return SweepRun(sweep, run_plan.prepare(cfg), chains)
 
 
 def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:

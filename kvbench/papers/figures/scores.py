@@ -127,7 +127,7 @@ def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
     return has_all & (data["series"] != FULL)
 
 
-def per_copy(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
+def bytes_per_copy(data: pd.DataFrame, _facts: Mapping[str, str]) -> pd.DataFrame:
     """Divide the methods' bytes by the number of copies of keys and values that they store; add it as ``copies``.
 
     With per=query_head keys and values are repeated for query heads. The full cache beside such methods is repeated as
@@ -136,6 +136,7 @@ def per_copy(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
     # One copy of k % of the tokens holds k % of the bytes and some overhead, c copies hold c times as much. Methods
     # that store a part of each token hold less, so the method with most bytes per token decides.
     methods = data[data["series"] != FULL]
+    # The overhead is less than another copy, so the ratio is rounded down.
     copies = max(1, math.floor((methods["bytes"] / methods["kept"]).max()))
     bytes_held = data["bytes"].where(data["series"] == FULL, data["bytes"] / copies)
     return data.assign(bytes=bytes_held, copies=copies)
@@ -272,10 +273,10 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean score and the number of prompts of every method, length and depth."""
     # (length, depth, score) of each prompt, by the name of the method's series
     points: dict[str, list[tuple[float, float, float]]] = {}
-    for ran in measured.ran:
-        for point, group, cell in ran.cells():
-            cell_samples = list(ran.run.samples(group, cell).values())
-            if group.task.category == "needle" and cell_samples and ran.run.store.refusal(cell.id) is None:
+    for sweep_run in measured.runs:
+        for point, group, cell in sweep_run.cells():
+            cell_samples = list(sweep_run.run.samples(group, cell).values())
+            if group.task.category == "needle" and cell_samples and sweep_run.run.store.refusal(cell.id) is None:
                 shown_points = heatmap.read_points(cell_samples, metric(group.task.metric).show)
                 points.setdefault(point.series, []).extend(shown_points)
     rows = []
@@ -344,7 +345,7 @@ CODE = {
         ),
         drawn_gains,
     ),
-    "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}"), complete=per_copy),
+    "think/fig3a": Code(None, partial(gain_facts, stage="think", at="pair {:g}"), complete=bytes_per_copy),
     "qhitter/fig9": Code(None, best_facts),
     "qhitter/fig10": Code(None, half_facts),
 }

@@ -119,14 +119,15 @@ def losses_by_ratio(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.4", table="8", text="Dropping value channels costs Mistral, not LLaMA-3")
 def value_channels(paper: PaperCells) -> Outcome:
-    own = paper.series(["model", "base", "kv_size", "ratio", "v_ratio"], table=8, of="avg", method="*+thinkv")
+    pruned = paper.series(["model", "base", "kv_size", "ratio", "v_ratio"], table=8, of="avg", method="*+thinkv")
     plain = paper.series(["model", "base", "kv_size"], table=8, of="avg", method=["h2o", "snapkv"])
-    models = by_field(difference(own, plain), "model")
-    means = models.mean()
+    changes = by_field(difference(pruned, plain), "model")
+    means = changes.mean()
     mistral, llama = means["mistral-7b-instruct-v0.2"], means["llama-3-8b-instruct"]
-    form = "{model} {value:+.2f} to {most:+.2f}, mean {mean:+.2f}"
+    pattern = "{model} {value:+.2f} to {most:+.2f}, mean {mean:+.2f}"
     return decide(
-        mistral < llama and mistral < 0, describe_values(form, models.min(), sep="; ", most=models.max(), mean=means)
+        mistral < llama and mistral < 0,
+        describe_values(pattern, changes.min(), sep="; ", most=changes.max(), mean=means),
     )
 
 

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     # first how to read the ledger, then why verdicts are missing
     notes = ledger.notes(content) + ledger.reasons(content)
-    table = ledger.sheet([content])
+    table = ledger.compare_ledgers([content])
     if args.format != "text":
         print(writers.compose([table], notes, args.format, above=[ledger.tally_verdicts(content)]), end="")
         return 0

@@ -41,9 +41,9 @@ def test_numbers_are_those_of_the_samples(folder):
     source = measured.prepare(registry.FIGURES["fidelity/budget"], keys.pairs(words))
     source.measure(quiet=True)
     data = registry.FIGURES["fidelity/budget"].compute(source)
-    (ran,) = source.ran
-    cell = next(c for c in ran.run.groups[0].cells if c.chain.stages)
-    kl = [s.fidelity["reference"].kl for s in ran.run.store.samples(cell.id).values()]
+    (sweep_run,) = source.runs
+    cell = next(c for c in sweep_run.run.groups[0].cells if c.chain.stages)
+    kl = [s.fidelity["reference"].kl for s in sweep_run.run.store.samples(cell.id).values()]
     row = data[data["text"] == "reference text"].iloc[0]
     assert row["kl"] == pytest.approx(sum(map(sum, kl)) / sum(map(len, kl))) and row["n"] == len(kl) == 2
     positions = registry.FIGURES["fidelity/positions"].compute(source)
@@ -85,8 +85,8 @@ def eight(folder):
 
 
 def kl_of(source, series):
-    cells = next(cells for point, cells in source.ran[0].points() if point.series == series)
-    return [s.fidelity["reference"].kl for s in source.ran[0].run.store.samples(cells[0][1].id).values()]
+    cells = next(cells for point, cells in source.runs[0].points() if point.series == series)
+    return [s.fidelity["reference"].kl for s in source.runs[0].run.store.samples(cells[0][1].id).values()]
 
 
 def test_a_running_mean_has_the_interval_of_its_own_positions(eight, monkeypatch):

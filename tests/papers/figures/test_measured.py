@@ -83,7 +83,7 @@ def test_the_csv_draws_the_same_pictures(name, tmp_path):
 
 
 def test_rows_are_what_the_store_holds(ran):
-    (sweep_run,) = ran.ran
+    (sweep_run,) = ran.runs
     data = sweep_run.frame()
     assert set(data["task"]) == {"needle", "listing", MEAN} and len(data) == 5 * 3
     for point, group, cell in sweep_run.cells():
@@ -123,8 +123,8 @@ def test_a_gain_is_the_paired_difference_of_the_same_method_without_the_stage(tm
     gains = source.gains("vatp")
     assert set(zip(gains["series"], gains["x"], strict=True)) == {("h2o+vatp", 25.0)}, "no point without a partner"
     differences = {}
-    for group in source.ran[0].run.groups:
-        by_label = {c.chain.name: source.ran[0].run.store.samples(c.id) for c in group.cells}
+    for group in source.runs[0].run.groups:
+        by_label = {c.chain.name: source.runs[0].run.store.samples(c.id) for c in group.cells}
         base = by_label["h2o"]
         pairs = [(s.score, base[e].score) for e, s in by_label["h2o+vatp"].items()]
         differences[group.task.id.partition("/")[2]] = pairs
@@ -144,11 +144,11 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     empty = prepare(SMALL, [*TINY, f"results={tmp_path}"])
     assert empty.frame().empty
     assert empty.facts()["left out"].count("not measured") == 10
-    (sweep_run,) = ran.ran
+    (sweep_run,) = ran.runs
     fewer = prepare(SMALL, ["length=128", "limit=2", f"results={sweep_run.run.store.root}"])
     assert set(fewer.frame()["n"]) == {2, 4}, "the store holds more, the figure counts what it was asked for"
     more = prepare(SMALL, ["length=128", "limit=4", f"results={sweep_run.run.store.root}"])
-    assert sum(t.answers_to_do for t in more.ran[0].run.todo()) == 10, "what is there is not measured again"
+    assert sum(t.answers_to_do for t in more.runs[0].run.todo()) == 10, "what is there is not measured again"
     assert "left out" not in fewer.facts() and more.facts()["left out"].count("3 of 4 examples measured") == 10
 
 
@@ -172,7 +172,7 @@ def test_a_front_is_drawn_where_its_steps_can_be_told_apart():
 
 def test_bytes_of_copies_for_query_heads_stand_over_a_full_cache_of_as_many():
     rows = [("full", 100.0, 100.5), ("h2o", 20.0, 61.0), ("h2o+think", 20.0, 45.0)]
-    data = scores.per_copy(pd.DataFrame(rows, columns=["series", "kept", "bytes"]), {})
+    data = scores.bytes_per_copy(pd.DataFrame(rows, columns=["series", "kept", "bytes"]), {})
     assert set(data["copies"]) == {3}
     np.testing.assert_allclose(data["bytes"], [100.5, 61 / 3, 15])
 
@@ -207,7 +207,7 @@ def test_needle_maps_are_means_of_fields(tmp_path):
     prepared.measure(quiet=True)
     data = figure.compute(prepared)
     assert len(data) == 5 * 2 * 2 and set(data["n"]) == {2}
-    (sweep_run,) = prepared.ran
+    (sweep_run,) = prepared.runs
     for point, group, cell in sweep_run.cells():
         for depth in (0, 100):
             scores = [s["score"] for s in sweep_run.run.store.lines(cell.id).values() if s["meta"]["depth"] == depth]
@@ -303,15 +303,15 @@ def test_options_of_a_figures_dataset(tmp_path, capsys):
 
 def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):
     prepared = prepare(RESULTS["qhitter/fig8"], ["dataset=tiny_stream", f"results={tmp_path}"])
-    assert [r.run.cfg.datasets[0].knobs["length"] for r in prepared.ran] == [512, 1024, 2048, 4096, 8192]
+    assert [r.run.cfg.datasets[0].knobs["length"] for r in prepared.runs] == [512, 1024, 2048, 4096, 8192]
     prepared = prepare(RESULTS["qhitter/fig5"], ["dataset=tiny/needle", f"results={tmp_path}"])
-    assert "chunk" not in prepared.ran[0].run.cfg.datasets[0].knobs
+    assert "chunk" not in prepared.runs[0].run.cfg.datasets[0].knobs
 
 
 def test_datasets_that_are_not_there_can_be_left_out(tmp_path):
     prepared = prepare(RESULTS["qhitter/fig7"], ["dataset=tiny/needle,tiny/hop", f"results={tmp_path}"])
-    assert [r.run.groups[0].task.id for r in prepared.ran] == ["tiny/hop", "tiny/needle"]
-    assert [r.chains[0].stages[0].kv_ratio for r in prepared.ran] == [0.4, 0.5], "each with its own budget"
+    assert [r.run.groups[0].task.id for r in prepared.runs] == ["tiny/hop", "tiny/needle"]
+    assert [r.chains[0].stages[0].kv_ratio for r in prepared.runs] == [0.4, 0.5], "each with its own budget"
 
 
 def test_a_dataset_that_stands_in_is_named(tmp_path):
