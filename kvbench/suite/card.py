@@ -1,8 +1,9 @@
-"""The card of a suite: one line a row, the table of parts, and a picture, for a reader and for a paper's table."""
+"""The card of a suite: the means by method and budget, the table of parts, a picture, and a line a row to quote."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ from kvbench.report.style import canvas, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, NEGATIVE, QUICK, Suite
 from kvbench.suite.folder import Line
-from kvbench.suite.scores import PartScore, RowScore, below_negative
+from kvbench.suite.scores import BelowNegative, PartScore, RowScore, below_negative
 
 NOTHING = "nothing was compressed"
 UNMEASURABLE = "—"
 """The text for a part that cannot be measured with the model, or that does not take the row."""
+PANEL_WIDTH, PANEL_HEIGHT = 2.3, 2.7
+"""The size of the picture of one part in inches, its titles included."""
+NAME_WIDTH, NAME_HEIGHT = 1.6, 0.14
+"""The space that a name takes in the picture's legend, in inches."""
+FEW = 2
+"""The most methods whose lines stand above the table. Those of more would hide it."""
 
 
 def line_of(suite: Suite, entry: RowScore) -> str:
@@ -46,13 +53,41 @@ def _pages_freed(entry: RowScore) -> str:
 
 def _signed_text(value: float) -> str:
     """Return a score without decimals, with a real minus sign."""
-    return f"{value:.0f}".replace("-", "−")
+    # a whole number, so that a small negative score is 0 and not -0
+    return str(round(value)).replace("-", "−")
 
 
 def _interval_text(ci: tuple[float, float] | None) -> str:
     if ci is None:
         return ""
     return f" [{_signed_text(ci[0])}, {_signed_text(ci[1])}]"
+
+
+def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
+    """Return the table of means: a row for each method and control, a column for each budget."""
+    cells: dict[str, dict[int, str]] = {}
+    roles: dict[str, str] = {}
+    for entry in scored:
+        # the score of random tokens is 0 by definition
+        if entry.role != CHANCE:
+            cells.setdefault(entry.name, {})[entry.budget] = _mean_text(entry)
+            roles[entry.name] = entry.role
+    methods = [name for name, role in roles.items() if role == METHOD]
+    controls = [name for name, role in roles.items() if role != METHOD]
+    rows = []
+    for name in methods + controls:
+        rows.append((name, *(cells[name].get(budget, "") for budget in suite.budgets)))
+    headings = {0: "", len(methods): "controls"}
+    return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
+
+
+def _mean_text(entry: RowScore) -> str:
+    """Return a row's mean with its interval, or why there is none."""
+    if entry.nothing_compressed:
+        return NOTHING
+    if entry.mean is None:
+        return UNMEASURABLE
+    return _signed_text(entry.mean) + _interval_text(entry.ci)
 
 
 def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
@@ -75,12 +110,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     rank = UNMEASURABLE
     if entry.rank is not None:
         rank = str(entry.rank)
-    mean = UNMEASURABLE
-    if entry.nothing_compressed:
-        mean = NOTHING
-    elif entry.mean is not None:
-        mean = _signed_text(entry.mean) + _interval_text(entry.ci)
-    cells = [entry.name, rank, mean]
+    cells = [entry.name, rank, _mean_text(entry)]
     for part in suite.parts:
         score = entry.parts.get(part.name)
         if score is None or score.retained is None or entry.nothing_compressed:
@@ -126,29 +156,59 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         found.append(
             f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
         )
-    # random tokens are the zero of the score, and need no mark
-    marked = [str(place) for place in below_negative(scored) if place.role in (METHOD, COMPARISON)]
-    if marked:
+    if any(entry.mean is not None and entry.ci is None and entry.role != CHANCE for entry in scored):
         found.append(
-            f"Worse than the first tokens alone, by intervals: {'; '.join(marked)}. The first tokens hold the "
-            "attention sinks, and a row that drops them can lose more than the negative control."
+            "No brackets: in at least one part, every prompt scores what it scores with random tokens, so that there "
+            "is no spread to compute an interval from."
         )
+    found += _notes_below_negative(scored)
     if suite.edition == QUICK:
         found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
     return found
 
 
+def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
+    """Return a note that names the rows below the negative control by part and budget; none without such rows."""
+    below: dict[tuple[str, int], list[BelowNegative]] = {}
+    for place in below_negative(scored):
+        # random tokens are the zero of the score, and need no mark
+        if place.role in (METHOD, COMPARISON):
+            below.setdefault((place.part, place.budget), []).append(place)
+    if not below:
+        return []
+    groups = []
+    for (part, budget), places in below.items():
+        names = ", ".join(f"{place.name} ({_signed_text(place.retained)})" for place in places)
+        control = f"{places[0].negative} ({_signed_text(places[0].negative_retained)})"
+        groups.append(f"{part} at 1/{budget}, {control}: {names}")
+    return [
+        f"Worse than the first tokens alone, by intervals: {'; '.join(groups)}. The first tokens hold the attention "
+        "sinks, and a row that drops them can lose more than the negative control."
+    ]
+
+
 def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
-    """Return the card as ``text`` or ``md``: a line for each of the user's methods, then the table and its notes."""
+    """Return the card as ``text`` or ``md``: the means by budget, the table of parts, and their notes.
+
+    A line to quote for each row of the user's methods stands above them. Those of more than FEW methods stand below,
+    and only in Markdown.
+    """
+    methods = list(dict.fromkeys(entry.name for entry in scored if entry.role == METHOD))
     # all budgets of a method together, the methods in the order of their best row
-    tested = []
-    for name in dict.fromkeys(entry.name for entry in scored if entry.role == METHOD):
-        tested += [line_of(suite, entry) for entry in scored if entry.name == name]
+    lines = []
+    for name in methods:
+        lines += [line_of(suite, entry) for entry in scored if entry.name == name]
     title = f"{suite.name}: {suite.about}"
     if suite.edition == QUICK:
         title += " (quick edition, a first look)"
-    above = [title] + tested
-    return writers.compose([score_table(suite, scored)], notes(suite, scored), style, above=above)
+    above, below = [title], notes(suite, scored)
+    if len(methods) <= FEW:
+        above += lines
+    elif style == "md":
+        below += lines
+    else:
+        below.append("card.md has each row as a line to quote.")
+    return writers.compose([mean_table(suite, scored), score_table(suite, scored)], below, style, above=above)
 
 
 def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
@@ -163,7 +223,10 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     if not parts:
         return
     with styled():
-        fig = canvas(2.3 * len(parts), 2.9)
+        width = PANEL_WIDTH * len(parts)
+        # as many names in a line as fit, the lines below the panels
+        names_in_line = max(1, int(width / NAME_WIDTH))
+        fig = canvas(width, PANEL_HEIGHT + NAME_HEIGHT * ceil(len(names) / names_in_line))
         axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
         for ax, part in zip(axes, parts, strict=True):
             for name in names:
@@ -176,7 +239,7 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
             ax.set_xlabel("share of the bytes")
         axes[0].set_ylabel("retained (random 0, full cache 100)")
         handles, labels = axes[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=2 * len(parts), frameon=False, fontsize=7)
+        fig.legend(handles, labels, loc="outside lower center", ncols=names_in_line, frameon=False, fontsize=7)
         fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
         fig.savefig(path, dpi=150, metadata={"Software": None})
 

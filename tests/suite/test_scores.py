@@ -128,7 +128,7 @@ def test_no_control_may_be_below_the_negative_one():
     assert problem.startswith("p at 1/2: c (") and "below the negative control first" in problem
     # a method may be below it, and the card says so
     assert {place.name for place in scores.below_negative(scored)} == {"c", "m"}
-    assert any("Worse than the first tokens alone" in note and ": m (" in note for note in card.notes(suite(), scored))
+    assert any("p at 1/2, first (" in note and "m (−" in note for note in card.notes(suite(), scored))
     rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
     assert scores.check_negative(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
 
@@ -158,3 +158,22 @@ def test_parts_count_alike_whatever_their_tasks():
     # variance of a mean = var / n; weights 1/2 and 1/4: sqrt(v (1/4 + 2/16)) with v = 0.01 * 12/11 / 12
     half = stats._t_quantile(33) * (0.01 * 12 / 11 / 12 * (1 / 4 + 2 / 16)) ** 0.5
     assert interval == (pytest.approx(0.6 - half), pytest.approx(0.6 + half))
+
+
+def test_means_stand_first_by_method_and_budget():
+    rng = np.random.default_rng(2)
+    base = rng.uniform(0.3, 0.9, 40)
+    rows = [row("random", CHANCE, base * 0.1), row("c", CONTROL, base * 0.9), row("a", METHOD, base * 0.5)]
+    rows += [row("b", METHOD, base * 0.7), row("d", METHOD, base * 0.1)]
+    scored = scores.score_rows(suite(), rows, full(base * 0.5 + 0.5))
+    table = card.mean_table(suite(), scored)
+    assert [cells[0] for cells in table.rows] == ["b", "a", "d", "c"], "methods from the best, then controls"
+    assert table.headings == {0: "", 3: "controls"}
+    by_name = {cells[0]: cells[1] for cells in table.rows}
+    assert by_name["d"] == "0", "no interval: all its prompts score what random tokens score"
+    assert any(note.startswith("No brackets") for note in card.notes(suite(), scored))
+    # the lines of three methods would hide the table
+    text, markdown = (card.card_text(suite(), scored, style) for style in ("text", "md"))
+    assert "worst p" not in text and markdown.index("worst p") > markdown.index("pages freed")
+    few = [entry for entry in scored if entry.name != "d"]
+    assert "worst p" in card.card_text(suite(), few, "text").split("mean  ")[0]
