@@ -30,11 +30,15 @@
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
 
-/* Sixteen numbers, that the compiler adds in the widest registers of the processor. They need no alignment. */
-typedef float floats __attribute__((vector_size(64), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(64)));
+/* Eight numbers. Wider vectors would be kept in memory, and not in registers, on processors without AVX-512. They need no
+ * alignment. */
+typedef float floats __attribute__((vector_size(32), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(32)));
+#define LANES 8
 typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 #define WIDTH 16
+/* The numbers of two vectors at these places. */
+#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
 
 /* Keys or values of N heads, one head of a row after the other. */
 struct packed {
@@ -74,7 +78,14 @@ INLINE const uint8_t *unpack_stream(const uint8_t *packed, uint8_t *codes, int64
     if (bits == 8)
         return packed;
     if (bits == 4) {
-        for (int64_t j = 0; j < m / 2; j++) {
+        int64_t j = 0;
+        for (; j + WIDTH <= m / 2; j += WIDTH) {
+            const bytes even = *(const bytes *)(packed + j) & 15, odd = *(const bytes *)(packed + j) >> 4;
+            *(bytes *)(codes + 2 * j) = FOLD(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            *(bytes *)(codes + 2 * j + WIDTH) =
+                FOLD(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (; j < m / 2; j++) {
             codes[2 * j] = packed[j] & 15;
             codes[2 * j + 1] = packed[j] >> 4;
         }
@@ -140,6 +151,35 @@ INLINE void scale_run(const uint8_t *code, const float *table, float scale, floa
         values[c] = scale * (float)code[c] + low;
 }
 
+/* values[0 .. count) = scale * values + low. */
+INLINE void scale_numbers(float scale, float low, int64_t count, float *values)
+{
+    int64_t c = 0;
+    for (; c + LANES <= count; c += LANES)
+        *(floats *)(values + c) = scale * *(floats *)(values + c) + low;
+    for (; c < count; c++)
+        values[c] = scale * values[c] + low;
+}
+
+/* values[0 .. count) = table[code]. A table of codes of up to 4 bits has WIDTH numbers, and stays in a register. */
+INLINE void look_up(const uint8_t *code, const float *table, int64_t bits, int64_t count, float *values)
+{
+    int64_t c = 0;
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    if (bits <= 4 && __builtin_cpu_supports("avx2")) {
+        const floats low_half = *(const floats *)table, high_half = *(const floats *)(table + LANES);
+        for (; c + LANES <= count; c += LANES) {
+            ints places;
+            for (int i = 0; i < LANES; i++)
+                places[i] = code[c + i];
+            *(floats *)(values + c) = __builtin_shuffle(low_half, high_half, places);
+        }
+    }
+#endif
+    for (; c < count; c++)
+        values[c] = table[code[c]];
+}
+
 /* values[0 .. count) = scale * code + low, with a scale and a low for each number. */
 INLINE void scale_each(const uint8_t *code, const float *scale, const float *low, int64_t count, float *values)
 {
@@ -151,9 +191,55 @@ INLINE void scale_each(const uint8_t *code, const float *scale, const float *low
         values[c] = scale[c] * (float)code[c] + low[c];
 }
 
-/* Dequantise one token of axis 0. */
+/* The bytes b of a run if its codes are one plane of 8, 4 or 2 bits and need no table, else 0. Such codes are dequantised
+ * as they are read, without a copy: byte j holds the codes j, j + b, j + 2 b, ... from its lowest bits up. */
+INLINE int64_t bytes_of_plane(const struct packed *p)
+{
+    if (p->stream || p->table || (p->bits != 8 && p->bits != 4 && p->bits != 2) || p->run * p->bits % 8)
+        return 0;
+    return p->run * p->bits / 8;
+}
+
+/* Dequantise `count` bytes of a plane of axis 0. All of its codes have one scale and one low. */
+INLINE void dequantise_bytes(const uint8_t *packed, float scale, float low, int64_t plane, float *values, const int bits,
+                             const int count)
+{
+    for (int place = 0; place < 8 / bits; place++, values += plane)
+        for (int i = 0; i < count; i++)
+            values[i] = scale * (float)((packed[i] >> (place * bits)) & ((1 << bits) - 1)) + low;
+}
+
+/* Dequantise one token of axis 0 whose runs are a plane each, with a scale and a low each. */
+INLINE void dequantise_planes(const struct packed *p, const uint8_t *packed, const float *scale, const float *low,
+                              int64_t plane, float *values, const int bits)
+{
+    for (int64_t run = 0; run < p->channels / p->run; run++, packed += plane, values += p->run) {
+        const float least_value = low ? low[run] : 0;
+        int64_t j = 0;
+        for (; j + WIDTH <= plane; j += WIDTH)
+            dequantise_bytes(packed + j, scale[run], least_value, plane, values + j, bits, WIDTH);
+        for (; j < plane; j += 8)
+            dequantise_bytes(packed + j, scale[run], least_value, plane, values + j, bits, 8);
+    }
+}
+
+INLINE float sum_of_squares(const float *values, int64_t count)
+{
+    floats squares = {0};
+    int64_t c = 0;
+    for (; c + LANES <= count; c += LANES)
+        squares += *(const floats *)(values + c) * *(const floats *)(values + c);
+    float sum = 0;
+    for (; c < count; c++)
+        sum += values[c] * values[c];
+    for (int i = 0; i < LANES; i++)
+        sum += squares[i];
+    return sum;
+}
+
+/* Dequantise one token of axis 0. `table` is p->table, with room for WIDTH numbers. */
 INLINE void dequantise_token(const struct packed *p, const uint8_t *packed, const float *scale, const float *low,
-                             uint8_t *codes, float *values)
+                             const float *table, uint8_t *codes, float *values)
 {
     const int64_t channels = p->channels;
     const uint8_t *code = packed;
@@ -168,16 +254,36 @@ INLINE void dequantise_token(const struct packed *p, const uint8_t *packed, cons
         }
         code = codes;
     }
+    /* a table in a register is read first, and so is one whose numbers are divided by their norm */
+    const int reads_first = table && (p->bits <= 4 || p->normed);
+    if (reads_first)
+        look_up(code, table, p->bits, channels, values);
     float factor = 1;
-    if (p->normed) {
-        float squares = 1e-30f;
-        for (int64_t c = 0; c < channels; c++)
-            squares += p->table[code[c]] * p->table[code[c]];
-        factor = 1 / __builtin_sqrtf(squares);
-    }
+    if (p->normed)
+        factor = 1 / __builtin_sqrtf(1e-30f + sum_of_squares(values, channels));
     for (int64_t g = 0, start = 0; start < channels; g++, start += p->group) {
         const int64_t count = start + p->group < channels ? p->group : channels - start;
-        scale_run(code + start, p->table, factor * scale[g], low ? low[g] : 0, count, values + start);
+        const float least_value = low ? low[g] : 0;
+        if (reads_first)
+            scale_numbers(factor * scale[g], least_value, count, values + start);
+        else
+            scale_run(code + start, table, scale[g], least_value, count, values + start);
+    }
+}
+
+/* values[t, c] = scale[c] * code + low[c] for the tokens of a step of axis 1, whose codes lie in planes of one width. */
+INLINE void dequantise_step(const uint8_t *packed, const float *scale, const float *low, int64_t plane,
+                            int64_t channels, float *values, const int bits)
+{
+    const int mask = (1 << bits) - 1;
+    for (int64_t j = 0; j < plane; j++, packed += channels) {
+        for (int64_t c = 0; c < channels; c += WIDTH) {
+            for (int place = 0; place < 8 / bits; place++) {
+                float *to = values + (j + place * plane) * channels + c;
+                for (int i = 0; i < WIDTH; i++)
+                    to[i] = scale[c + i] * (float)((packed[c + i] >> (place * bits)) & mask) + low[c + i];
+            }
+        }
     }
 }
 
@@ -185,13 +291,43 @@ INLINE void dequantise_token(const struct packed *p, const uint8_t *packed, cons
 INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int64_t steps, uint8_t *codes, float *values)
 {
     const int64_t channels = p->channels, width = padded(channels);
+    /* a table of less than WIDTH numbers is looked up as one of WIDTH */
+    float small_table[WIDTH] = {0};
+    const float *table = p->table;
+    if (table && p->bits <= 4) {
+        for (int i = 0; i < 1 << p->bits; i++)
+            small_table[i] = table[i];
+        table = small_table;
+    }
+    int64_t plane = bytes_of_plane(p);
+    if (p->axis == 0 && (plane % 8 || p->group != p->run || channels % p->run))
+        plane = 0;
+    if (p->axis == 1 && channels % WIDTH)
+        plane = 0;
     for (int64_t step = first; step < first + steps; step++) {
         const uint8_t *packed = p->codes + head * p->head_bytes + step * p->step_bytes;
         const int64_t place = (head * p->steps + step) * p->scales;
         const float *scale = p->scale + place, *low = p->low ? p->low + place : 0;
         if (p->axis == 0) {
-            dequantise_token(p, packed, scale, low, codes, values);
+            if (!plane)
+                dequantise_token(p, packed, scale, low, table, codes, values);
+            else if (p->bits == 8)
+                dequantise_planes(p, packed, scale, low, plane, values, 8);
+            else if (p->bits == 4)
+                dequantise_planes(p, packed, scale, low, plane, values, 4);
+            else
+                dequantise_planes(p, packed, scale, low, plane, values, 2);
             values += width;
+            continue;
+        }
+        if (plane) {
+            if (p->bits == 8)
+                dequantise_step(packed, scale, low, plane, channels, values, 8);
+            else if (p->bits == 4)
+                dequantise_step(packed, scale, low, plane, channels, values, 4);
+            else
+                dequantise_step(packed, scale, low, plane, channels, values, 2);
+            values += p->run * width;
             continue;
         }
         const uint8_t *code = unpack(packed, codes, p->bits, p->run, channels);
@@ -207,7 +343,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE floats products(const float *a, const float *b, int64_t width)
 {
     floats sums = {0};
-    for (int64_t c = 0; c < width; c += WIDTH)
+    for (int64_t c = 0; c < width; c += LANES)
         sums += *(const floats *)(a + c) * *(const floats *)(b + c);
     return sums;
 }
@@ -216,27 +352,40 @@ INLINE float dot(const float *a, const float *b, int64_t width)
 {
     const floats sums = products(a, b, width);
     float sum = 0;
-    for (int i = 0; i < WIDTH; i++)
+    for (int i = 0; i < LANES; i++)
         sum += sums[i];
     return sum;
 }
 
-/* The sums of 16 vectors, one in each place. Each level adds halves, of two vectors at once, so that no sum is by itself. */
-#define FOLD(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
-INLINE floats sums_of(const floats v[WIDTH])
+/* The sums of 8 vectors, one in each place. Each level adds halves, of two vectors at once, so that no sum is by itself. */
+INLINE floats sums_of(const floats v[LANES])
 {
-    floats by8[8], by4[4], by2[2];
-    for (int i = 0; i < 8; i++)
-        by8[i] = FOLD(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-                 + FOLD(v[2 * i], v[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    floats by4[4], by2[2];
     for (int i = 0; i < 4; i++)
-        by4[i] = FOLD(by8[2 * i], by8[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27)
-                 + FOLD(by8[2 * i], by8[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        by4[i] = FOLD(v[2 * i], v[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11)
+                 + FOLD(v[2 * i], v[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
     for (int i = 0; i < 2; i++)
-        by2[i] = FOLD(by4[2 * i], by4[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29)
-                 + FOLD(by4[2 * i], by4[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    return FOLD(by2[0], by2[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
-           + FOLD(by2[0], by2[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        by2[i] = FOLD(by4[2 * i], by4[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13)
+                 + FOLD(by4[2 * i], by4[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15);
+    return FOLD(by2[0], by2[1], 0, 2, 4, 6, 8, 10, 12, 14) + FOLD(by2[0], by2[1], 1, 3, 5, 7, 9, 11, 13, 15);
+}
+
+/* The products of two queries with four tokens: a number that is loaded meets several others. */
+INLINE void products_of_group(const float *query, const float *values, int64_t width, floats first[4], floats second[4])
+{
+    floats sums[8] = {{0}};
+    for (int64_t c = 0; c < width; c += LANES) {
+        const floats q0 = *(const floats *)(query + c), q1 = *(const floats *)(query + width + c);
+        for (int i = 0; i < 4; i++) {
+            const floats v = *(const floats *)(values + i * width + c);
+            sums[i] += q0 * v;
+            sums[4 + i] += q1 * v;
+        }
+    }
+    for (int i = 0; i < 4; i++) {
+        first[i] = sums[i];
+        second[i] = sums[4 + i];
+    }
 }
 
 /* out[r, l] = sum over c of query[r, c] * values[l, c], for rows of `width` numbers; out has `length` numbers a query. */
@@ -244,11 +393,19 @@ INLINE void multiply(const float *query, int64_t queries, const float *values, i
                      int64_t length)
 {
     int64_t t = 0;
-    /* all queries meet the same sixteen tokens, which stay in the first-level cache */
-    for (; t + WIDTH <= tokens; t += WIDTH) {
-        for (int64_t r = 0; r < queries; r++) {
-            floats sums[WIDTH];
-            for (int i = 0; i < WIDTH; i++)
+    /* all queries meet the same eight tokens, which stay in the first-level cache */
+    for (; t + LANES <= tokens; t += LANES) {
+        int64_t r = 0;
+        for (; r + 2 <= queries; r += 2) {
+            floats first[LANES], second[LANES];
+            for (int i = 0; i < LANES; i += 4)
+                products_of_group(query + r * width, values + (t + i) * width, width, first + i, second + i);
+            *(floats *)(out + r * length + t) = sums_of(first);
+            *(floats *)(out + (r + 1) * length + t) = sums_of(second);
+        }
+        if (r < queries) { /* the last of an odd number */
+            floats sums[LANES];
+            for (int i = 0; i < LANES; i++)
                 sums[i] = products(query + r * width, values + (t + i) * width, width);
             *(floats *)(out + r * length + t) = sums_of(sums);
         }
@@ -258,17 +415,17 @@ INLINE void multiply(const float *query, int64_t queries, const float *values, i
             out[r * length + t] = dot(query + r * width, values + t * width, width);
 }
 
-/* Add the weighted sum of `tokens` rows of values to `count` times WIDTH numbers. */
+/* Add the weighted sum of `tokens` rows of values to `count` times LANES numbers. */
 INLINE void add_weighted(const float *w, const float *values, int64_t width, int64_t tokens, float *sum, const int count)
 {
-    floats sums[4];
+    floats sums[8];
     for (int i = 0; i < count; i++)
-        sums[i] = *(floats *)(sum + i * WIDTH);
+        sums[i] = *(floats *)(sum + i * LANES);
     for (int64_t t = 0; t < tokens; t++)
         for (int i = 0; i < count; i++)
-            sums[i] += w[t] * *(const floats *)(values + t * width + i * WIDTH);
+            sums[i] += w[t] * *(const floats *)(values + t * width + i * LANES);
     for (int i = 0; i < count; i++)
-        *(floats *)(sum + i * WIDTH) = sums[i];
+        *(floats *)(sum + i * LANES) = sums[i];
 }
 
 /* Add the sum over l of weight[r, l] * values[l, c] to out[r, c]; weight has `length` numbers a query. */
@@ -283,10 +440,10 @@ INLINE void add_all(const float *weight, int64_t length, int64_t queries, const 
             const float *w = weight + r * length + first;
             float *sum = out + r * width;
             int64_t c = 0;
-            /* four sums at once, since one alone would wait for its last product */
-            for (; c + 4 * WIDTH <= width; c += 4 * WIDTH)
-                add_weighted(w, block + c, width, count, sum + c, 4);
-            for (; c < width; c += WIDTH)
+            /* eight sums at once, since one alone would wait for its last product */
+            for (; c + 8 * LANES <= width; c += 8 * LANES)
+                add_weighted(w, block + c, width, count, sum + c, 8);
+            for (; c < width; c += LANES)
                 add_weighted(w, block + c, width, count, sum + c, 1);
         }
     }
@@ -348,7 +505,7 @@ struct ring {
 INLINE floats exponential(floats x)
 {
     /* below -87 the result would be no normal number */
-    const floats limit = {-87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87};
+    const floats limit = {-87, -87, -87, -87, -87, -87, -87, -87};
     const ints below = x < limit;
     x = (floats)(((ints)x & ~below) | ((ints)limit & below));
     /* x <= 0, so that cutting off the fraction of x / ln 2 - 1/2 rounds x / ln 2 */
@@ -368,20 +525,20 @@ INLINE floats exponential(floats x)
 /* Replace `count` logits by their softmax. */
 INLINE void softmax(float *logits, int64_t count)
 {
-    float most[WIDTH], top = logits[0];
-    for (int lane = 0; lane < WIDTH; lane++)
+    float most[LANES], top = logits[0];
+    for (int lane = 0; lane < LANES; lane++)
         most[lane] = top;
     int64_t i = 0;
-    for (; i + WIDTH <= count; i += WIDTH)
-        for (int lane = 0; lane < WIDTH; lane++)
+    for (; i + LANES <= count; i += LANES)
+        for (int lane = 0; lane < LANES; lane++)
             most[lane] = logits[i + lane] > most[lane] ? logits[i + lane] : most[lane];
     for (; i < count; i++)
         top = logits[i] > top ? logits[i] : top;
-    for (int lane = 0; lane < WIDTH; lane++)
+    for (int lane = 0; lane < LANES; lane++)
         top = most[lane] > top ? most[lane] : top;
     floats sums = {0};
     float sum = 0;
-    for (i = 0; i + WIDTH <= count; i += WIDTH) {
+    for (i = 0; i + LANES <= count; i += LANES) {
         const floats weight = exponential(*(floats *)(logits + i) - top);
         *(floats *)(logits + i) = weight;
         sums += weight;
@@ -391,7 +548,7 @@ INLINE void softmax(float *logits, int64_t count)
         logits[i] = exponential(x)[0];
         sum += logits[i];
     }
-    for (int lane = 0; lane < WIDTH; lane++)
+    for (int lane = 0; lane < LANES; lane++)
         sum += sums[lane];
     for (i = 0; i < count; i++)
         logits[i] /= sum;
