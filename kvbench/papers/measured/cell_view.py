@@ -25,29 +25,36 @@ from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.metrics import metric, stats
 
 AVERAGE = Column("avg", SCORE)
+"""The column of averages. On a stand-in it leaves out tasks on which the model fails."""
 OF_ALL = Column("avg", "all")
-"""The average over all tasks, beside that over the tasks above the floor."""
+"""The column of averages over all tasks, which stands beside AVERAGE if AVERAGE leaves tasks out."""
 WIDE = 100.0
-"""Percentage points: a share of the full cache with a wider interval says nothing and is not shown."""
+"""In percentage points: the widest interval with which a share of the full cache's score is still shown."""
 ROUNDING = 2
-"""Units of a printed average's last digit by which rounding can explain a difference to that of its printed cells."""
+"""In units of the last printed digit: rounding can explain so large a difference between a printed average and the
+average of its printed cells."""
 
 
 @dataclass(frozen=True)
 class CellView:
     """One cell of a table: our number, the printed one, and the facts behind the marks and notes on both.
 
-    status: measured, refused (see ``reason``), missing, or ``none`` if the paper has no such cell. Timings may be OOM.
+    status: measured, refused or failed (see ``reason``), missing, or ``none`` if the paper has no such cell. Timings
+    may also be OOM.
     ours, published: the values in printed units, fractions in per cent.
     relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
-    stated: an average that the paper prints although its cells give another.
+    ci, relative_ci: the 95 % intervals of ``ours`` and ``relative``. A timing's ``ci`` is its pair of quartiles.
+    mark: the sign of a suspect or repaired printed value (see published.MARKS).
+    stated: the average that the paper prints, if its cells give another.
     floor: whether the full cache scores too little for a share of it.
     full: the full cache's score on the same examples.
     budgeted: whether the share of tokens kept is shown.
-    printed: the characters on the page, or a fraction in per cent.
-    exact: ✓ if the printed value follows without a model, else the value that follows.
-    timed: the cell of an efficiency table.
     n, of: how many examples are measured, and how many there are.
+    cell: the id of the result in the store; several ids if tasks are pooled.
+    budget, published_budget: the share of the prompt's tokens that is kept, in per cent.
+    printed: the characters on the page, or a fraction in per cent.
+    exact: ✓ if the printed value follows from others without a model, or ``recomputed X`` if these give X instead.
+    timed: the cell of an efficiency table; None in a table of scores.
     unlike: the conditions that differ from the paper's.
     unchanged: whether nothing was compressed, so that our number says nothing about the method.
     stand_in: whether another model than the paper's was measured, so that our number is a share of its full cache.
@@ -84,7 +91,7 @@ class CellView:
 
     @property
     def few(self) -> bool:
-        """Return True for a share that rests on too few examples to say anything."""
+        """Tell whether a share rests on too few examples (fewer than stats.FEWEST) to say anything."""
         return self.stand_in and 0 < self.n < stats.FEWEST
 
     @property
@@ -97,7 +104,12 @@ class CellView:
 
 @dataclass(frozen=True)
 class View:
-    """A table with its entries: for each row a tuple with one entry per column, averages last."""
+    """A paper's table, ready to be shown.
+
+    ours: the table with its run or timings.
+    columns: the columns that are shown, averages last.
+    rows: each row with its cells, one for each of ``columns``.
+    """
 
     ours: OurTable
     columns: tuple[Column, ...]
@@ -108,7 +120,7 @@ class View:
 class _OurScore:
     """The measured side of one number.
 
-    value: its summary.
+    value: the stored result, with its mean, interval and counts.
     pairs: scores [n, 2] of the method and of the full cache on the same examples.
     floor: whether the full cache is at the floor in one of its tasks.
     full: the full cache's score.
@@ -124,7 +136,7 @@ class _OurScore:
 
 @dataclass(frozen=True)
 class _ColumnEntry:
-    """An entry of a line with its column and our score; ``score`` is None for columns of other values."""
+    """A cell of a line with its column and our score. ``score`` is None if the column shows no scores."""
 
     column: Column
     cell: CellView
@@ -211,7 +223,11 @@ def _in_percent(ratio: float | None) -> float | None:
 def _read_score(
     ours: OurTable, line: TableLine, column: Column, score_by_cells: dict[tuple[str, ...], _OurScore]
 ) -> _OurScore | None:
-    """Return our score in a column, read once for all entries that show it; None for columns of other values."""
+    """Return a line's measured score in a column; None if the column shows no scores.
+
+    score_by_cells: the scores read so far, by the ids of their results. New scores are added, since several lines can
+    show the same results.
+    """
     if column.what != SCORE:
         return None
     cells = ours.cells(line, column)
@@ -226,8 +242,8 @@ def _read_score(
         for (group, cell), (_, full_cell) in zip(cells, full_cells, strict=True):
             own_scores = stored_scores(ours.run.store, group, cell)
             full_scores = stored_scores(ours.run.store, group, full_cell)
-            for e in sorted(own_scores.keys() & full_scores.keys()):
-                scores_by_example.setdefault(e, []).append((own_scores[e], full_scores[e]))
+            for example_id in sorted(own_scores.keys() & full_scores.keys()):
+                scores_by_example.setdefault(example_id, []).append((own_scores[example_id], full_scores[example_id]))
     # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
     pairs = stats.by_example(scores_by_example, 2)
     # pairs[:, 1] are the full cache's scores, on the examples that the method answered, too
@@ -274,7 +290,7 @@ def _score_entry(
     summary = result.summary
     if score is None or summary is None or summary.score is None:
         return entry
-    # a column of shares of the full cache has our share beside it
+    # if the paper prints shares of its full cache, our share is compared with them
     value: float | None = summary.score
     ci = summary.ci
     if printed.metric == RATIO:
@@ -348,8 +364,9 @@ def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Itera
 
 
 def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
-    """Return the entry of a line's average, taken as the paper does, over the columns that can be read here.
+    """Return the cell of a line's average in the column ``kind`` (AVERAGE or OF_ALL), averaged as the paper averages.
 
+    The average is over the columns whose data can be read here.
     On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns with too
     few examples, unless all columns have too few. The mean of OF_ALL keeps both.
     """
@@ -396,7 +413,10 @@ def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEnt
 def _average_as_printed(
     ours: OurTable, line: TableLine, readable: Sequence[_ColumnEntry], compare_stated: bool
 ) -> CellView:
-    """Return the printed side of a line's average. ``compare_stated`` notes a stated one that its cells contradict."""
+    """Return the printed side of a line's average, computed from the printed cells of the ``readable`` columns.
+
+    compare_stated: True to note the average that the paper itself states, if these cells contradict it.
+    """
     cells = [entry.cell for entry in readable]
     full_cells = [_printed_full(ours, line, entry.column) for entry in readable]
     of_ratios = ours.declared.average in (RELATIVE, SHARE)
@@ -448,9 +468,11 @@ def _find_stated_average(row: TableRow) -> Published | None:
 def _average_printed(
     cells: Sequence[CellView], full_cells: Sequence[Published | None], of_ratios: bool
 ) -> tuple[float | None, float | None]:
-    """Return (mean, share): the mean of the printed values or of their shares, and its own share of the full cache.
+    """Return a printed line's mean, and its share of the full cache's mean in per cent.
 
-    ``full_cells`` are the full cache's printed values in the same columns.
+    full_cells: the full cache's printed cells in the same columns.
+    of_ratios: average the cells' shares of the full cache in place of their values; the mean is then the share, too.
+    Both numbers are None if a cell has no value. The share alone is None if the full cache lacks a value.
     """
     values = [cell.published_relative if of_ratios else cell.published for cell in cells]
     known_values = [value for value in values if value is not None]
@@ -479,7 +501,10 @@ def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published 
 
 
 def _printed_share(value: Published, full: Published | None) -> float | None:
-    """Return a printed value in per cent of the printed full cache, or the inverse share for a perplexity."""
+    """Return a printed value in per cent of the paper's full-cache value: 100 value / full, or None without both.
+
+    A perplexity has the inverse share, 100 full / value. A value that is printed as a share is returned as it is.
+    """
     if value.metric == RATIO:
         return value.value
     if full is None or value.points is None or not full.points:

@@ -20,15 +20,17 @@ FILE = "counts.csv"
 STATES = ("measured", "refused", "missing")
 FIELDS = ("table", "model", *STATES)
 _STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
+"""One of STATES for each status of a cell."""
 
 Counts = Mapping[str, str]
+"""A line of the file: a text for each of FIELDS."""
 
 
 def count_cells(seen: View) -> dict[str, str]:
-    """Return a table's line: its model, and the numbers of measured, refused and missing cells. Each cell counts once.
+    """Count the measured, refused and missing cells of a table, and return them as a line of the file.
 
-    Several rows and columns can show one cell of the store. Means do not count. A cell out of memory counts as
-    measured.
+    A result of the store counts once, even if several rows and columns show it. Means do not count. A cell that ran
+    out of memory counts as measured.
     """
     cells: set[tuple[str, object]] = set()
     # in a set, entries that show one cell count once

@@ -21,21 +21,27 @@ from kvbench.store.provenance import describe_local_changes
 from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
 SHOWS = ("both", "ours", "published", "delta")
+"""What the cells of a printed table can contain: both sides, one side, or their difference."""
 WRONG = ("refused", "failed")
+"""Statuses that are shown as ✗, with the reason in a note."""
 FAILS = ("model", "fails")
 """The lines of a cell on which the model fails even with the full cache."""
 WIDE_MARK = "wide"
+"""The text in place of a share whose interval is too wide to say anything."""
 UNLIKE = "°"
 """Marks a difference to a score that was made under other conditions."""
 LABEL = 22
-"""Characters of a line of a row's setting."""
+"""The settings of a row are wrapped into lines of at most this many characters."""
 
 Line = tuple[TableLine, tuple[CellView, ...]]
 """A row of a view with its entries."""
 
 
 def cell_texts(view: View, show: str) -> Table:
-    """Return the cells as text. ``show`` is one of SHOWS, or ``beside`` for the printed side in the unit of ours."""
+    """Return a table of texts: the rows' labels, and the lines of every cell, with the best of each block in bold.
+
+    show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
+    """
     stand_in, timings = view.ours.stand_in, view.ours.timings
     field = _compared_field(view, show)
     base = "full"
@@ -45,7 +51,7 @@ def cell_texts(view: View, show: str) -> Table:
     rows: list[tuple[str, ...]] = []
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
-        # the others are measured against the base row, so it is never the best one
+        # the other rows are compared with the base row, so it is never the best one
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
         best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
@@ -77,14 +83,14 @@ def cell_texts(view: View, show: str) -> Table:
         groups.append(column.group)
     table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
     spans = [count for group, count in table.spans() if group]
-    # a line of groups says nothing if there is one group, or if each group is one column
+    # the line of groups above the columns says nothing if there is one group, or if each group is one column
     if len(spans) > 1 and max(spans) > 1:
         return table
     return replace(table, groups=())
 
 
 def _compared_field(view: View, show: str) -> str:
-    """Return the field of an entry that decides the best row of a block."""
+    """Return the name of the CellView field whose value decides the best row of a block."""
     printed = show in ("published", "beside")
     # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
     if view.ours.timings is not None:
@@ -101,12 +107,12 @@ def _compared_field(view: View, show: str) -> str:
 def _label_of_row(line: TableLine, heading: str, show: str) -> str:
     """Return a row's label: its method, and the settings that the heading of its block lacks."""
     in_heading = heading.split(", ")
-    parts = []
-    for part in line.row.setting.split(";"):
-        if part and _heading_text(*part.split("=", 1)) not in in_heading:
-            parts.append(part)
+    settings = []
+    for setting in line.row.setting.split(";"):
+        if setting and _heading_text(*setting.split("=", 1)) not in in_heading:
+            settings.append(setting)
     label = [line.row.method]
-    label += wrap(" ".join(parts), LABEL, break_long_words=False)
+    label += wrap(" ".join(settings), LABEL, break_long_words=False)
     if line.chain is not None and line.chain.evicts and show != "published":
         label.append(EVICTS)
     return "\n".join(label)
@@ -119,10 +125,11 @@ def _counts_differ(rows: Sequence[Line], index: int) -> bool:
 
 
 def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
-    """Return the best value of a field (``ours``, ``relative``, ``published``) in a block's column, or None.
+    """Return the best value of a column within one block of rows; None if fewer than two values compare.
 
-    A best value needs two values. Less is better for some times and for perplexities, but not for their shares, since
-    these are inverse.
+    index, column: the column's position and name.
+    field: the CellView field to compare, from ``_compared_field``.
+    Less is better for some times, and for perplexities but not for their shares, since these are inverse.
     """
     column_entries = [entries[index] for _, entries in rows]
     if field != "published":
@@ -152,7 +159,7 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
 
 
 def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
-    """Return the lines of a cell that is a score.
+    """Return the lines of text in a cell that is a score. ``show`` is as in ``cell_texts``.
 
     stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
     """
@@ -283,7 +290,7 @@ def notes(view: View, show: str = "both") -> list[str]:
 def _list_shown_lines(view: View, show: str) -> frozenset[str]:
     """Return the lines of all cells that a reader of ``show`` sees, so that a note stands only beside its mark."""
     shown = [show]
-    # a report's page has our side, too, and switches between all of them
+    # a report's page also has our side, and the reader switches between both
     if show == "beside":
         shown.append("ours")
     lines: set[str] = set()
@@ -295,7 +302,7 @@ def _list_shown_lines(view: View, show: str) -> frozenset[str]:
 
 
 def _list_waiting_columns(view: View) -> list[str]:
-    """Return the columns of scores that could be read and have a row without a number."""
+    """Return the names of columns that a run would fill: a row has no number there, although its data can be read."""
     if view.ours.run is None:
         return []
     names = []
@@ -309,7 +316,7 @@ def _list_waiting_columns(view: View) -> list[str]:
 
 
 def reasons_for_absence(ours: OurTable) -> list[str]:
-    """Return each reason why datasets cannot be read here, behind the names of these datasets."""
+    """Return a sentence for each reason why data cannot be read here: the names of the datasets, then the reason."""
     labels_by_workload = label_workloads(workload.whole for workload in ours.absent)
     names_by_reason: dict[str, list[str]] = {}
     for workload, why in ours.absent.items():
@@ -398,7 +405,7 @@ def _list_measured(view: View) -> list[CellView]:
 
 
 def _range_text(counts: Sequence[int]) -> str:
-    """Return the smallest and the largest number, or one where they are the same."""
+    """Return the smallest and the largest count as ``4 to 8``, or one number if both are the same."""
     low, high = min(counts), max(counts)
     if low == high:
         return str(low)
@@ -406,7 +413,10 @@ def _range_text(counts: Sequence[int]) -> str:
 
 
 def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
-    """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache."""
+    """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache.
+
+    ``shown`` are the lines of all cells, as in ``_ours_notes``.
+    """
     ours = view.ours
     if ours.model == stand_ins.MODEL:
         yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
@@ -439,8 +449,8 @@ def _prints_fractions(view: View) -> bool:
 
 
 def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
-    """Yield the full cache's own scores, of which the numbers are shares, and a note on those too low for that."""
-    # rows can rest on different numbers of examples: the entry of the most has the full cache's score
+    """Yield a note with the full cache's own scores, and one on columns where these are too low for a share of them."""
+    # rows can rest on different numbers of examples: name the full cache's score on the most examples
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
@@ -524,7 +534,7 @@ def title_line(view: View, show: str = "both") -> str:
 
 
 def _number_text(value: float | None, digits: int, sign: bool = False) -> str:
-    """Format a number with a minus sign of its own width; None is a dash."""
+    """Format a number with a typographic minus sign, which is as wide as a digit; None is a dash."""
     if value is None:
         return "—"
     text = f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"

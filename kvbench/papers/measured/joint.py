@@ -34,7 +34,7 @@ def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     """Return one group per way of asking a task: all cells, each once, over the examples of the largest group."""
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
-        # without its chain, a cell's identity describes the task, its prompts and its sampling
+        # all cells of a group agree in this: without its chain, an identity describes task, prompts and sampling
         identity = {key: value for key, value in group.cells[0].identity.items() if key != "chain"}
         task = json.dumps(identity, sort_keys=True, default=str)
         groups_by_task.setdefault(task, []).append(group)

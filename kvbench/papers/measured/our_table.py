@@ -34,19 +34,21 @@ from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
+"""The results folder if the user names none."""
 _READING_KEYS = frozenset(("max_length", "template", "truncation", "system", "query_aware", "bos"))
 CONDITIONS = _READING_KEYS | {"min_new_tokens", "max_new_tokens", "temperature"}
-"""Keys of ``run`` without which prompts are read, and answers made, as a paper's own."""
+"""Keys of ``run`` that change how prompts are read and answered, so that scores differ from the paper's."""
 
 
 @dataclass(frozen=True)
 class TableLine:
     """A row of the paper on our model: its chain, or the reason why it has no chain.
 
-    refused: why the model cannot run the row.
-    skipped: why the row is not run here.
-    reads: the workload of each of the table's datasets.
-    others: chains of datasets with a chain of their own.
+    chain: the row's method or combination of methods with its options; None for a refused or skipped row.
+    refused: why the model cannot run the row, '' if it can.
+    skipped: why the row is not run here, '' if it is.
+    reads: the data that the row reads, by dataset of the table.
+    others: chains that replace ``chain``, by the dataset for which the paper states other settings.
     """
 
     row: TableRow
@@ -62,20 +64,21 @@ class TableLine:
 
 
 Parts = tuple[tuple[Group, Cell], ...]
-"""The cells of the store behind one number, a task each, with the group that each is measured in."""
+"""The results in the store behind one number: one cell per task, each with the group in which it is measured."""
 
 
 @dataclass(frozen=True)
 class OurTable:
-    """A paper's table on ``model``: one line per row, and the run that measures them.
+    """A paper's table on ``model``: one line per row, and the run that measures the lines.
 
+    declared: the paper's table.
     stand_in: whether the table has no numbers of the model, so that the model is a substitute.
     run: the run of all lines; None if nothing of the table can be run.
     groups: the groups of the run by workload.
     absent: the reason for each workload that cannot be read.
     notes: sentences for readers about the data that are read.
-    timings: the timed rows of an efficiency table.
-    typed: the user's arguments that change how prompts are read and answered.
+    timings: the timed rows of an efficiency table; None for a table of scores.
+    typed: the user's arguments (``key=value``) that change how prompts are read and answered.
     """
 
     declared: TableSpec
@@ -90,12 +93,15 @@ class OurTable:
     typed: tuple[str, ...] = ()
 
     def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
-        """Return the store's cells of a line's chain, or of ``chain``, in a column; () if it is not measured."""
+        """Return the cells that measure a line in a column, with their groups; () if the run has none.
+
+        chain: the chain to look for in place of the line's own.
+        """
         wanted_chain = chain
         if wanted_chain is None:
             wanted_chain = line.chain_of(column.dataset)
         workload = line.reads.get(column.dataset)
-        # a refused or skipped line has no chain, and a row without a printed cell reads nothing in a column
+        # a refused or skipped line has no chain, and a line reads no data for a cell that the paper does not print
         if wanted_chain is None or workload is None:
             return ()
         parts = []
@@ -116,7 +122,10 @@ class OurTable:
         return self.absent.get(workload, "")
 
     def value(self, line: TableLine, column: Column) -> CellResult:
-        """Return the result of a line in a column. If its dataset has several tasks, the result covers all together."""
+        """Return a line's stored result in a column. If the dataset has several tasks, their examples are pooled.
+
+        A line that is not measured has a result with a status (refused, failed, missing) and its reason.
+        """
         if line.refused:
             return CellResult("", "", "refused", reason=line.refused)
         cells = self.cells(line, column)
@@ -146,13 +155,13 @@ class OurTable:
 
 
 def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return the stored scores of a cell by example, in the order of the group's examples."""
+    """Return the stored scores of a cell by example id, in the order of the group's examples."""
     samples = store.samples(cell.id)
     score_by_example = {}
-    for e in group.examples:
-        score = samples[e.id].score if e.id in samples else None
+    for example in group.examples:
+        score = samples[example.id].score if example.id in samples else None
         if score is not None:
-            score_by_example[e.id] = score
+            score_by_example[example.id] = score
     return score_by_example
 
 
@@ -166,29 +175,35 @@ def split_options(arguments: Iterable[str]) -> dict[str, str]:
 
 
 def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
-    """Return the table with the paper's side only. ``why`` says why nothing is measured."""
+    """Return a table whose rows are all skipped, so that it shows the paper's side only.
+
+    An efficiency table has its stored rows nevertheless. ``why`` is the reason that the skipped rows give.
+    """
     if declared.kind == timings.KIND:
         return timed_table(timings.read_timings(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(row, skipped=why) for row in declared.rows)
-    # values other than scores stand as printed, so no model stands in for them
+    # in a table without scores all values stand as printed, so no model stands in for the paper's
     stand_in = declared.measurable and stands_in(declared, model)
     return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
 def timed_table(found: Timings) -> OurTable:
-    """Return an efficiency table with its measured rows."""
+    """Return an efficiency table as an OurTable. ``found`` has its declaration and the measured rows."""
     lines = tuple(TableLine(row) for row in found.table.rows)
     return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
 
 
 def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
-    """Plan the table on ``model`` (an entry of conf/model, a folder or a hub id). ``arguments`` are ``run``'s.
+    """Plan a paper's table on one model: return its lines, and the run that measures them, without measuring.
+
+    model: an entry of conf/model, a folder or a hub id; '' for the tiny model.
+    arguments: key=value arguments of ``run``, and ``longbench=`` (full, mini), the source of LongBench's columns.
 
     Rows of other models are skipped. If the table has no numbers of the model, the model stands in for all of its
-    models. The tiny model does so with tasks and budgets of its own. It is also used if no ``model`` is given. Datasets
-    that cannot be read are left out and listed in ``absent``. If none can be read, ``run`` is None. ``longbench=``
-    (full, mini) chooses the source of LongBench's columns. An efficiency table shows the rows stored in ``results=``,
-    and rows of the paper's own model replace the tiny model's. Raises UsageError for impossible arguments.
+    models. The tiny model does so with tasks and budgets of its own. Datasets that cannot be read are left out and
+    listed in ``absent``. If none can be read, ``run`` is None. An efficiency table shows the rows stored in
+    ``results=``; without a model, or for the tiny one, rows of the paper's own model come first. Raises UsageError for
+    impossible arguments.
     """
     options = split_options(arguments)
     if declared.kind == timings.KIND:
@@ -260,7 +275,11 @@ def _readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkloa
 
 
 def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool) -> RunConfig:
-    """Return the run of ``settings`` with every dataset that can serve the table's columns."""
+    """Return the configuration of a run with every dataset that can serve the table's columns.
+
+    settings: the keys that the user typed, with the table's preset and model.
+    tiny: True for the tiny model, which reads its own tasks.
+    """
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
     only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
@@ -323,7 +342,10 @@ def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> lis
 def _plan_run(
     reader: Reader, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
-    """Plan the run of the full cache and of the cells behind printed numbers. Return it with its groups by workload."""
+    """Plan one run of the full cache and of all lines, limited to cells behind printed numbers.
+
+    Return the run, and its groups by the workload that they belong to.
+    """
     # rows read different lengths of a needle test, and the run reads all of them as one dataset
     label_of = label_workloads(workload.whole for workload in workloads)
     datasets = []
@@ -445,9 +467,12 @@ def _build_line(
     tiny: bool = False,
     config: object | None = None,
 ) -> TableLine:
-    """Return a row's line with its chain. It is refused if no chain is possible or the model cannot run it.
+    """Return a row's line with its chain. The line is refused if no chain is possible or the model cannot run it.
 
-    ``values`` are the values of the paper's preset, ``config`` is the model's.
+    values: the values of the paper's preset by full key.
+    size: the size of a stand-in; None for the paper's own model.
+    tiny: True for the tiny model, which needs arguments of its own.
+    config: the configuration of the Hugging Face model; None skips the check that the model can run the chain.
     """
     setting = row_knobs.parse_setting(row.setting)
     method = row_knobs.method_of(row.method, setting)
@@ -467,7 +492,7 @@ def _build_line(
         knobs |= declared.arguments.get(row.method, {})
 
         def build_chain(dataset_setting: str = "") -> Chain:
-            """Build the row's chain, with the settings of a dataset before its own."""
+            """Build the row's chain. The row's own settings override ``dataset_setting``, the settings of a dataset."""
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
             texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}

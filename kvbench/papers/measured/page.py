@@ -56,9 +56,10 @@ Record = dict[str, object]
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
-    """Return the table as text in one of FORMATS, with ``show`` (one of SHOWS) in its cells and notes below.
+    """Return the table as text in one of FORMATS, with notes below it.
 
-    ``terminal`` marks the best value of each block in bold, in text only.
+    show: what its cells contain, one of grid.SHOWS.
+    terminal: True to mark the best value of each block in bold. It only changes the format ``text``.
     """
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
@@ -99,7 +100,7 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
 
 
 def _is_empty(view: View, table: Table) -> bool:
-    """Return True if a table has no number: nothing is measured, and no cell shows a printed value."""
+    """Tell whether a table has no number: nothing is measured, and no cell shows a printed value."""
     for _, entries in view.rows:
         if any(entry.status not in ("none", "missing") for entry in entries):
             return False

@@ -24,7 +24,7 @@ def column_name(timings: Timings, column: str) -> str:
 
 
 def lines_of_cell(entry: CellView, show: str) -> list[str]:
-    """Return the lines of one cell; ``show`` as in grid."""
+    """Return the lines of text in one cell. ``show`` is one of grid.SHOWS, or ``beside`` (see grid.cell_texts)."""
     cell = entry.timed
     assert cell is not None
     ours = _sign_without_number(entry) or _ratio_text(cell.ratio)
@@ -72,7 +72,7 @@ def _sign_without_number(entry: CellView) -> str:
 def _printed_text(entry: CellView) -> str:
     """Return the text of the printed value, with its marks."""
     assert entry.timed is not None
-    # papers say in many ways that a row does not fit; the cell's flag says it in one
+    # papers write in many ways that a row does not fit into memory, but the cell's flag always says out-of-memory
     if "out-of-memory" in entry.timed.printed.flag.lower():
         return OOM
     text = f"{entry.printed or '—'}{entry.mark}"
@@ -87,7 +87,7 @@ def _ratio_text(ratio: float | None) -> str:
 
 
 def _number_text(value: float) -> str:
-    """Format a number with three digits, or all before the point."""
+    """Format a number with three significant digits, or from 100 on with all digits before the point."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"
@@ -132,25 +132,31 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
 
 
 def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
-    """Return, by reason, the models, methods or datasets that are not run."""
+    """Return the models, methods or datasets that are not run, grouped by the reason.
+
+    The names are a dict's keys: each stands once, in the order of the table.
+    """
     names_by_reason: dict[str, dict[str, None]] = {}
     for printed, cell in timings.cells.items():
         if cell.status != NOT_RUN:
             continue
-        # the declaration excludes a cell by one of its facts
+        # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
         excluded = printed.method
         if printed.dataset == "avg":
             excluded = printed.dataset
-        for place in (printed.model, printed.method, printed.dataset):
-            if place in timings.bench.not_run:
-                excluded = place
+        for name in (printed.model, printed.method, printed.dataset):
+            if name in timings.bench.not_run:
+                excluded = name
                 break
         names_by_reason.setdefault(cell.reason, {})[excluded] = None
     return names_by_reason
 
 
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
-    """Yield both devices, the base of ratios, a stand-in's scale, and how many ratios agree in direction."""
+    """Yield notes on our side: both devices, the base of ratios, a stand-in's scale, and how many ratios agree.
+
+    ``show`` is as in ``lines_of_cell``.
+    """
     bench, cells = timings.bench, timings.cells
     start = "N.NN×:"
     if show == "delta":
@@ -225,7 +231,7 @@ def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
 
 
 def _their_models(timings: Timings) -> str:
-    """Return the paper's models and devices."""
+    """Return the names of the paper's models and devices in words."""
     models = []
     for model in timings.table.models():
         if model == "unstated":
@@ -236,6 +242,6 @@ def _their_models(timings: Timings) -> str:
 
 
 def _devices(timings: Timings) -> list[str]:
-    """Return the paper's devices that its rows name."""
+    """Return the devices that the paper's rows name, each once."""
     devices = [cell.settings["gpu"] for cell in timings.table.printed if "gpu" in cell.settings]
     return list(dict.fromkeys(devices))

@@ -15,8 +15,9 @@ from kvbench.store.results import Sample
 
 
 def trace_number(ours: OurTable, row: str, column: str) -> str:
-    """Return the cell behind a number with each example's score, or the cells behind an average.
+    """Return lines of text that explain a number of the table.
 
+    They name the stored result behind it with each example's score, or the results behind an average.
     Raises UsageError if there is no such row or column, or if the row is not run here.
     """
     line, wanted_column = find_cell(ours, row, column)
@@ -34,7 +35,7 @@ def trace_number(ours: OurTable, row: str, column: str) -> str:
 
 
 def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
-    """Return the row and the column of these names.
+    """Return the table's row and column with the names ``row`` and ``column``.
 
     Raises UsageError if the row or the column is missing, or if the row is not run here.
     """
@@ -55,7 +56,7 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
 
 
 def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a line for every example of a cell. On a substitute model, it also has the full cache's score."""
+    """Yield a line of text for every example of a cell. On a substitute model, it also has the full cache's score."""
     cells = ours.cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
@@ -81,7 +82,10 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
 
 
 def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a number's mean, number of lines and cells. On a substitute model, yield the full cache's as well."""
+    """Yield a line with a number's tasks, mean, count of stored answers and result ids.
+
+    On a substitute model a second line has the same facts of the full cache.
+    """
     cells = ours.cells(line, column)
     if not cells:
         yield f"{column.name}: not run here"
@@ -95,9 +99,9 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
 
 
 def _describe_value(value: CellResult, cells: Parts) -> str:
-    """Return a number, its metric and its number of lines in words, followed by the ids of the cells behind it.
+    """Return a number, its metric and its count of stored answers in words, followed by the ids of its results.
 
-    The status takes the place of a number that is not measured.
+    If nothing is measured, the status stands in place of the number.
     """
     summary = value.summary
     number = value.status

@@ -24,20 +24,23 @@ from kvbench.tasks.metrics import metric
 
 FULL = "full"
 WIDTH, HEIGHT = 560, 300
-"""The size of the picture in its own units: it scales with the page."""
+"""The size of the picture in SVG units, which scale with the page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
-"""The space for the axes around the picture's plane."""
+"""The margins for the axes around the plotted area."""
 PLACES = ((7, -5, "start"), (-7, -5, "end"), (7, 13, "start"), (-7, 13, "end"), (0, -10, "middle"), (0, 20, "middle"))
-"""Places of a number as seen from its point, each with the side at which it begins."""
+"""Possible positions of a number beside its point: offset to the right, offset down, and SVG's text-anchor."""
 LEVELS = {"worse": "worse", "better": "better", "✗": "failed"}
-"""The class of a card by the first word of its outcome."""
+"""The CSS class of a card by the first word of its outcome."""
 
 
 @dataclass(frozen=True)
 class VerdictSet:
     """The verdicts on the methods of one model and dataset.
 
-    dataset: its name, with the number of its tasks. examples: n of a task, as text. verdicts: each with its row.
+    dataset: its name, with the number of its tasks if it has several.
+    examples: the number of examples a task, as text.
+    report: the full cache's row and the methods' rows, from which the verdicts are made.
+    verdicts: each method's verdict with its row of ``report``.
     """
 
     model: str
@@ -58,12 +61,13 @@ class _Point:
 
 
 def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
-    """Return the verdicts on all stored methods that stand beside a full cache, by model and dataset."""
-    # keys are model, dataset and prompt, then everything but the method: such results differ in the method alone
+    """Return the verdicts on all stored methods that can be compared with a full cache, sorted by model and dataset."""
+    # outer keys: model, dataset and prompt; inner keys: the identity without its chain, and then the method's label.
+    # results under one inner key differ in the method alone
     comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
     for cell in listing.list_cells(store, {}):
         identity = cell.record.identity
-        # imported results say nothing of their chain
+        # a result that was imported from another program has no chain in its identity
         if cell.record.kind is not None or "chain" not in identity:
             continue
         prompt = json.dumps([identity.get("model"), identity.get("prompt")], sort_keys=True)
@@ -76,7 +80,7 @@ def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
         by_column: dict[str, dict[str, listing.StoredCell]] = {}
         for cells in by_rest.values():
             column = next(iter(cells.values())).record.column
-            # a task that was asked in several ways stands once, with the way that most methods have
+            # if a task was measured under several settings, take the settings that most methods share
             if FULL in cells and len(cells) > len(by_column.get(column, {})):
                 by_column[column] = cells
         found = _judge_dataset(store, model, family, by_column)
@@ -88,7 +92,10 @@ def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
 def _judge_dataset(
     store: ResultStore, model: str, family: str, by_column: Mapping[str, Mapping[str, listing.StoredCell]]
 ) -> VerdictSet | None:
-    """Return the verdicts on the methods of one dataset, with a column for each task; None without any."""
+    """Return the verdicts on the methods of one dataset, or None if no method has a verdict.
+
+    by_column: the results of each task, by the method's label.
+    """
     labels: dict[str, None] = {}
     samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
     columns = []
@@ -143,7 +150,10 @@ def _judge_dataset(
 def _entry_of_result(
     cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
 ) -> CellResult:
-    """Return a stored result as an entry of a report. Without a result (None) the entry is missing."""
+    """Return a stored result as a cell of a report. Without a result (None) the cell has the status ``missing``.
+
+    samples_of: the samples of the cell's task, by the method's label.
+    """
     if cell is None:
         return CellResult(column.task, "", "missing")
     if cell.summary is None:
@@ -166,7 +176,7 @@ def _entry_of_result(
 
 
 def _known_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return the scores by example, of those that have one."""
+    """Return the scores by example id, without examples that have no score."""
     return {example: float(sample.score) for example, sample in samples.items() if sample.score is not None}
 
 
@@ -207,7 +217,7 @@ def _render_set(found: VerdictSet) -> str:
 
 
 def _sized_methods(found: VerdictSet) -> list[_Point]:
-    """Return the methods with a score and a size, from the smallest on."""
+    """Return a point for each method with a score and a size, the smallest size first."""
     points = []
     for each, row in found.verdicts:
         if each.score is not None and each.times_smaller is not None:
@@ -229,14 +239,16 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
             tops.append(point.ci[1])
         else:
             tops.append(point.score)
-    # scores begin at 0, so that a small difference looks small
+    # scores begin at 0, so that a small difference looks small. -(-v // 10) rounds up, so both axes end at a ten
     top = max(10.0, 10 * -(-max(tops) // 10))
     widest = max(100.0, 10 * -(-max(point.size for point in points) // 10))
 
     def x(size: float) -> float:
+        """Return the picture's horizontal coordinate of a size in per cent."""
         return LEFT + (WIDTH - LEFT - RIGHT) * size / widest
 
     def y(score: float) -> float:
+        """Return the picture's vertical coordinate of a score. SVG counts it from the top."""
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - max(0.0, score) / top)
 
     parts = []
@@ -248,7 +260,7 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
         )
     parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
     parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(base):.1f}" y2="{y(base):.1f}"/>')
-    # at the right end, where few methods have a point
+    # the label of the full cache's line stands at the right end, where few methods have a point
     parts.append(_svg_text(WIDTH - RIGHT, y(base) - 4, f"full {base:.1f}", "end"))
     front = find_front(points)
     if front:
@@ -284,14 +296,17 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
 
 
 def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
-    """Return the numbers of points, each at the first of PLACES where it covers nothing.
+    """Return the numbers of the points as SVG texts, each at the first of PLACES where it covers no point or number.
 
-    A number without such a place is left out. The title of its point has the method.
+    A number without such a position is left out. The reader still finds the method in the title of its point.
+
+    places: the coordinates (x, y) of each point.
     """
     texts = []
-    # left, right, upper and lower end of what may not be covered
+    # (left, right, upper, lower) end of each area that may not be covered: a point has a radius of 4
     taken = [(px - 4, px + 4, py - 4, py + 4) for px, py in places]
     for number, (px, py) in enumerate(places, start=1):
+        # a digit is about 7 units wide and 9 high
         wide = 7.0 * len(str(number))
         for across, down, anchor in PLACES:
             left = px + across - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
@@ -304,7 +319,10 @@ def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
 
 
 def find_front(points: Sequence[_Point]) -> list[_Point]:
-    """Return the points, by size, that no smaller point reaches; [] unless their intervals lie apart."""
+    """Return the Pareto front, the smallest point first: points with a higher score than every smaller point.
+
+    Return [] if fewer than two points are left, or if an interval is missing or overlaps that of the next point.
+    """
     front: list[_Point] = []
     for point in sorted(points, key=lambda point: (point.size, -point.score)):
         if not front or point.score > front[-1].score:
@@ -316,5 +334,5 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
 
 
 def _svg_text(x: float, y: float, text: str, anchor: str) -> str:
-    """Return a text of the picture."""
+    """Return a text element of the picture. ``anchor`` is SVG's text-anchor: start, middle or end."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'

@@ -30,7 +30,7 @@ HERE = Path(__file__).parent
 # the page may fetch nothing: its pictures, styles and scripts are all inline
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 NAMED = 3
-"""The page's title names this many models, and counts them where there are more."""
+"""The page's title names up to this many models. If there are more, it states their number."""
 SHORT = 16
 """A column is not broken into lines if none of its cells has more characters than this."""
 RUN_HEADS = {
@@ -40,7 +40,7 @@ RUN_HEADS = {
     "kl_reference": "KL from full, nats, on the reference",
     "kl_greedy": "on the full cache's answer",
 }
-"""The heads of columns whose key is no name for a reader."""
+"""The heads of the columns of runs whose key would not tell a reader what they contain."""
 RUN_COLUMNS = (
     "model",
     "method",
@@ -70,8 +70,9 @@ RUN_FORMATS = {
     "bytes": "{:,.0f}",
     "percent_of_full": "{:.1f}",
 }
-"""The format in which the table of runs prints each number."""
+"""The format string for each number in the table of runs. An interval is a pair."""
 OWN_PLOT = "kvbench plot results/pareto method=snapkv,h2o kv_ratio=0.5,0.25"
+"""The command that a page without figures of the user's methods shows as an example."""
 VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta", "difference"))
 """The views of the cells of papers' tables: the view's name in page.css, and the label of its button."""
 
@@ -89,7 +90,12 @@ class DivergenceRecord(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class ReportPart:
-    """One table for the page: its HTML, its plain data, and the provenance of the samples behind it."""
+    """One paper's table for the page.
+
+    content: the table as HTML.
+    plain: the table as plain data, for JSON.
+    measured: the provenance of the samples behind it; None if it shows the user's own store.
+    """
 
     paper: str
     title: str
@@ -100,7 +106,11 @@ class ReportPart:
 
 @dataclass(frozen=True)
 class MeasuredTable:
-    """The numbers of cells and answers behind a table, and the values of their provenance by key."""
+    """The samples behind a table: how many results and answers there are, and the facts of their provenance.
+
+    table: the table's address, such as ``think/2``.
+    facts: the values (model, device, ...) by the keys of tables.FACTS.
+    """
 
     table: str
     cells: int
@@ -112,6 +122,9 @@ class MeasuredTable:
 class ReportPage:
     """The report on one model: its tables, figures, ledgers of claims, findings in the papers, samples and runs.
 
+    figures: the papers' figures, as texts by key and the path of a ``picture``.
+    audit: the findings about the papers' own numbers.
+    samples: the examples that the page's browser shows (see samples.collect_samples).
     runs: lines of the open format (report/open_results.py), also of other folders.
     own_figures: the figures of methods that the user named.
     papers: False to show the user's runs alone.
@@ -165,7 +178,7 @@ class ReportPage:
         return build_page(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
 
     def _title(self) -> str:
-        """Return the page's title: its parts, each with the models that were measured."""
+        """Return the title's words on the page's parts: the user's runs with their models, and the papers."""
         # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
         if not models:
@@ -274,7 +287,7 @@ def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Return a table of runs that the reader unfolds. Its heading is ``name`` with the number of runs."""
+    """Return the runs as a table that the reader unfolds, as HTML. Its heading is ``name`` with the number of runs."""
     heads = [RUN_HEADS.get(key, key) for key in columns]
     body = []
     for values in runs:
@@ -353,9 +366,11 @@ def build_page(
     data: Sequence[Mapping[str, object]] = (),
     lead: Sequence[str] = (),
 ) -> str:
-    """Build the page.
+    """Return a self-contained HTML page.
 
-    ``sections`` are (id, heading, HTML), ``data`` the browser's samples, and ``lead`` the first lines.
+    sections: the id, heading and HTML of each section.
+    data: the examples that the sample browser shows.
+    lead: the lines of text below the title.
     """
     style = (HERE / "page.css").read_text(encoding="utf-8")
     script = (HERE / "page.js").read_text(encoding="utf-8")
@@ -387,7 +402,10 @@ def build_page(
 
 
 def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
-    """Return tables to unfold: (paper, title, HTML) each, with a heading for every paper. The first is open."""
+    """Return the papers' tables as HTML that the reader unfolds, with a heading for every paper. The first is open.
+
+    parts: the paper's id, the title and the HTML of each table, ordered by paper.
+    """
     elements = []
     # tables come by paper, so that a paper's heading stands before the first of its tables
     last_paper = None
@@ -401,7 +419,10 @@ def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
 
 
 def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
-    """Return the figures as HTML."""
+    """Return figures as HTML: each picture with its captions, folded.
+
+    figure_texts: the texts of each figure by key (name, title, Shows, ...), and the path of its ``picture``.
+    """
     elements = []
     for texts in figure_texts:
         caption = ""
@@ -419,12 +440,12 @@ def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
 
 
 def sortable_table(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
-    """Return a sortable table of texts. Columns of numbers stand at the right.
+    """Return rows of values as an HTML table that the reader can sort. Columns of numbers are aligned to the right.
 
     classes: the CSS class of each row.
     """
     texts = tuple(tuple(map(_cell_text, row)) for row in body)
-    # a table without rows has no columns to tell the kinds from
+    # zip of a table without rows gives no columns, so their kinds are set here
     kinds = [_column_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
@@ -453,7 +474,7 @@ def _column_kind(column: Sequence[str]) -> str:
 
 
 def sample_browser(count: int) -> str:
-    """Return the elements in which the script shows the samples."""
+    """Return the HTML elements in which the page's script shows the samples, or a sentence if ``count`` is 0."""
     if not count:
         return "<p>No examples were asked for (samples=).</p>"
     return (

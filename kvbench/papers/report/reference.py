@@ -37,12 +37,18 @@ are checked only against the paper's own numbers ([the audit](../results/audit.m
 QUANT = "quant"
 """A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
 TIMES = "times and peaks are those of its GPU"
+"""What the reference says about the numbers of an efficiency table."""
 COLUMNS = ("", "kind", "title", "values", "what can be reproduced")
+"""The heads of a table of EntryRow."""
 SAYS = ("place", "statement, in our words", "by its own numbers")
+"""The heads of a table of ClaimRow."""
 
 
 class EntryRow(NamedTuple):
-    """One row of COLUMNS: a table or figure, and what can be reproduced of it."""
+    """One row under COLUMNS: a table or figure, and what can be reproduced of it.
+
+    cells: the number of published values, and of flagged ones in brackets; '' for a figure.
+    """
 
     name: str
     kind: str
@@ -52,7 +58,7 @@ class EntryRow(NamedTuple):
 
 
 class ClaimRow(NamedTuple):
-    """One row of SAYS: a statement of a paper, and its verdict by the paper's own numbers."""
+    """One row under SAYS: a statement of a paper, and its verdict by the paper's own numbers."""
 
     place: str
     text: str
@@ -60,7 +66,7 @@ class ClaimRow(NamedTuple):
 
 
 def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
-    """Describe in a sentence what can be reproduced of a table or figure."""
+    """Describe in words what can be reproduced of a table or figure, and which models or data kvbench lacks for it."""
     if entry.kind == "drawing":
         return "a drawing"
     if entry.kind == "dataset-facts":
@@ -70,7 +76,7 @@ def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
         parts.append(_describe_exact_part(entry, book))
     if entry.kind == "efficiency":
         parts.append(TIMES)
-    # conf/model by one spelling, as papers write llama-2-7b and kvbench llama2-7b
+    # the entries of conf/model by a common spelling: papers write llama-2-7b, kvbench llama2-7b
     entry_of = {model_id(model): model for model in entries("model")}
     models = [entry_of[model_id(model)] for model in entry.model_names if model_id(model) in entry_of]
     if models:
@@ -102,7 +108,7 @@ def _absent_datasets(entry: CatalogueEntry) -> list[str]:
 
 
 def markdown(papers: Sequence[Paper]) -> str:
-    """Return papers as Markdown."""
+    """Return the reference of papers as a Markdown page: presets with sources, tables and figures, and statements."""
     book = read_published()
     parts = [HEAD]
     for paper in papers:
@@ -123,7 +129,7 @@ def markdown(papers: Sequence[Paper]) -> str:
 
 
 def text(papers: Sequence[Paper]) -> str:
-    """Return papers as plain text of WIDTH columns: preset with its sources, what can be reproduced, and claims."""
+    """Return the reference of papers as plain text, WIDTH characters wide, with the same parts as the Markdown page."""
     book = read_published()
     lines = []
     for paper in papers:
@@ -147,7 +153,7 @@ def text(papers: Sequence[Paper]) -> str:
             if row.cells:
                 line += f"; values: {row.cells}"
             lines.append(_wrap_hanging(line, 13))
-            # below the kind, behind the column of names
+            # this line stands below the entry's kind, so it is indented by the width of the column of names
             indent = " " * 13
             reproducible = row.reproduction.replace("`", "")
             lines.append(fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent))
@@ -202,7 +208,10 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
 
 
 def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
-    """Describe which part can be computed without a model, with the number of cells."""
+    """Describe the part of a table that can be computed without a model.
+
+    If values were recomputed, add how many, and how many of these differ from the printed ones.
+    """
     description = f"without a model: {entry.exact}"
     recomputed = [e for e in recomputed_cells(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
     if recomputed:
@@ -221,7 +230,7 @@ def _claim_rows(paper: Paper, book: Book) -> Iterator[ClaimRow]:
 
 
 def _place_name(entry: CatalogueEntry) -> str:
-    """Return an entry's place in words."""
+    """Return the name of a table or figure in its paper, such as ``figure 3``."""
     if entry.is_figure:
         return f"figure {entry.id.removeprefix('figure')}"
     return name_table(entry.id)

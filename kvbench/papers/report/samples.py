@@ -77,7 +77,10 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
 
 
 def shade_tokens(cache: PromptCache) -> Tensor:
-    """Return for each prompt token the share of layers and heads that hold it, in LEVELS steps [n]."""
+    """Return the shade of each prompt token, from 0 to LEVELS - 1: the share of all layers' heads that keep it.
+
+    The result is a tensor of whole numbers [n] for n prompt tokens.
+    """
     counts = torch.zeros(cache.seen)
     heads = 0
     for layer in cache.layers:

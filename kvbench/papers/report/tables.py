@@ -20,15 +20,22 @@ from kvbench.store import archive
 from kvbench.store.store import ResultStore
 
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
+"""The keys of provenance that the page shows for the samples behind a table."""
 VIEWS = ("ours", "beside", "published", "delta")
-"""Views of a cell: our side, the printed one beside it (as a share on a stand-in), that alone, the difference."""
+"""The four views of a cell: our side, the printed value to stand beside ours (a share on a stand-in), the printed value
+alone, and the difference."""
 
 
 def build_tables(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
-    """Build every declared table: from the samples committed in ``samples``, else from the store."""
+    """Build every declared table for the page: from its committed samples, or else from the store.
+
+    results: the folder of the store.
+    samples: the folder of the committed samples.
+    arguments: further arguments of ``run``, such as data.root=.
+    """
     tables = table_spec.find_tables("all")
     report_parts = []
-    # building them takes minutes where tables have thousands of samples
+    # a table with thousands of samples takes minutes to build, so a progress line is shown
     with progress({"tables": len(tables)}, unit="tables") as tick:
         for table in tables:
             part = None
@@ -54,11 +61,11 @@ def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[s
 
 
 def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
-    """Build a table from its committed samples. Return None if no committed sample belongs to the table."""
+    """Build a table from its committed samples. Return None without such samples, or if all are of other versions."""
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if not packed.exists():
         return None
-    # into a store of their own: the user's results must not change by a report
+    # unpack the samples into a store of their own, since a report must not change the user's results
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         cells = list(archive.unpack(packed, store))
@@ -82,7 +89,7 @@ def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequ
 
 
 def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
-    """Build a table from what the store in ``results`` has of it."""
+    """Build a table from the results of it that the store in ``results`` has."""
     words = [f"results={results}"]
     if table.measurable:
         words.extend(arguments)
@@ -119,11 +126,11 @@ def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
 
 
 def table_as_html(seen: View) -> str:
-    """Return one table as HTML. A cell has a span for each of four views. The page shows the chosen view."""
+    """Return one table with its notes as HTML. Each cell has a span for every one of VIEWS; the page shows one view."""
     tables_by_view = {show: cell_texts(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
-        """Return a cell's spans, one for each view. The first column is the same in all."""
+        """Return a cell's HTML: one span for each view. The labels in the first column are the same in all views."""
         if column == 0:
             return writers.html_lines(tables_by_view["ours"].rows[row][0], small=True)
         spans = ""
@@ -132,6 +139,6 @@ def table_as_html(seen: View) -> str:
         return spans
 
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(seen, "beside"))
-    # heads and groups are those of one view, as all have the same columns
+    # take heads and groups from one view, as all views have the same columns
     table = writers.html(tables_by_view["ours"], "paper", cell)
     return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'

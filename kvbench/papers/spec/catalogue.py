@@ -17,15 +17,17 @@ from kvbench.papers.spec.published import Published, load_table
 
 KINDS = ("quality", "ablation", "efficiency", "analysis", "dataset-facts", "measured", "drawing")
 FIELDS = ("title", "kind", "exact", "note", "models")
+"""The keys that an entry of paper.yaml can have."""
 
 
 @dataclass(frozen=True)
 class CatalogueEntry:
     """A table or figure of a paper.
 
-    A table's ``id`` is the id of its file of published cells (``2``, ``fig6``, ``text``), a figure's is ``figure3``.
-    ``kind`` is one of KINDS; figures are ``measured`` or ``drawing``. ``exact`` names the part that can be computed
-    again without a model, '' for no part. Only figures state ``models``; a table's models follow from its cells.
+    id: the id of a table's file of published cells (``2``, ``fig6``, ``text``), or ``figure3``.
+    kind: one of KINDS; figures are ``measured`` or ``drawing``.
+    exact: the part that can be computed again without a model, '' for no part.
+    models: the models of a figure, separated by ``, ``. It is '' for a table, whose models follow from its cells.
     """
 
     paper: str
@@ -55,8 +57,8 @@ class CatalogueEntry:
 
     @property
     def model_names(self) -> list[str]:
-        """Return the published models of the cells, sorted, or the models in a figure's entry."""
-        # a fact about a dataset has no model
+        """Return the models whose numbers are published: those of a table's cells, sorted, or of a figure's entry."""
+        # a cell that is a fact about a dataset has no model
         names = {cell.model for cell in self.cells} - {""}
         if names:
             return sorted(names)
@@ -68,8 +70,8 @@ class CatalogueEntry:
         return sorted({cell.method for cell in self.cells} - {""})
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of published, suspect, repaired and missing cells. A cell can be two of these."""
-        # a cell can be suspect and repaired; it then counts as both
+        """Return the numbers of published, suspect, repaired and missing cells. A cell can count as two of these."""
+        # for example, a cell can be suspect and repaired
         flags: Counter[str] = Counter()
         for cell in self.cells:
             flags.update(cell.flags.keys())
@@ -101,9 +103,11 @@ class CatalogueEntry:
 class Paper:
     """A paper with its tables, prose and figures in order.
 
-    ``name`` is its method's name, ``source`` the place of publication, ``place`` its position among the papers' tables.
-    ``preset`` is the entry of conf/preset for its tables. ``prompt`` is the prompt policy in conf/prompt of its
-    LongBench scores. Both are '' if there is none, or if the paper does not say.
+    source: where the paper was published.
+    name: the name of its method.
+    preset: the entry of conf/preset for its tables; '' if there is none.
+    prompt: the entry of conf/prompt for its LongBench scores; '' if the paper does not state a prompt.
+    place: the position of its tables among those of all papers.
     """
 
     id: str
@@ -140,7 +144,7 @@ def read_paper(name: str) -> Paper:
 
 
 def choose_papers(name: str) -> list[Paper]:
-    """Return the paper with this id in a list, or all papers for ``all``."""
+    """Return the papers that a name stands for: the paper with this id, or every paper for ``all``."""
     if name == "all":
         return [read_paper(paper_id) for paper_id in paper_ids()]
     return [read_paper(name)]

@@ -63,14 +63,15 @@ def printed(text: str) -> Number:
 
 
 def decimals(text: str) -> int:
-    """Return the number of digits behind the point."""
+    """Return the number of digits behind the point of a printed number."""
     return len(text.partition(".")[2])
 
 
 def grade(text: str, recomputed: Number) -> str:
-    """Return the grade of a recomputed number beside printed characters.
+    """Compare a recomputed number with printed characters, and return how well they agree.
 
-    ``equal``: it rounds to these characters. ``rounding``: hidden or cut digits explain them. ``off``: nothing does.
+    ``equal``: the number rounds to these characters. ``rounding``: it does not, but digits that rounding hides, or that
+    the paper cut off, can explain the difference. ``off``: they cannot.
     """
     if fixed(recomputed.value, decimals(text)) == fixed(Fraction(text), decimals(text)):
         return "equal"
@@ -81,23 +82,23 @@ def grade(text: str, recomputed: Number) -> str:
         low, high = shown.low, shown.value + unit
     else:
         low, high = shown.value - unit, shown.high
-    # the two intervals overlap
+    # rounding can explain the difference if the two intervals overlap
     if recomputed.low <= high and low <= recomputed.high:
         return "rounding"
     return "off"
 
 
 def mean(numbers: Iterable[Number]) -> Number:
-    """Return the plain mean."""
+    """Return the plain mean, with the interval that follows from the numbers' intervals."""
     values = list(numbers)
     total = exactly(0)
-    for n in values:
-        total = total + n
+    for number in values:
+        total = total + number
     return total / len(values)
 
 
 def fixed(value: Fraction, digits: int) -> str:
-    """Return fixed-point text. Ties round away from zero, and there is no negative zero."""
+    """Return a fraction as text with ``digits`` digits behind the point. Ties round away from zero; -0 becomes 0."""
     scaled = abs(value) * 10**digits
     # floor(x + 1/2) of the absolute value, in whole units of the last digit
     units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
@@ -110,7 +111,7 @@ def fixed(value: Fraction, digits: int) -> str:
 
 
 def _as_number(other: Number | int | Fraction) -> Number:
-    """Return an exact number for an int or a fraction."""
+    """Return the operand of an arithmetic operator as a Number. An int or a fraction is exact."""
     if isinstance(other, Number):
         return other
     return exactly(other)

@@ -21,8 +21,9 @@ COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", 
 MARKS = {"suspect": "?", "repaired": "~", "missing": ""}
 """The sign behind a printed value by the kind of its flag."""
 FRACTION = "fraction"
+"""The unit of scores that the paper prints as fractions of 1."""
 SCORES = ("f1", "rouge_l", "accuracy", "edit_sim", "bleu", "mean")
-"""Metrics of answers; the others measure bytes, times and budgets."""
+"""The metrics that score answers. All others measure bytes, times and budgets."""
 
 AVERAGE = "avg"
 """The dataset of a cell that averages its row."""
@@ -32,9 +33,12 @@ AVERAGE = "avg"
 class Published:
     """One printed cell of a paper.
 
-    ``setting`` is ``key=value;key=value``. ``row`` is the line of the paper's table, from 1. ``printed`` are the
-    characters on the page. ``value`` is their number, None if the cell is text or empty. ``flag`` is empty for a
-    certain value, else ``suspect:``, ``repaired:`` or ``missing:`` with the reason.
+    setting: the row's settings as ``key=value;key=value``.
+    value: the printed number; None if the cell is text or empty.
+    flag: '' for a certain value, or else ``suspect:``, ``repaired:`` or ``missing:`` with the reason. `` | `` separates
+    two flags.
+    printed: the characters on the page.
+    row: the line of the paper's table, from 1.
     """
 
     paper: str
@@ -112,10 +116,10 @@ def load_table(paper: str, table: str) -> tuple[Published, ...]:
 
 
 def rows_with_scores(model: str, method: str, setting: str = "") -> Iterator[tuple[str, str, dict[str, Published]]]:
-    """Yield (paper, table, scores by dataset) of every printed row of a method on a model.
+    """Yield every printed row of scores of a method on a model: (paper, table, cells by dataset).
 
-    A row's setting must hold all parts of ``setting``. Only scores in per cent from numbered tables count. A table with
-    several such rows gives each of them.
+    setting: ``key=value`` pairs, separated by semicolons, that a row must have among its settings.
+    Only scores in per cent from numbered tables count.
     """
     parts = {part for part in setting.split(";") if part}
     for paper, table in table_ids():
@@ -138,7 +142,10 @@ def model_id(name: str) -> str:
 
 
 def _read_cell(path: Path, line: int, fields: dict[str, str]) -> Published:
-    """Parse one line of a file. Raises KvbenchError for a bad number."""
+    """Parse one line of a file of published cells.
+
+    Raises KvbenchError for a bad number, and for an average whose dataset is not written as AVERAGE.
+    """
     # a metric's name, as in LongBench's tables, is a cell of text and has no value
     value = None
     try:

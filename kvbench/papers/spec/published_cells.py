@@ -57,12 +57,12 @@ class PublishedRow:
         return averages
 
     def averaged(self, metric: str) -> list[Published]:
-        """Return the cells whose average the row prints as ``metric``.
+        """Return the cells that the row's printed average ``metric`` is the mean of.
 
-        ``mean``, or the row's only average of scores, covers all its scores. Any other average covers the cells of its
-        own metric, be they scores, bytes or times.
+        An average called ``mean``, and the only average of scores in a row, covers all scores of the row. Any other
+        average covers the row's cells with its own metric. These can be scores, bytes or times.
         """
-        # a lone average covers all scores, even if it is called f1 and stands beside accuracies
+        # the only average covers all scores, even if it is called f1 and stands beside accuracies
         score_averages = [name for name in self.averages if name in SCORES]
         if metric == "mean" or score_averages == [metric]:
             return list(self.scores.values())
@@ -75,13 +75,15 @@ class PublishedRow:
 
 @dataclass(frozen=True, eq=False)
 class Book:
-    """Published cells of whole papers. Books are compared by identity, as they have thousands of cells."""
+    """The published cells of whole papers, which the audit reads. Books have thousands of cells and are compared by
+    identity.
+    """
 
     cells: tuple[Published, ...]
 
     @cached_property
     def papers(self) -> frozenset[str]:
-        """Return the papers with cells in this book. The book says nothing about others."""
+        """Return the ids of the papers that have cells in this book. The audit can say nothing about other papers."""
         return frozenset(cell.paper for cell in self.cells)
 
     @cached_property

@@ -15,7 +15,8 @@ Knobs = dict[str, str]
 """Arguments of ``run``, as they are typed, by key."""
 
 SHORTEST_WINDOW = 2
-"""Tokens below which no window of a stand-in is scaled: its prompts end with the key that they ask for."""
+"""The fewest tokens of a scaled window. A stand-in's prompts end with the key that they ask for: a window must hold it.
+"""
 
 METHODS = {
     "full+think": "think",
@@ -23,6 +24,7 @@ METHODS = {
     "kivi+think": "think+kivi",
     "uncomp-stage": "uncomp-stage+uncomp-group",
 }
+"""kvbench's name of a method by the published name, if the two differ."""
 FACTS = {
     "mem_m",
     "matched_to",
@@ -46,13 +48,13 @@ FACTS = {
 """Keys that describe a row, its workload or its prompts, and set no knob of a method."""
 
 HEADS, DIM = 32, 128
-"""Query heads and head dimension of the models of the papers' ablations (LLaMA-2-7B)."""
+"""The number of query heads and the head dimension of LLaMA-2-7B, the model of the papers' ablations."""
 
 RENAMED = {"kv_high": "high", "kv_low": "low", "keep": "kv_ratio", "v_ratio": "value_ratio", "t": "T"}
-"""Keys of settings that are knobs by another name."""
+"""The name of the knob by the key of a published setting, if the two differ."""
 
 OWNERS = {"recent": ("think", "thinkv", "l1", "l2"), "bits": ("kivi", "qhitter")}
-"""Knobs that two stages of a chain have, and the stages that a published row means."""
+"""By knob that two stages of a chain can have: the stages for which a published row states it."""
 
 LENGTHS = ("window", "recent", "observed", "sinks")
 """Knobs of presets that count tokens and follow the prompt's length on a stand-in."""
@@ -60,11 +62,12 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 
 @dataclass(frozen=True)
 class StandIn:
-    """A small model in place of a published one: its prompts have ``length`` tokens, the paper's had ``of``.
+    """The sizes of a substitute model and of the published model, by which a row's numbers are scaled.
 
-    ``windows`` is ``scaled``, or ``paper`` to keep windows as published. ``layers``, ``heads`` (query heads) and
-    ``dim`` (of a head) are the stand-in's own. ``heads_of`` and ``dim_of`` are the published model's: numbers of heads
-    and of dimensions are scaled by them.
+    length, of: the tokens of the stand-in's prompts and of the paper's. A number of tokens is scaled by length / of.
+    layers, heads, dim: the stand-in's layers, query heads and dimensions of a head.
+    heads_of, dim_of: the published model's query heads and dimensions of a head.
+    windows: ``scaled``, or ``paper`` to keep windows as published.
     """
 
     length: int
@@ -81,14 +84,16 @@ class StandIn:
         return max(1, round(count * self.length / self.of))
 
     def window(self, count: int) -> int:
-        """Return a published window scaled to the stand-in's length, but no less than the tokens that a query needs."""
+        """Return a published window scaled to the stand-in's length. It has SHORTEST_WINDOW tokens or more, unless the
+        published window is shorter.
+        """
         if self.windows == "paper":
             return count
         return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
 AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
-"""A published model itself: its numbers stay."""
+"""The sizes of a published model itself, which leave all numbers as they are. No model has so many layers."""
 
 
 def parse_setting(setting: str) -> dict[str, str]:
@@ -102,14 +107,18 @@ def parse_setting(setting: str) -> dict[str, str]:
 
 
 def method_of(method: str, setting: Mapping[str, str]) -> str:
-    """Return kvbench's name for a published method under a setting."""
+    """Return kvbench's name for a published method in a row with these settings."""
     if method == "h2o+quant" and "selection_bits" in setting:
         return "h2o"  # Q-Hitter's table 1 quantises only the keys that select tokens, not the stored cache
     return METHODS.get(method, method)
 
 
 def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) -> Knobs:
-    """Return arguments of ``run`` by key for a published row. Raises KvbenchError for an unknown key."""
+    """Return the arguments of ``run`` that a published row's setting stands for, by key.
+
+    stand_in: the sizes to which numbers are scaled; None to leave them as published.
+    Raises KvbenchError for a key that is no knob of the row's methods.
+    """
     settings = parse_setting(setting)
     stages = method_of(method, settings).split("+")
     knob_names: set[str] = set()
@@ -127,7 +136,7 @@ def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) ->
 
 
 def _key_with_owner(key: str, stages: Sequence[str]) -> str:
-    """Return the key of a knob, with the stage that OWNERS names for a published row."""
+    """Return the key of a knob as ``run`` takes it: with its stage before it if OWNERS names one of ``stages``."""
     for stage in stages:
         if stage in OWNERS.get(key, ()):
             return f"method.{stage}.{key}"
@@ -135,7 +144,10 @@ def _key_with_owner(key: str, stages: Sequence[str]) -> str:
 
 
 def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in: StandIn) -> Knobs:
-    """Return the windows that a preset (``values`` by full key) sets for ``stages``, at the stand-in's length."""
+    """Return the windows that a preset sets for ``stages``, scaled to the stand-in's length.
+
+    values: the preset's values by full key, such as ``method.snapkv.window``.
+    """
     windows: Knobs = {}
     for stage in stages:
         for knob in LENGTHS:
@@ -162,6 +174,7 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
             count = int(value)
             return {key: str(stand_in.window(count) if count else 0)}
         case "kv":
+            # published rows only have kv=full, and all tokens are kept by default
             return {}
         case "budget":
             # a budget of 1 keeps all tokens, as by default

@@ -28,6 +28,7 @@ from kvbench.papers.spec.table_spec import (
 from kvbench.tasks.longbench import CODE, FEW_SHOT, MULTI, SINGLE, SUMMARY, SYNTHETIC
 
 MODEL = "tiny"
+"""The tiny model's entry of conf/model. It is the substitute if the user names no model."""
 PROMPT = 1024
 """Tokens of a prompt of the tiny suite."""
 TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
@@ -40,7 +41,7 @@ BY_GROUP = {
     SYNTHETIC: "multikey",
     CODE: "code",
 }
-"""The tiny task by the task group of a LongBench dataset: one that asks for the same kind of reading."""
+"""The tiny model's task by the task group of a LongBench dataset. Both ask for the same kind of reading."""
 OTHERS = {
     "needle": "needle",
     "gsm8k": "hop",
@@ -54,9 +55,10 @@ OTHERS = {
     "wikitext103": "listing",
     "ptb": "code",
 }
-"""The tiny task by a dataset that is not LongBench's: different ones for the datasets of one table."""
+"""The tiny model's task by dataset, for datasets that are not LongBench's. The datasets of one table have different
+tasks."""
 SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stage", "palu", "asvd")}
-"""Calibration windows: the tiny model's statistics settle with fewer than the papers' models need."""
+"""The number of calibration windows by method. The tiny model needs fewer windows than the papers' models."""
 
 
 def task_of(dataset: str, table: TableSpec) -> str:
@@ -72,7 +74,12 @@ def task_of(dataset: str, table: TableSpec) -> str:
 
 
 def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
-    """Return the stand-in for a model's configuration. The tiny model gets the prompt length that it is scaled from."""
+    """Return the sizes by which a paper's rows are scaled to a substitute model.
+
+    config: the model's Hugging Face configuration.
+    scaled_from: the tokens of the paper's prompts for the tiny model; None for any other substitute, which keeps the
+    published numbers.
+    """
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
     shape = from_config(config)
@@ -89,7 +96,7 @@ def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
 
 
 def depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
-    """Return knobs by method where a paper states them only for its own models' numbers of layers."""
+    """Return the knobs, by method, that replace values which a paper states only for its own models' layers."""
     # UNComp's schedule lists layers of models with 32 and 40 layers; others take the same fractions of their depth
     if size.layers in STARTS:
         return {}
@@ -129,7 +136,10 @@ def scale_setting(row: TableRow, stand_in: StandIn) -> str:
 
 
 def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
-    """Return ``table`` with the tiny suite's tasks as columns, each once, and (method, setting) of ``rows``."""
+    """Return a table for the tiny model: its own tasks, each once, are columns in place of the datasets of ``table``.
+
+    rows: the method and setting of each row.
+    """
     tasks = list(dict.fromkeys(task_of(column.dataset, table) for column in table.scores))
     budget_tasks = {task_of(column.dataset, table) for column in table.columns if column.what == BUDGET}
     cells = []

@@ -29,17 +29,24 @@ SCORES = ("accuracy", "f1", "rouge_l", "edit_sim", "bleu", "perplexity", "mean")
 RATIO = "ratio_to_full"
 """The printed metric of scores in per cent of the full cache's."""
 MEANS = {"avg"}
+"""The names of columns that average their row."""
 SCORE, BUDGET = "score", "budget"
+"""The quantities of a Column that ``run`` measures: the score on a dataset, and the share of tokens kept."""
 MEAN, RELATIVE, SHARE = "mean", "relative", "share"
+"""The ways in which a paper averages (see ``TableSpec.average``)."""
 
 
 DatasetKnob = str | int | float | bool | list[int]
-"""The value of a dataset's knob as tables.yaml has it; a list of lengths or depths is read one by one."""
+"""The value of a dataset's knob in tables.yaml. A list has the lengths or depths that the dataset's prompts take."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a paper's table: a dataset, the quantity printed (its score, or another) and its group."""
+    """A column of a paper's table.
+
+    what: the printed quantity: SCORE, BUDGET or another metric.
+    group: the task group of a LongBench dataset, '' for others.
+    """
 
     dataset: str
     what: str
@@ -73,20 +80,21 @@ class TableRow:
 class TableSpec:
     """A table of a paper as declared.
 
-    title: its content.
-    kind: as in paper.yaml.
+    title: the description of its content.
+    kind: one of catalogue.KINDS.
+    preset: the entry of conf/preset with the paper's settings.
     length: the tokens of the prompts. The tiny model scales numbers of tokens by it.
     blocks: keys of a row's setting (or ``model``) whose values head blocks of rows.
-    full: the paper's tables with a full-cache row, if this table has no such row.
-    arguments: arguments of ``run`` that the paper's rows leave unsaid, by published method.
+    full: the paper's tables to take a full-cache row from, if this table has no such row.
+    arguments: arguments of ``run``, by published method, that the rows of the table do not print.
     average: how the paper averages: the mean, the mean share of the full cache (share), or its distance from 100
     (relative).
-    entries: conf/model by published model, if the names differ.
+    entries: the entry of conf/model by published model, if the names differ.
     stand_in: arguments that only the tiny stand-in needs, by method.
     sources: the sources of settings that are not printed.
     workloads: the paper's knobs of a dataset (``needle``), or of a dataset in one model's rows
     (``needle/mistral-7b-instruct-v0.2``).
-    settings: settings of a dataset's rows beside their own, by dataset.
+    settings: further settings of all rows, by the dataset for which they hold. A row's own settings override them.
     tasks: the task of the tiny suite that stands for a dataset.
     unlike: conditions of its scores that the paper leaves open.
     extended: whether its scores seem to come from LongBench-E.
@@ -183,13 +191,16 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class Given(TableSpec):
-    """Rows and columns without printed values, measured like a table: a claim's, or a stand-in's own tasks."""
+    """A table without printed values, which is measured like a paper's table.
+
+    A claim needs such a table for its rows, and the tiny model for its own tasks as columns.
+    """
 
     cells: tuple[Published, ...] = ()
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Return all cells. They take the place of printed cells, although they have no printed values."""
+        """Return the table's cells. They decide its rows and columns as printed cells would, but have no values."""
         return self.cells
 
 
@@ -231,7 +242,7 @@ def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], C
     """
     if kind == FACTS:
         return ("", cell.dataset, ""), Column("", cell.metric)
-    # a column of scores is named by its dataset alone, since the rows may have different metrics
+    # a dataset has one column of scores, even if its rows have different metrics
     metric = cell.metric
     if metric in SCORES or metric == RATIO:
         metric = SCORE

@@ -23,13 +23,13 @@ from kvbench.tasks.needle import PHRASINGS
 from kvbench.tasks.source import ENVIRONMENT, data_root
 
 FAMILIES = {"full": "longbench", "mini": "longbench_mini"}
-"""Values of longbench= and the dataset that each is."""
+"""The entry of conf/dataset that each value of longbench= stands for."""
 
 INSTEAD = {"wikitext103": ("wikitext2", "wikitext103: the test text of WikiText-2, whose articles are the same.")}
-"""On a stand-in: what is read where a dataset is not there, with the note that says so."""
+"""By dataset: the dataset that a stand-in reads if the first is not on this machine, and the note that says so."""
 
 ROW_KNOBS = ("shots",)
-"""Facts of a row that are knobs of its datasets, where they have such a knob."""
+"""Keys of a row's setting that are knobs of its datasets, not of its method. A dataset may lack such a knob."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TableWorkload:
 
     @property
     def whole(self) -> TableWorkload:
-        """Return the same workload with all of its parts. A run reads them at once."""
+        """Return the same workload with all of its parts, since a run reads all parts of a dataset at once."""
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
@@ -89,7 +89,7 @@ def label_workloads(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, s
 
 @dataclass(frozen=True)
 class Reader:
-    """The facts that decide how datasets are read: the table, the model's context, and the user's arguments.
+    """The facts that decide which data a table's cells read: the table, the model's context, the user's arguments.
 
     declared: the table.
     cfg: the run with every dataset that may be read.
@@ -180,8 +180,11 @@ class Reader:
         return length + phrasing.max_new_tokens <= self.context
 
     def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
-        """Return the dataset of a run. Raises UsageError for an unknown dataset, or for swept knobs."""
-        # swept knobs would give a dataset for each of their combinations
+        """Return a workload as a dataset of a run. Raises UsageError for an unknown dataset, or for swept knobs.
+
+        label: the words that tell the workload from others of its dataset (see ``label_workloads``).
+        """
+        # if the user sweeps a knob, the run has one dataset for each of its values
         matches = [dataset for dataset in self.cfg.datasets if dataset.name == workload.entry]
         if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
@@ -193,7 +196,7 @@ class Reader:
             knobs[knob] = list(value) if isinstance(value, tuple) else value
         if workload.parts is not None:
             knobs["lengths"] = [int(part) for part in workload.parts]
-        # longbench/qasper is one task; a name without a task means all of its dataset's
+        # longbench/qasper is one task; a name without a task stands for all tasks of its dataset
         task = workload.name.partition("/")[2]
         tasks = (task,) if task else ()
         return replace(dataset, knobs=knobs, tasks=tasks, label=label)

@@ -1,6 +1,6 @@
 """The timing of the papers' efficiency tables, as declared in kvbench/papers/data/<paper>/bench<N>.yaml.
 
-python -m kvbench.papers.timed.bench_spec the tables' rows that are declared and not run, with the reason
+``python -m kvbench.papers.timed.bench_spec`` prints the tables' rows that are declared as not run, with the reasons.
 
 kvbench.papers.timed.row_matching finds the measured row for each printed cell.
 """
@@ -22,15 +22,15 @@ from kvbench.papers import data_files as papers_files
 from kvbench.papers.spec.published import Published
 
 SMALL = ("device=cpu", "threads=1", "repeats=3", "generate=sampled", "steps=8")
-"""Arguments with which a stand-in is timed."""
+"""Arguments of ``bench time`` with which a stand-in is timed."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The sizes of a stand-in's workloads, as parts of the paper's.
+    """The divisors that scale a paper's workloads down to a stand-in.
 
-    lengths: divides the numbers of tokens in the prompt, generated, and kept (``kv_size``).
-    rows: divides the rows of a batch, down to one.
+    lengths: the divisor of numbers of tokens: of the prompt, generated, and kept (``kv_size``).
+    rows: the divisor of a batch's rows. One row is left at least.
     memory: the process's limit in GiB for a workload with as many rows as fit.
     without: arguments that only suit the paper's models, and are dropped.
     """
@@ -44,7 +44,7 @@ class Scale:
         """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row."""
         paper = workload.parse_workload(name)
         prompt = math.ceil(paper.prompt / self.lengths)
-        # a time per token needs a second token
+        # the first token counts as the time to the first token, so a time per token needs a second one
         new = max(2, math.ceil(paper.new / self.lengths))
         batch = None
         if paper.batch is not None:
@@ -52,7 +52,7 @@ class Scale:
         return workload.Workload(prompt, new, batch).name
 
     def knobs(self, text: str) -> str:
-        """Scale the ``kv_size`` in a method's text, and drop the arguments of ``without``."""
+        """Return a method's text, or a list of arguments, with ``kv_size`` scaled and without those of ``without``."""
 
         def scaled(match: re.Match[str]) -> str:
             return f"kv_size={int(match[1]) // self.lengths}"
@@ -79,18 +79,20 @@ class Scale:
 class BenchSpec:
     """The declaration of one efficiency table.
 
-    results: the file of measured rows.
+    results: the name, without folder and .jsonl, of the file with the measured rows.
+    model: the model to time, an entry of conf/model.
     base: the published method in the denominator of ratios.
     arguments: the arguments of ``bench time`` for all methods.
-    methods: our row by published method. The key names as many settings as tell the method apart.
-    quantities: our quantity by published metric.
-    workload: a template with the settings of a row in braces.
-    workloads: a workload for each dataset, in place of a template.
+    methods: our method's text by published method. A key such as ``kivi bits=2`` holds for rows with this setting only.
+    quantities: the quantity of ``bench time`` by published metric.
+    workload: the workload of a row as a template, with keys of the row's settings in braces.
+    workloads: the workloads of datasets that do not follow the template.
     device: the paper's device, if its rows do not name devices.
     notes: further facts that readers of our rows must know.
-    not_run: reasons by model, method or dataset. Settings follow if a reason concerns only some cells.
-    stand_in: the scale of a small model on a CPU.
-    scaled: whether this is the stand-in's side.
+    not_run: why cells are not run, by their model, method or dataset. A key with settings behind the name concerns only
+    cells with these settings.
+    stand_in: the divisors for a small model on a CPU.
+    scaled: True if the declaration was scaled down for a small model.
     """
 
     results: str
@@ -121,9 +123,9 @@ class BenchSpec:
         return workload_name, text
 
     def _method_text(self, method: str, facts: set[str]) -> str | None:
-        """Return our row for a published method: the row that names most of the cell's settings, and no other setting.
+        """Return the text in ``methods`` for a published method; None if there is none.
 
-        facts: the settings of the cell.
+        Of several texts, it is the one whose key names most of the cell's settings (``facts``), and no other setting.
         """
         # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
         text, most_settings = None, -1
@@ -141,7 +143,7 @@ class BenchSpec:
         try:
             return self.workload.format(**cell.settings)
         except KeyError:
-            # the row does not state a length that the template asks for
+            # the row lacks a setting that the template asks for
             return ""
 
     def why_not(self, cell: Published) -> str:
@@ -195,8 +197,9 @@ def table_ids() -> list[tuple[str, str]]:
 
 @cache
 def load(paper: str, table: str) -> BenchSpec:
-    """Read the declaration of one efficiency table. Raises UsageError for an unknown one, KvbenchError for a damaged
-    file.
+    """Read the declaration of one efficiency table.
+
+    Raises UsageError for a table without a declaration, KvbenchError for a damaged file.
     """
     path = next(iter(papers_files(f"{paper}/bench{table}.yaml")), None)
     if path is None:

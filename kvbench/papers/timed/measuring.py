@@ -13,9 +13,11 @@ from kvbench.papers.timed.timings import Timings
 
 
 def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
-    """Measure the missing rows of a stand-in. ``more`` are arguments of ``bench time``, such as again=true.
+    """Measure the missing rows of an efficiency table, if the table shows a stand-in.
 
-    With ``plan`` only print what would be measured. Raises UsageError for an argument that is not possible.
+    more: the user's arguments of ``bench time``, such as again=true. They replace the table's own.
+    plan: True to print the rows that would be measured, and measure none.
+    Raises UsageError for an argument that is not possible.
     """
     # key=value as typed
     options = {}
@@ -23,7 +25,7 @@ def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = Fal
         key, _, value = argument.partition("=")
         options[key] = value
     again = options.get("again") == "true"
-    # a script times the paper's own model on a GPU; it is not timed from here
+    # the paper's own model is timed on a GPU by a script, not from here
     if not timings.stand_in:
         if again:
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")

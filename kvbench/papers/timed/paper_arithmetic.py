@@ -21,7 +21,7 @@ LLAMA2_7B = Shape(32, 32, 32, 128)
 MISTRAL_7B = LLAMA3_8B = Shape(32, 32, 8, 128)
 LLAMA3_70B = Shape(80, 64, 8, 128)
 LONG = 16384
-"""Tokens of a prompt that is longer than every published budget."""
+"""The tokens of a prompt that is longer than every published budget, so that a cache of it is full to its budget."""
 
 THINK7 = "arXiv 2407.21018, table 7; formula 0.5 N - 0.1 (N - 32) MiB of 32 heads, stored with 77 of 128 channels"
 THINK = "arXiv 2407.21018, section 3.1"
@@ -36,9 +36,12 @@ REFREEKV = "arXiv 2502.16886, section 1; formula under query heads, stored under
 
 @dataclass(frozen=True)
 class StatedFigure:
-    """One number as printed (None: not printed), by the paper's formula, and as stored here.
+    """One number about memory: as the paper prints it, by the paper's formula, and as kvbench stores it.
 
-    ``digits`` is the number of decimals that are compared.
+    what: the quantity in words.
+    source: where the paper prints it, with the formula.
+    digits: the number of decimals that are compared.
+    published: the printed number; None if the paper prints none.
     """
 
     paper: str
@@ -52,15 +55,14 @@ class StatedFigure:
 
     @property
     def reference(self) -> float:
-        """Return the value to compare with: the printed one, or the formula's with as many digits."""
+        """Return the number that others are compared with: the printed one, or else the formula's, rounded."""
         if self.published is None:
             return _round_as_papers(self.formula, self.digits)
         return self.published
 
     def off(self, value: float) -> float:
-        """Return the distance of a value from the reference as printed; 0 if it rounds to the same digits."""
-        # exact ties of decimal fractions round up, as in papers, but binary fractions may fall below a tie; adding 0.0
-        # makes a negative zero positive
+        """Return a value, rounded to ``digits`` decimals, minus the reference; 0 if both have the same digits."""
+        # rounding to 10 decimals removes the error of the subtraction, and adding 0.0 makes a negative zero positive
         return round(_round_as_papers(value, self.digits) - self.reference, 10) + 0.0
 
     def as_json(self) -> dict[str, object]:
@@ -73,7 +75,10 @@ Figures = Iterator[StatedFigure]
 
 
 def select_figures(paper: str) -> list[StatedFigure]:
-    """Return the figures of one paper, of one of its tables (``think/7``), or of all."""
+    """Compute the figures of one paper (``think``), of one of its tables (``think/7``), or of all papers (``all``).
+
+    Raises UsageError for any other name.
+    """
     papers = {name.partition("/")[0] for name in FIGURES}
     names = sorted(papers | FIGURES.keys())
     names.append("all")
@@ -87,7 +92,7 @@ def select_figures(paper: str) -> list[StatedFigure]:
 
 
 def render(figures: Sequence[StatedFigure]) -> str:
-    """Format one table for each paper, with its sources."""
+    """Return the figures as text: one table for each paper, with its sources."""
     parts = []
     for paper in dict.fromkeys(figure.paper for figure in figures):
         parts.append(_paper_text(paper, [figure for figure in figures if figure.paper == paper]))
@@ -123,12 +128,13 @@ def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
 
 
 def _think7() -> Figures:
-    """Yield the numbers of table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
-    # a row prints its memory once, and its scores beside it
+    """Yield the cache sizes in ThinK's table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
+    # the row's other cells are scores, and only one is a size
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), printed_size in sizes.items():
         if not method.startswith("snapkv"):
-            continue  # H2O's rows have the same sizes
+            # H2O's rows have the same sizes
+            continue
         knobs = row_knobs.parse_setting(setting)
         size = int(knobs["kv_size"])
         chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
@@ -192,7 +198,10 @@ def _think_text() -> Figures:
 
 
 def _kivi() -> Figures:
-    """Yield bytes per head at n=1000, groups of 32, residual 128, D=128: 896 keys and 872 values are packed."""
+    """Yield the bytes of one head under KIVI for 1000 tokens: groups of 32, residual 128, head dimension 128.
+
+    KIVI packs 896 of these keys and 872 of these values.
+    """
     n, group, residual, d = 1000, 32, 128, 128
     # keys are packed in whole blocks of the residual's length, values one by one as they leave it
     keys, values = residual * (n // residual), n - residual
@@ -259,7 +268,10 @@ def _flexgen() -> Figures:
 
 
 def _qhitter() -> Figures:
-    """Yield ratios to fp16 of D=128 at 4 bits with fp16 scale and zero point a head, and 8 bytes of scores."""
+    """Yield how many times smaller than fp16 Q-Hitter's cache is at 4 bits, without and with its running scores.
+
+    A head of 128 dimensions has an fp16 scale and zero point, and 8 bytes of scores, for each token.
+    """
     d = 128
     # keys and values of one token in one head: in fp16, and as codes with scale and zero point
     dense = 2 * d * FP16
@@ -290,7 +302,7 @@ def _qhitter() -> Figures:
 
 
 def _uncomp() -> Figures:
-    """Yield fractions of the prompt: sizes over contexts of 4096 and 8096 tokens."""
+    """Yield UNComp's cache sizes in per cent of the full cache: 100 x tokens kept / tokens of the context."""
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
     for size, context, value, where in printed:
         chain = chain_of({"method": "snapkv", "kv_size": size})
@@ -330,22 +342,24 @@ FIGURES: dict[str, Callable[[], Figures]] = {
     "uncomp": _uncomp,
     "refreekv": _refreekv,
 }
+"""The function that computes the figures of a paper, or of one part of it."""
 
 
 def _payload_bytes(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    """Return the payload in bytes of n tokens in fp16."""
+    """Return the bytes of keys and values that kvbench declares for an fp16 cache of a prompt of n tokens."""
     declared = bytes_declared(chain, shape, n, FP16)
     assert declared is not None
     return declared.payload
 
 
 def _round_as_papers(value: float, digits: int) -> float:
-    """Round as papers do: exact ties of decimals go up."""
-    return float(f"{value + 1e-9:.{digits}f}")  # a binary fraction may lie just below its decimal tie
+    """Round to ``digits`` decimals as papers do: ties, such as 0.25 to one decimal, go up."""
+    # the binary fraction of a tie may lie just below it, so add a little before rounding
+    return float(f"{value + 1e-9:.{digits}f}")
 
 
 def _format_mark(figure: StatedFigure, value: float) -> str:
-    """Return ✓ or the difference to the reference."""
+    """Return ✓ if a value equals the figure's reference in its digits, or else the difference as text."""
     off = figure.off(value)
     if off == 0:
         return "✓"
@@ -353,7 +367,7 @@ def _format_mark(figure: StatedFigure, value: float) -> str:
 
 
 def _format_number(value: float | None, digits: int, reference: float | None = None) -> str:
-    """Format a number, with one more decimal if the printed ones hide a difference from ``reference``."""
+    """Format a number with ``digits`` decimals. With a ``reference`` it gets one more if rounding changes it."""
     if value is None:
         return "—"
     if reference is not None and _round_as_papers(value, digits) != value:

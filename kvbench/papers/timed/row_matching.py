@@ -16,12 +16,14 @@ from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.timed.bench_spec import BenchSpec
 
 UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": 1e9, "MB": 1e6, "MiB": 2**20, "pct": 0.01}
-"""Our seconds, bytes and fractions per printed unit."""
+"""The size of each printed unit in kvbench's units: seconds, bytes, and fractions of 1."""
 MORE_IS_BETTER = ("throughput", "speedup_vs_full")
 MISSING = "missing"
+"""The status of a cell that can be measured and was not yet."""
 INTEGRATED = "integrated"
+"""The mark of a row whose decoding steps ran at a few cache lengths only and were interpolated between them."""
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
-"""Quantities that the mark ``integrated`` concerns. The rest of such a row was measured as usual."""
+"""The quantities that depend on decoding steps, so that INTEGRATED concerns them. All others were measured as usual."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,10 @@ def device_name(row: Row) -> str:
 
 
 def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> list[TimedCell]:
-    """Match every printed cell with its latest row on one device, the device that measured this table last."""
+    """Return a TimedCell for every printed cell, with the latest measured row that belongs to it.
+
+    All rows are of one device: the device that measured this table last.
+    """
     table_rows = set()
     for cell in printed:
         key = declared.ours(cell)
@@ -88,7 +93,7 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
 
 
 def count_others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
-    """Count the rows of the table's model on devices that the table does not show."""
+    """Count the rows of the table's model that were measured on other devices than the table shows, by device."""
     # a table that shows nothing leaves nothing out
     shown_devices = {cell.device for cell in cells if cell.row is not None}
     if not shown_devices:
@@ -98,7 +103,10 @@ def count_others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence
 
 
 def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bool = False) -> list[str]:
-    """Return the workloads of missing cells in the paper's order, and with ``measured`` of cells with a row as well."""
+    """Return the workloads on which cells are to be measured, in the paper's order.
+
+    They are the workloads of missing cells; with ``measured``, also those of cells that have a row already.
+    """
     names = []
     for cell in cells:
         # a cell with a reason against running has no row, so ``measured`` leaves it out, too
@@ -111,7 +119,7 @@ def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bo
 
 
 def source_quantity(quantity: str) -> str:
-    """Return the stored quantity of a row from which a table's quantity follows."""
+    """Return the quantity, as rows store it, from which a quantity of a table is computed."""
     if quantity in SHARES:
         return SHARES[quantity]
     if quantity in PER:
@@ -122,7 +130,7 @@ def source_quantity(quantity: str) -> str:
 
 def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
     """Build a printed cell's timing: its row, the base row measured beside it, and both ratios."""
-    # printed value / printed value of the base
+    # the paper's ratio: printed value / printed value of the base
     printed_base = _printed_base(cell, declared, printed)
     published_ratio = None
     if printed_base is not None and printed_base.value and cell.value is not None:
@@ -138,13 +146,13 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     row = _latest_row(rows, declared.model, *key)
     if row is None:
         return TimedCell(cell, MISSING, published_ratio=published_ratio)
-    # integrated steps were timed one by one and interpolated between; this does not affect a peak of memory
+    # leave out the mark if the quantity does not depend on decoding steps, such as a peak of memory
     marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source_quantity(quantity) in OF_STEPS)
     status = str(row["status"])
     if status != MEASURED:
         return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
     base = None
-    # a quantity that the paper's base lacks, such as a time to prune, has no ratio to ours
+    # if the paper's base row lacks the quantity, such as a time to prune, there is no ratio to compare
     if printed_base is not None:
         base = _base_row(declared, cell, row, rows)
     value = _statistic_of(row, rows, quantity, "median")
@@ -170,7 +178,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
     """Return the last row of a model, workload and method; None if there is no such row."""
-    # rows are appended as they are measured
+    # rows are appended as they are measured, so the last one comes first here
     for row in reversed(rows):
         if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
             return row
@@ -213,7 +221,10 @@ def _quartiles_of(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> 
 
 
 def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
-    """Return a statistic of a row's quantity, in seconds, bytes or as a share; None if the row lacks it."""
+    """Return a statistic of a row's quantity in seconds, bytes or as a ratio; None if the row lacks it.
+
+    stat: ``median``, ``q1`` or ``q3``.
+    """
     if quantity in SHARES:
         # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":
@@ -234,10 +245,11 @@ PER = {
     "first_token_time": ("ttft", "batch"),
     "latency": ("total", "new"),
 }
-"""Seconds of a token of one row, of one prompt's first token, and of a token of all rows.
+"""Quantities of tables that are a stored quantity divided by a number of its row: by its batch, or by its new tokens.
 
-Each is a stored quantity over a number of its row: rows of the batch, or new tokens.
+They are the seconds per token if the tokens of all rows count, the seconds of reading per prompt of the batch, and the
+seconds of the whole generation per new token of a row.
 """
 
 SHARES = {"kept": "cache_bytes", "speedup": "throughput"}
-"""Over the full cache of the same session."""
+"""Quantities of tables that are the ratio of a stored quantity to the full cache's, measured in the same session."""

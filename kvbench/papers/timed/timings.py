@@ -25,17 +25,26 @@ from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.plan import config
 
 KIND = "efficiency"
+"""The kind of the tables that are timed (see catalogue.KINDS)."""
 SCRIPT = "scripts/gpu_tables.sh"
+"""The script that measures the rows of the papers' own models on a GPU."""
 DONE = ("measured", "OOM")
+"""The statuses of cells that have run."""
 TOKENS, BYTES = "kept_tokens", "cache_bytes"
-"""A share of tokens, and what it follows from."""
+"""The share of tokens kept, a quantity of tables, and the stored quantity from which it is computed."""
 KEYS = ("repeats", "warmup", "steps", "generate", "check", "seed", "memory_limit", "threads", "again")
-"""Arguments of ``bench time`` that a table leaves open."""
+"""Arguments of ``bench time`` that a table's declaration leaves to the user."""
 
 
 @dataclass(frozen=True)
 class Timings:
-    """The measured rows of a table. ``file`` holds them, ``left_out`` counts rows of devices not shown."""
+    """The measured rows of an efficiency table, matched to its printed cells.
+
+    bench: how the table is timed.
+    file: the JSON lines with the rows.
+    cells: the timing of each printed cell.
+    left_out: the number of rows by device, for devices that the table does not show.
+    """
 
     table: TableSpec
     bench: bench_spec.BenchSpec
@@ -121,7 +130,7 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
 
 
 def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """Return the cell with its share of tokens if that is its quantity."""
+    """Return a cell with the share of tokens kept as its value, if this is its quantity; else return it as it is."""
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     # a share of tokens needs the full cache of the same session
@@ -133,7 +142,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
 
 @cache
 def _shape_of_model(model: str) -> Shape:
-    """Return the shape of a model's cache."""
+    """Return the shape of a model's cache: its layers, heads and head dimension."""
     return architecture.shape_of(config.configure({"model": model}).model)
 
 
@@ -199,8 +208,11 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
 
 
 def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
-    """Return a row's position in the file, and its values of a quantity."""
-    # the last of equal rows, counted from 1
+    """Return two lines of text: a row's position in the file, and its stored values of a quantity.
+
+    ``name`` says at the start of the first line which row it is.
+    """
+    # the line's number in the file, from 1; of several equal rows the last one
     number = 1 + max(i for i, stored_row in enumerate(records.read_rows(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)
     values = row["status"]

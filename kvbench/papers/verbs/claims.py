@@ -16,7 +16,7 @@ FIXED = ("method", "dataset", "preset", "match", "reference")
 
 
 def refuse_fixed(options: Mapping[str, str], owner: str) -> None:
-    """Raise UsageError if an option is a key that its ``owner`` decides, as "the claim"."""
+    """Raise UsageError if an option is one of FIXED. ``owner`` says in the message who decides it: "the claim"."""
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: {owner} says it. Use `run` instead")

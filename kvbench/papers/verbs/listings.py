@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 
 class FigureEntry(TypedDict):
-    """A figure that can be drawn, with the keys that it takes."""
+    """A figure that can be drawn.
+
+    about: its title.
+    claim: the paper's finding.
+    unsaid: the points that the paper leaves open.
+    takes: the names of the options that it takes.
+    """
 
     id: str
     about: str
@@ -22,7 +28,10 @@ class FigureEntry(TypedDict):
 
 
 def figures(results: Path | None = None) -> list[FigureEntry]:
-    """Return every figure: its id, its content, the paper's finding and its knobs, the same in all folders."""
+    """Return every figure that can be drawn, with its content, the paper's finding and its options.
+
+    ``results`` is not used: ``list`` passes the folder to all listings, and the figures are the same in all folders.
+    """
     from kvbench.papers.figures import declared
 
     # only the YAML files are read, so that the list waits for none of the figures' code

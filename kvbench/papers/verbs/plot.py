@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
     """Return a key ``name`` of whole numbers separated by commas.
 
-    kind: the words for allowed numbers in errors.
+    kind: a description of the allowed numbers, for error messages.
     allowed: the numbers that a user may type; None for all.
     """
 
@@ -49,17 +49,21 @@ _OWN_KEYS = (
     Key("text"),
 )
 OWN = {key.name: key for key in _OWN_KEYS}
-"""The keys that are not a run's."""
+"""The keys of ``plot`` that ``run`` does not have."""
 TAKES = ("limit", "results", "max_length", "threads", "device")
+"""The settings of ``run`` that figures take."""
 NOT_OF_FIGURES = ("match", "reference")
+"""Keys of ``run`` outside its settings that no figure takes."""
 OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
-"""The keys that name one's own methods, for the figures that take them."""
+"""The keys that name the user's own methods. Only some figures take them."""
 
 
 class FigureRecord(TypedDict):
     """A drawn figure, as ``--json`` prints it.
 
-    claim: the paper's finding. unsaid: what the paper leaves open. finding: ours.
+    claim: the paper's finding.
+    unsaid: the points that the paper leaves open.
+    finding: kvbench's finding, as text.
     """
 
     id: str
@@ -100,7 +104,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored: bool) -> list[FigureRecord]:
-    """Draw the figures of these names, figures of a model's activations first."""
+    """Draw the figures that the user named, and return a record of each. Figures of activations come first.
+
+    names: ids of figures or papers, or ``all``.
+    options: the user's key=value arguments.
+    stored: True to measure nothing and draw stored results.
+    """
     if options.get("output") == "":
         raise UsageError("output= is empty: give a folder")
     figure_keys = {key: OWN[key].value(options) for key in options if key in OWN}
@@ -152,7 +161,7 @@ def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> No
 
 
 def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]) -> None:
-    """Raise UsageError for a key of OWN that none of the figures takes, and for several widths where one is shown."""
+    """Raise UsageError for a key of OWN that no figure takes, and for several ``bits`` if a figure shows one width."""
     from kvbench.papers.figures import registry
 
     for key in figure_keys:
@@ -161,7 +170,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
             ids = ", ".join(figure.id for figure in figures)
             takers = ", ".join(figure.id for figure in registry.FIGURES.values() if _takes_key(figure, key))
             raise UsageError(f"{key}= is not possible with {ids}: {takers} take it")
-    # a figure whose default is one width draws one
+    # a figure with one width by default can only draw one
     bits = figure_keys.get("bits", ())
     for figure in figures:
         default_bits = figure.knobs.get("bits") or ()
@@ -171,7 +180,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
 
 
 def _takes_key(figure: Figure, key: str) -> bool:
-    """Return True if the figure takes ``key``, one of the keys that runs do not have."""
+    """Tell whether the figure takes ``key``, one of OWN."""
     # every figure of activations reads texts, whose number and source can be chosen
     if key in ("text", "samples") and figure.sweeps is None:
         return True
@@ -181,9 +190,10 @@ def _takes_key(figure: Figure, key: str) -> bool:
 def _draw_results(
     figures: Sequence[Figure], run_options: Mapping[str, str], options: Mapping[str, str], quiet: bool, stored: bool
 ) -> list[FigureRecord]:
-    """Draw figures of measured cells. Missing cells are measured first, unless ``stored``.
+    """Draw figures of measured results, and return a record of each. Missing results are measured unless ``stored``.
 
-    ``run_options`` are those of the ``options`` that a run takes.
+    options: the user's key=value arguments.
+    run_options: those of ``options`` that a run takes.
     """
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.place import Place
@@ -217,7 +227,12 @@ def _draw_activations(
     figure_keys: Mapping[str, Any],
     quiet: bool,
 ) -> list[FigureRecord]:
-    """Draw figures of a model's activations while it reads."""
+    """Draw figures of a model's activations while it reads prompts, and return a record of each.
+
+    request: the run that chooses the model and the prompts.
+    options: the user's key=value arguments.
+    figure_keys: the values of those arguments that are keys of OWN.
+    """
     from kvbench.base.progress import progress
     from kvbench.papers.figures import source
     from kvbench.papers.figures.place import Place
@@ -250,7 +265,7 @@ def _draw_activations(
                 tick=partial(tick, figure.id, 1),
             )
             data = figure.compute(reading)
-        # the head of the CSV: where the data come from, and the knobs behind it as users type them
+        # the head of the CSV states where the data come from, and then the figure's knobs as users type them
         facts = dict(origin.facts(prompts, knobs.get("tokens")))
         for key, value in knobs.items():
             if isinstance(value, tuple):
@@ -307,7 +322,7 @@ def _record_of_figure(figure: Figure, paths: Sequence[Path], finding: str) -> Fi
 
 
 def _describe_figure(record: FigureRecord) -> str:
-    """Return the lines on a drawn figure: its files, our finding, the paper's, and open points."""
+    """Return lines of text about a drawn figure: its files, kvbench's finding, the paper's finding, and open points."""
     parts = [
         (record["id"], " ".join(record["files"])),
         ("here", record["finding"]),
@@ -317,7 +332,7 @@ def _describe_figure(record: FigureRecord) -> str:
     lines = []
     for name, text in parts:
         if text:
-            # a path stays whole
+            # a path must stay whole, so that it can be copied
             lines.append(
                 fill(
                     text,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
 PAPERS = choice("papers", ("true", "false"))
 METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.125}
+"""The settings of the run whose answers the page shows, if the user names no method."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +56,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _collect_page(options: dict[str, str], count: int, papers: bool, places: Sequence[Path]) -> ReportPage:
-    """Measure missing results and return the page.
+    """Collect everything that the page shows, and return the page. Missing answers to its examples are measured.
 
-    options: the keys of a run.
-    count: how many answers of each task the page shows.
+    options: the key=value arguments of the run, and those of the papers' tables.
+    count: the number of examples of each task that the page shows.
     papers: True to show the papers' tables, figures and claims, too.
     places: folders and files of other results.
     """
@@ -115,7 +116,10 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
 
 
 def _run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
-    """Return the settings of the run whose answers the page shows, ``count`` of each task."""
+    """Return the settings of the run whose answers the page shows. Its limit is ``count``, and 1 for a count of 0.
+
+    A method or a limit that the user typed replaces the default.
+    """
     settings: dict[str, object] = {}
     if "method" not in options:
         settings |= METHODS

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 
 
 def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure missing cells and print. Return exit status 1 if rows were refused.
+    """Measure the missing cells of the papers' tables that the user named, and print the tables.
 
-    ``args`` are those of the verb, ``options`` its key=value arguments.
+    options: the verb's key=value arguments.
+    args: the verb's other arguments.
+    Return the exit status: 1 if cells were refused or failed, a higher one if a signal ended the measuring, else 0.
     """
     from kvbench.papers.measured import page
     from kvbench.papers.spec import table_spec
@@ -73,7 +75,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
 
 
 def _has_failed_cells(view: View) -> bool:
-    """Return True if a cell of a paper's table was refused or failed."""
+    """Tell whether a cell of a paper's table was refused or failed."""
     statuses: set[str] = set()
     for _, entries in view.rows:
         statuses |= {entry.status for entry in entries}
@@ -90,7 +92,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         ours = our_table.printed_table(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
-    # a whole paper shows a table without data, too, with its reasons
+    # a table without data is an error if it was named alone; a whole paper shows it, too, with the reasons
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.reasons_for_absence(ours))}")
     if args.plan:
