@@ -16,18 +16,19 @@ from kvbench.suite.folder import Line
 from kvbench.suite.scores import BelowNegative, PartScore, RowScore, below_negative
 
 NOTHING = "nothing was compressed"
+"""The text in place of the score of a row that equals the full cache."""
 UNMEASURABLE = "—"
 """The text for a part that cannot be measured with the model, or that does not take the row."""
 PANEL_WIDTH, PANEL_HEIGHT = 2.3, 2.7
 """The size of the picture of one part in inches, its titles included."""
 NAME_WIDTH, NAME_HEIGHT = 1.6, 0.14
-"""The space that a name takes in the picture's legend, in inches."""
+"""The width and height that a name takes in the picture's legend, in inches."""
 FEW = 2
-"""The most methods whose lines stand above the table. Those of more would hide it."""
+"""Up to this many methods have their lines above the table. More lines would push the table out of sight."""
 
 
 def line_of(suite: Suite, entry: RowScore) -> str:
-    """Return a row as one line of text, with its mean, its parts, the worst of them, its bytes and its free pages."""
+    """Return a row as one line of text to quote: its mean, its parts, the worst part, its bytes and its free pages."""
     head = f"{suite.name} @1/{entry.budget}: "
     if entry.nothing_compressed:
         return f"{head}{entry.name}: {NOTHING} on {100 * entry.unchanged:.0f} % of the prompts"
@@ -45,7 +46,10 @@ def line_of(suite: Suite, entry: RowScore) -> str:
 
 
 def _pages_freed(entry: RowScore) -> str:
-    """Return the share of pages that an engine with one page table a layer could free, in place and compacted."""
+    """Return the text on pages that an engine with one page table a layer could free, as kept tokens lie and compacted.
+
+    It is '' if pages were not counted.
+    """
     if entry.pages is None:
         return ""
     return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
@@ -58,6 +62,7 @@ def _signed_text(value: float) -> str:
 
 
 def _interval_text(ci: tuple[float, float] | None) -> str:
+    """Return an interval in brackets, with a space before them; '' without an interval."""
     if ci is None:
         return ""
     return f" [{_signed_text(ci[0])}, {_signed_text(ci[1])}]"
@@ -107,6 +112,7 @@ def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
 
 
 def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
+    """Return the texts of a row of the table: name, rank, mean, each part, bytes and free pages."""
     rank = UNMEASURABLE
     if entry.rank is not None:
         rank = str(entry.rank)
@@ -194,7 +200,7 @@ def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     and only in Markdown.
     """
     methods = list(dict.fromkeys(entry.name for entry in scored if entry.role == METHOD))
-    # all budgets of a method together, the methods in the order of their best row
+    # the lines of one method stand together, and the methods in the order of their first rows
     lines = []
     for name in methods:
         lines += [line_of(suite, entry) for entry in scored if entry.name == name]
@@ -212,7 +218,10 @@ def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
 
 
 def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
-    """Draw a panel for each measurable part: S against the share of the bytes, the methods beside the controls."""
+    """Draw the card's picture into a file: S against the share of the bytes, in a panel for each measurable part.
+
+    Without a measurable part no file is written.
+    """
     names = list(dict.fromkeys(entry.name for entry in scored))
     looks = looks_of(names)
     parts = []
@@ -224,7 +233,7 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         return
     with styled():
         width = PANEL_WIDTH * len(parts)
-        # as many names in a line as fit, the lines below the panels
+        # the legend stands below the panels, with as many names in a line as fit
         names_in_line = max(1, int(width / NAME_WIDTH))
         fig = canvas(width, PANEL_HEIGHT + NAME_HEIGHT * ceil(len(names) / names_in_line))
         axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
@@ -246,7 +255,7 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
 
 def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
     """Draw the line of one method or control: its score at each share of the bytes that it really holds."""
-    # (bytes held, score); a row may hold less than its budget, so that two rows of one budget may stand apart
+    # (bytes in per cent, score); a row may hold less than its budget, so rows of one budget can differ in their bytes
     points: list[tuple[float, float]] = []
     for entry in entries:
         score = entry.parts.get(part)
@@ -279,5 +288,5 @@ def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> No
 
 
 def as_plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:
-    """Return the card as ``--json`` prints it."""
+    """Return the card as plain data, which ``--json`` prints: the lines of results.jsonl and the notes."""
     return {"suite": suite.name, "edition": suite.edition, "rows": list(rows), "notes": list(notes_below)}

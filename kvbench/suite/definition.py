@@ -24,15 +24,20 @@ method: a method of the user.
 """
 FULL, QUICK = "full", "quick"
 EDITIONS = (FULL, QUICK)
-"""full: all prompts. quick: a few prompts for a first look; leaderboards accept full runs only."""
+"""The editions of a suite.
+
+full: all prompts.
+quick: a few prompts for a first look. Leaderboards accept full runs only.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SuitePart:
     """One ability that a suite measures.
 
-    keys: the keys of `run` that choose the prompts.
+    about: its description for readers.
     measure: SCORE or KL.
+    keys: the keys of `run` that choose the prompts.
     decoding: whether budgets also hold while answers are decoded.
     """
 
@@ -45,7 +50,11 @@ class SuitePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """A row that every run of a suite has. options: the method's options other than its budget."""
+    """A row that every run of a suite has beside the user's methods.
+
+    role: one of the roles above.
+    options: the method's options other than its budget.
+    """
 
     method: str
     role: str
@@ -53,7 +62,7 @@ class Control:
 
     @property
     def name(self) -> str:
-        """The method with its options, as ``random keep_window=32``."""
+        """Return the method with its options, such as ``random keep_window=32``."""
         return " ".join([self.method, *(f"{key}={value}" for key, value in self.options.items())])
 
 
@@ -61,9 +70,12 @@ class Control:
 class Suite:
     """One edition of a frozen suite.
 
+    edition: one of EDITIONS.
+    about: its description for readers.
+    model, dtype: the model and its number format in the closed division.
     tokens: the length of the prompt on which budgets are counted in bytes.
-    budgets: d of the budgets 1/d, the share of the full cache's bytes at 16 bits that a row may hold.
-    floor: the divergence in nats a token at which KL parts score 100.
+    budgets: the denominators d of the budgets. A row may hold 1/d of the full cache's bytes at 16 bits.
+    floor: the divergence in nats a token at which parts with the measure KL score 100.
     """
 
     name: str
@@ -78,7 +90,7 @@ class Suite:
     controls: tuple[Control, ...]
 
     def controls_of(self, role: str) -> list[Control]:
-        """Return the controls with a role."""
+        """Return the controls that have this role."""
         return [control for control in self.controls if control.role == role]
 
 

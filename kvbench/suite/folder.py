@@ -24,17 +24,21 @@ from kvbench.suite.scores import RowScore
 
 RESULTS, SAMPLES, CARD, PICTURE = "results.jsonl", "samples.jsonl.gz", "card.md", "card.png"
 CLOSED, OPEN = "closed", "open"
-"""The divisions. closed: the suite's own model, dtype and prompts. open: others, which each row names."""
+"""The divisions of a suite.
+
+closed: the suite's own model, dtype and prompts.
+open: another model, which each row names.
+"""
 Line = dict[str, Any]
 """A row of results.jsonl: the suite, edition, division and model, the row's name and role, the ids of its results by
 part and column, its numbers (the fields of ``RowScore``), and the versions that measured it."""
 DIGITS = 6
-"""Decimal places of the numbers in a row: more would differ between machines by rounding."""
+"""The decimal places of numbers in a row. Further places would differ between machines by rounding."""
 
 
 def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
     """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from."""
-    # a row at two budgets is two rows
+    # a method has a row at each budget, so its name alone does not identify a row
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
     head = {
         "suite": run.suite.name,
@@ -56,9 +60,9 @@ def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, cont
 
 
 def rounded_numbers(entry: RowScore) -> Line:
-    """Return the numbers of a row as JSON holds them, rounded to DIGITS places."""
+    """Return a row's scores in the form in which a line of results.jsonl has them, rounded to DIGITS places."""
     record = asdict(entry)
-    # the line has these already
+    # the line has name and role from elsewhere
     del record["name"], record["role"]
     record["nothing_compressed"] = entry.nothing_compressed
     # JSON turns tuples into lists, at any depth, and its reader can round every number
@@ -72,7 +76,10 @@ def _ids_of_results(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
 
 
 def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
-    """Return the versions that measured a row: every commit, and every release of torch and transformers."""
+    """Return the versions that measured a row: every commit, and every release of torch and transformers.
+
+    cells: the ids of the row's results by part and column.
+    """
     versions: dict[str, set[str]] = {"commit": set(), "torch": set(), "transformers": set()}
     for part_run in run.parts:
         for cell_id in cells.get(part_run.part.name, {}).values():

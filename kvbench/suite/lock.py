@@ -29,11 +29,16 @@ class LockedColumn(TypedDict):
 
 
 Locked = Mapping[str, Mapping[str, LockedColumn]]
-"""The locked tasks of an edition, by part and column."""
+"""The locked tasks of an edition, by the part's name and the task's column."""
 
 
 class Lock(TypedDict):
-    """The content of a suite's lock file. checkpoint: the fingerprint of the model's checkpoint."""
+    """The content of a suite's lock file.
+
+    suite: the suite's name.
+    checkpoint: the fingerprint of the model's checkpoint.
+    editions: the hashes of the tasks, by edition.
+    """
 
     suite: str
     checkpoint: str
@@ -41,11 +46,11 @@ class Lock(TypedDict):
 
 
 LENGTH = 16
-"""Hexadecimal digits of a hash that are kept."""
+"""The number of hexadecimal digits that are kept of a hash."""
 
 
 def of_run(run: SuiteRun) -> Locked:
-    """Return the hashes of a planned suite, as its lock file has them for one edition."""
+    """Compute the hashes of a planned edition in the form in which a lock file has them."""
     parts: dict[str, dict[str, LockedColumn]] = {}
     for part_run in run.parts:
         columns: dict[str, LockedColumn] = {}
@@ -75,13 +80,14 @@ def _hash_prompt(run: RunPlan, group: Group, example: Example) -> str:
 
 
 def _digest(content: object) -> str:
+    """Return the first LENGTH digits of the SHA-256 of plain data. The order of keys does not matter."""
     text = json.dumps(content, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
 def write_lock(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
-    """Write the lock of a suite from its planned editions."""
-    # all editions are of one checkpoint
+    """Write the lock file of a suite from the plans of its editions, by the edition's name."""
+    # all editions must use one checkpoint: unpacking fails if there are two
     (checkpoint,) = {run.parts[0].run.source.fingerprint for run in runs.values()}
     editions = {edition: of_run(run) for edition, run in runs.items()}
     content: Lock = {"suite": suite.name, "checkpoint": checkpoint, "editions": editions}
@@ -97,7 +103,7 @@ def read_lock(suite: Suite) -> Lock:
 
 
 def differences(suite: Suite, run: SuiteRun) -> list[str]:
-    """Return how a planned suite differs from the locked one, in words; [] if it is the locked suite."""
+    """Return a sentence for each difference between a planned suite and its lock; [] if they agree."""
     locked = read_lock(suite)
     problems = []
     if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
@@ -109,6 +115,7 @@ def differences(suite: Suite, run: SuiteRun) -> list[str]:
             if wanted is None:
                 problems.append(f"{part}: {column} is no task of the suite")
                 continue
+            # example ids: prompts that are new or differ, and prompts of the lock that are not planned
             changed = [i for i, digest in planned["prompts"].items() if wanted["prompts"].get(i) != digest]
             missing = [i for i in wanted["prompts"] if i not in planned["prompts"]]
             if changed or missing:

@@ -19,7 +19,10 @@ from kvbench.suite.scores import PartSamples, RowSamples
 
 @dataclass(frozen=True, kw_only=True)
 class PartRun:
-    """The run of one part. Rows that it cannot measure are left out, such as those without a budget while decoding."""
+    """The run of one part, with the rows that it measures.
+
+    A part with long answers leaves out the rows of methods without a budget while decoding.
+    """
 
     part: SuitePart
     run: RunPlan
@@ -28,7 +31,7 @@ class PartRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRun:
-    """A suite with a user's methods, ready to be measured."""
+    """A suite with a user's methods, ready to be measured. ``rows`` are the rows of all parts, controls first."""
 
     suite: Suite
     rows: tuple[SuiteRow, ...]
@@ -48,7 +51,9 @@ def prepare(
 ) -> SuiteRun:
     """Plan a suite without loading weights.
 
-    options: options of the user's methods. settings: keys of `run` about folders, devices and memory.
+    options: options of the user's methods.
+    settings: keys of `run` about folders, devices and memory, and ``model`` in the open division.
+
     Raises UsageError for a method that the suite cannot measure, and for texts that are not on this machine.
     """
     base = _base_keys(suite, settings)
@@ -71,13 +76,13 @@ def list_rows(
 
 
 def _base_keys(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the keys of `run` that all parts have. The method is a placeholder: the rows stand in its place."""
+    """Return the keys of `run` that all parts have. The method is a placeholder, which the suite's rows replace."""
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
 
 
 def _plan_part(cfg: config.RunConfig, part: SuitePart, part_rows: Sequence[SuiteRow]) -> RunPlan:
     """Return the run of a part over the full cache and all ``part_rows``. Two rows may be the same combination."""
-    # a run takes each combination once, whatever rows it stands for
+    # a run measures each combination once, even if several rows have it
     chains: dict[Chain, ChainConfig] = {}
     for row in part_rows:
         chain_config = row.config_in(part)
@@ -87,7 +92,7 @@ def _plan_part(cfg: config.RunConfig, part: SuitePart, part_rows: Sequence[Suite
 
 
 def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
-    """Return the cells of a row by task; those of the full cache for None."""
+    """Return the cells of a row in a part, by the task's column. ``row=None`` stands for the full cache."""
     chain = Chain()
     if row is not None:
         chain_config = row.config_in(part_run.part)
@@ -102,7 +107,7 @@ def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
 
 
 def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamples]]:
-    """Return (samples of all completely measured rows, the full cache's samples by part).
+    """Return the samples of all completely measured rows, and the full cache's samples by part.
 
     A row is completely measured if every part that can measure it has all its answers. Raises UsageError if the full
     cache itself is not measured.
@@ -121,14 +126,17 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
             samples = _samples_of_row(part_run, row)
             if samples is not None:
                 parts[part_run.part.name] = samples
-        # a mean over some of its parts would not compare with other rows
+        # a mean over only some of a row's parts could not be compared with other rows' means
         if parts and len(parts) == len(taking):
             measured_rows.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=parts))
     return measured_rows, full
 
 
 def _samples_of_row(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
-    """Return a row's samples in a part; None unless every prompt has one."""
+    """Return a row's samples in a part by column and example; None unless every prompt has a sample.
+
+    ``row=None`` stands for the full cache.
+    """
     cells = cells_of(part_run, row)
     samples_by_column = {}
     for group in part_run.run.groups:

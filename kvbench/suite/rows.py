@@ -15,9 +15,9 @@ from kvbench.plan.equal_memory import payload_counter, with_options
 from kvbench.suite.definition import METHOD, Suite, SuitePart
 
 SLACK = 1.02
-"""The factor by which a row may exceed its budget if it cannot hold less: a window, or the scales of a format."""
+"""The factor by which a row may exceed its budget. A window, or the scales of a format, can make it larger."""
 DECIMALS = 4
-"""Decimal places of a ``kv_ratio``."""
+"""The number of decimal places of a ``kv_ratio``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +72,20 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
 
 def _name_without_budget(template: ChainConfig) -> str:
     """Return a method's name as its user wrote it, with the options that are set, and without its budget."""
-    # the label, not the chain's name: an alias such as q4_0_h is another method than q4_0
+    # take the label, not the chain's name: the aliases q4_0_h and q4_0 name one chain with other options
     words = template.label.split()
     return " ".join(word for word in words if not word.startswith(("kv_ratio=", "kv_size=")))
 
 
 def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:
-    """Return a method's rows. A method without a budget of tokens has one row, at the smallest budget that holds it."""
+    """Return a method's rows: one for each budget of the suite that the method can reach.
+
+    A method without a budget of tokens has one row, at the smallest budget that is as large as its cache. A method
+    that reaches no budget has none.
+
+    template: the combination whose budget is replaced.
+    shape: the shape of the model's cache, on which bytes are counted.
+    """
     count = payload_counter("bytes", shape, suite.tokens)
     # the combination without stages is the full cache
     full = count(Chain())
@@ -102,9 +109,9 @@ def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape:
 
 
 def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Shape) -> float | None:
-    """Return the largest ``kv_ratio`` whose payload after a prompt of ``tokens`` fits ``target`` bytes.
+    """Return the largest ``kv_ratio`` whose payload after a prompt of ``tokens`` tokens fits ``target`` bytes.
 
-    None if the method cannot hold so little, or if it holds so little without removing any token.
+    Return None if the method cannot hold so little, or if it holds so little without removing any token.
     """
     count = payload_counter("bytes", shape, tokens)
 
@@ -115,8 +122,8 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
         except UsageError:
             return None
 
-    # the payload grows with the size, and only small sizes are refused: halve the range between a size that fits or is
-    # too small, and one that is too large
+    # the payload grows with the size, and a method refuses only sizes that are too small. So halve the range between
+    # ``low``, which fits or is refused, and ``high``, which is too large
     low, high = 0, tokens
     everything = payload_at(tokens)
     if everything is None or everything <= target:
@@ -136,7 +143,7 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
         payload = count(with_options(template, {"kv_ratio": share}).chain)
     except UsageError:
         return None
-    # a method with a window keeps at least that
+    # a method with a window keeps at least its window, which can be more than the budget
     if payload > SLACK * target:
         return None
     return share

@@ -1,9 +1,10 @@
-"""The score of a suite: what a row retains of the way from random tokens to the full cache, by part and in the mean.
+"""The score S of a suite: how far a row gets from random tokens (0) to the full cache (100), by part and in the mean.
 
     S = 100 * (score - random) / (full - random)
 
-All three are means over tasks, on the same prompts, and random tokens hold the same bytes. In a part of divergences a
-prompt's score is -ln KL, and the place of the full cache has the suite's floor. Intervals are Fieller's
+``score``, ``random`` and ``full`` are means over tasks of the row, of random tokens and of the full cache, on the same
+prompts. Random tokens hold the same bytes as the row. In a part that measures divergences, a prompt's score is -ln KL.
+The full cache has no divergence, so its KL is set to the suite's floor. Intervals are Fieller's
 (``stats.ratio_of_means``).
 """
 
@@ -31,7 +32,7 @@ PartSamples = Mapping[str, Mapping[str, Sample]]
 Scores = Mapping[str, Mapping[str, float]]
 """Scores of a row in one part, by column and then by example."""
 PartScores = Mapping[str, Scores]
-"""Scores of a row by part."""
+"""Scores of a row by part, column and example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +47,12 @@ class RowSamples:
 
 @dataclass(frozen=True, kw_only=True)
 class PartScore:
-    """The share of the way from random tokens to the full cache that a row retains in one part.
+    """The score of a row in one part.
 
-    retained, ci: S and its 95 % interval. S is None where the part cannot be measured with this model.
-    raw: the row's mean score in per cent, or its mean divergence in nats. full, chance: the same of the full cache
-    and of random tokens. n: prompts.
+    retained, ci: S and its 95 % interval. S is None if the part cannot be measured with this model.
+    raw: the row's mean score in per cent, or its mean divergence in nats.
+    full, chance: the same mean for the full cache and for random tokens.
+    n: the number of prompts.
     """
 
     retained: float | None
@@ -65,10 +67,14 @@ class PartScore:
 class RowScore:
     """A row of the card.
 
-    parts: by name of the part. mean, ci: the mean of S over the measurable parts. worst: the part with the lowest S.
-    bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits. unchanged: the share of
-    prompts whose tokens, bytes and answers are the full cache's. rank: 1 + the number of rows of the same budget that
-    are told apart as better. pages: the shares of a prompt's pages that an engine could give back.
+    parts: the row's score in each part, by the part's name.
+    mean, ci: the mean of S over the measurable parts, with its 95 % interval; None if no part is measurable.
+    worst: the part with the lowest S.
+    bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits.
+    unchanged: the share of prompts whose tokens, bytes and answers are the full cache's.
+    pages: the shares of a prompt's pages that an engine could free.
+    rank: 1 + the number of rows at the same budget that are better by an interval; None for a row without a mean, and
+    for one that compressed nothing.
     """
 
     name: str
@@ -85,14 +91,18 @@ class RowScore:
 
     @property
     def nothing_compressed(self) -> bool:
-        """True if the row is the full cache on nearly all prompts, so that its score says nothing about its method."""
+        """Tell whether the row is the full cache on nearly all prompts, so that its score says nothing about its
+        method.
+        """
         return self.unchanged >= UNCHANGED
 
 
 def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
-    """Return the scores of all rows, by budget and then the best first.
+    """Return the scores of all rows, in the order of the suite's budgets, and at each budget the best first.
 
-    full: the full cache's samples by part. Raises UsageError if a budget has rows but no random tokens.
+    full: the full cache's samples by part.
+
+    Raises UsageError if a budget has rows but no row of random tokens.
     """
     # rows of two budgets have different random tokens, so that each budget is a table of its own
     scored: list[RowScore] = []
@@ -124,14 +134,14 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
 
 
 def _ranking_key(entry: RowScore) -> tuple[bool, float]:
-    """Return the sort key: the highest mean first, rows that say nothing last."""
+    """Return the sort key that puts the highest mean first, and rows without a meaningful mean last."""
     return entry.mean is None or entry.nothing_compressed, -(entry.mean or 0.0)
 
 
 def _scores_by_part(
     suite: Suite, parts: Mapping[str, PartSamples], is_full: bool = False
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return a row's score of each prompt by part and column; ``is_full`` for the full cache."""
+    """Return the score of each prompt by part, column and example. ``is_full`` says that the row is the full cache."""
     scores = {}
     for part in suite.parts:
         if part.name in parts:
@@ -194,9 +204,10 @@ def _score_row(
 def by_prompt(
     part: SuitePart, samples: PartSamples, floor: float, is_full: bool = False
 ) -> dict[str, dict[str, float]]:
-    """Return a row's score of each prompt by column: in [0, 1], or -ln KL with KL in nats.
+    """Return the score of each prompt in one part, by column and example: a task's score in [0, 1], or -ln KL.
 
-    The full cache has no divergence from itself (``is_full``): its place is the ``floor``.
+    KL is a prompt's mean divergence in nats a token, and at least ``floor``. The full cache (``is_full``) has no
+    divergence from itself, so its KL is the floor.
     """
     scores_by_column: dict[str, dict[str, float]] = {}
     for column, of_column in samples.items():
@@ -214,9 +225,10 @@ def by_prompt(
 
 
 def mean_divergence(sample: Sample) -> float:
-    """Return a prompt's mean divergence from the full cache in nats a token, on its own words if they were compared.
+    """Return a prompt's mean divergence from the full cache in nats a token.
 
-    Raises UsageError for a sample without divergences.
+    It is measured on the reference text, or else on the full cache's own answer. Raises UsageError for a sample without
+    divergences.
     """
     for kind in KINDS:
         if sample.fidelity is not None and kind in sample.fidelity:
@@ -225,7 +237,11 @@ def mean_divergence(sample: Sample) -> float:
 
 
 def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = False) -> PartScore:
-    """Return how far a row gets from ``chance`` (0) to ``full`` (100), over the prompts that all three have."""
+    """Compute a row's score in one part, over the prompts that the row, ``chance`` and ``full`` have.
+
+    chance, full: the scores of random tokens (S = 0) and of the full cache (S = 100).
+    divergence: True if the scores are -ln KL.
+    """
     pairs: list[NDArray[np.float64]] = []
     gaps: list[NDArray[np.float64]] = []
     for column, scores in row.items():
@@ -251,11 +267,11 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
 
 
 def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
-    """Return True if the full cache scores above random tokens, its interval included.
+    """Tell whether the full cache scores above random tokens, its interval included.
 
     Without that gap, the share of it that a method retains says nothing.
 
-    gaps: by task, the full cache's score minus that of random tokens for each prompt.
+    gaps: for each task an array [n] with the full cache's score minus that of random tokens for each prompt.
     """
     mean, interval = stats.mean_over_tasks(gaps, None)
     if interval is None:
@@ -265,7 +281,7 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
 
 
 def _mean_score(scores: Scores, divergence: bool) -> float:
-    """Return the mean over tasks in per cent, or the geometric mean of divergences in nats."""
+    """Return the mean score over tasks in per cent, or with ``divergence`` the geometric mean of KL in nats."""
     # a divergence's score is -ln KL, so that exp(-mean) is the geometric mean of KL
     mean = fmean(fmean(of_task.values()) for of_task in scores.values())
     if divergence:
@@ -274,8 +290,12 @@ def _mean_score(scores: Scores, divergence: bool) -> float:
 
 
 def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | None:
-    """Return the interval of the mean over parts, whose prompts are independent. None if a part has no interval."""
-    # half widths of independent parts add up in squares, each side by itself, since the intervals are asymmetric
+    """Return the interval of the mean of S over parts, whose prompts are independent. None if a part has no interval.
+
+    Its lower half width is sqrt(sum of (S_p - low_p)^2) / P over the P parts, and its upper one sqrt(sum of
+    (high_p - S_p)^2) / P.
+    """
+    # the sides are added up separately, since the parts' intervals are asymmetric
     below = above = 0.0
     for entry in parts:
         if entry.ci is None or entry.retained is None:
@@ -286,7 +306,10 @@ def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | Non
 
 
 def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartScores) -> PartScores:
-    """Return the scores of a row in its measurable parts, divided by the mean gap of each part."""
+    """Return a row's scores in its measurable parts, divided by each part's gap between full cache and random tokens.
+
+    own, low, high: the scores of the row, of random tokens and of the full cache.
+    """
     scaled_parts: dict[str, Scores] = {}
     for name, part in entry.parts.items():
         if part.retained is None:
@@ -301,7 +324,10 @@ def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartSco
 
 
 def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
-    """Return how many of the ``others`` are told apart as better. Rows that compressed nothing do not count."""
+    """Count the rows that are better than ``own`` by an interval, without rows that compressed nothing.
+
+    others, entries: the scores of all rows of the budget, and the rows themselves in the same order.
+    """
     count = 0
     for other, entry in zip(others, entries, strict=True):
         if not entry.nothing_compressed and _is_ahead(other, own):
@@ -310,8 +336,8 @@ def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequen
 
 
 def _is_ahead(a: PartScores, b: PartScores) -> bool:
-    """Return True if row ``a`` is ahead of row ``b`` by an interval, over the parts and prompts that both have."""
-    # the paired differences of each part, by task
+    """Tell whether row ``a`` is better than row ``b`` by an interval, over the parts and prompts that both have."""
+    # the differences between both rows on each prompt, by part and task
     parts = []
     for part in a:
         if part not in b:
@@ -327,13 +353,20 @@ def _is_ahead(a: PartScores, b: PartScores) -> bool:
 
 
 def check_negative(scored: Sequence[RowScore]) -> list[str]:
-    """Return a message for each part and budget in which a control is below the negative one: a broken measurement."""
+    """Return a message for each part and budget in which a control is worse than the negative control.
+
+    Such a control shows that the measurement is broken.
+    """
     return [str(place) for place in below_negative(scored) if place.role == CONTROL]
 
 
 @dataclass(frozen=True, kw_only=True)
 class BelowNegative:
-    """A part and budget in which a row is told apart as worse than the negative control. Scores are S."""
+    """A part and budget in which a row is worse than the negative control by their intervals.
+
+    name, role, retained: the row, its role and its score S.
+    negative, negative_retained: the negative control and its score S.
+    """
 
     name: str
     role: str
@@ -351,10 +384,12 @@ class BelowNegative:
 
 
 def below_negative(scored: Sequence[RowScore]) -> list[BelowNegative]:
-    """Return where rows are told apart as worse than the negative control, which keeps the first tokens alone.
+    """Return each part and budget in which a row is worse than the negative control, by their intervals.
 
-    This is possible for a real method: the first tokens hold the attention sinks, and a method that drops them can lose
-    more. Parts that cannot be measured are left out.
+    The negative control keeps the first tokens alone.
+
+    A real method can be worse: the first tokens hold the attention sinks, and a method that drops them can lose more.
+    Parts that cannot be measured are left out.
     """
     places = []
     for control in (entry for entry in scored if entry.role == NEGATIVE):

@@ -29,16 +29,19 @@ from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score_
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
-"""The largest difference of a stored number from the recomputed one: rounding to the digits of a row."""
+"""The largest difference between a stored number and the recomputed one that rounding to a row's digits can make.
+
+Above 1 it is relative to the number.
+"""
 MOST_SAID = 20
-"""The most problems that are listed one by one."""
+"""The most problems that are listed one by one. The others are counted."""
 
 
 @dataclass
 class Checked:
-    """The findings on a folder.
+    """The findings on a suite's folder. They grow while it is checked.
 
-    numbers: how many numbers were compared with recomputed ones.
+    numbers: how many stored numbers were compared with recomputed ones.
     answers: how many answers were scored again with the stored result.
     unscored: how many answers could not be scored again, since their texts are not on this machine.
     problems: all differences found, in words.
@@ -55,9 +58,12 @@ Groups = Mapping[str, Mapping[str, Group]]
 
 
 def verify_folder(place: Path, without_texts: bool = False) -> Checked:
-    """Check a suite's folder. Raises UsageError if it cannot be read, and MissingData if its texts are not here.
+    """Check the folder of a measured suite, and return the findings.
 
-    ``without_texts`` allows missing texts. The answers are then not scored again, and all else is checked.
+    without_texts: True to allow texts that are not on this machine. Their answers are then not scored again, and
+    everything else is checked.
+
+    Raises UsageError if the folder cannot be read, and MissingData if texts are missing and this is not allowed.
     """
     rows = folders.read_rows(place)
     checked = Checked()
@@ -66,7 +72,7 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
         checked.problems.append("its rows are of different suites, editions, divisions or models")
         return checked
     suite = load(rows[0]["suite"], rows[0]["edition"])
-    # the samples go into a store of their own, so that nothing measured here before is read in their place
+    # the samples go into a store of their own, so that results measured on this machine are not read in their place
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
         archive.unpack(place / SAMPLES, store)
@@ -88,7 +94,7 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
         samples = []
         for row in rows:
             samples.append(_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
-        # numbers of samples that are missing or of another suite would only repeat these problems
+        # if samples are missing or of another suite, the numbers computed from them would only repeat these problems
         if not checked.problems:
             _check_controls(rows, plan.list_rows(suite, [], {}, settings), checked)
         if not checked.problems:
@@ -104,7 +110,12 @@ def _row_samples(
     store: ResultStore,
     checked: Checked,
 ) -> dict[str, PartSamples]:
-    """Return a row's samples by part, column and example. Add all differences and missing samples to the problems."""
+    """Return a row's samples by part, column and example, and score its answers again.
+
+    expected: the hashes that the results must have.
+    groups: the planned tasks; without a task's texts its answers are counted as unscored.
+    checked: the findings, to which differences and missing samples are added as problems.
+    """
     found: dict[str, PartSamples] = {}
     for part in suite.parts:
         if part.name not in row["results"]:
@@ -132,7 +143,11 @@ def _row_samples(
 def _cell_samples(
     cell_id: str, label: str, locked: lock.LockedColumn, store: ResultStore, checked: Checked
 ) -> dict[str, Sample]:
-    """Return a result's samples by example. Add all differences and missing samples to the problems."""
+    """Return a result's samples by example id.
+
+    locked: the hashes that the result must have.
+    checked: the findings, to which differences and missing samples are added as problems. They begin with ``label``.
+    """
     record = store.cell(cell_id)
     if record is None:
         checked.problems.append(f"{label}: the result {cell_id} is not in {SAMPLES}")
@@ -155,8 +170,9 @@ def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checke
     """Score each answer again. Add an answer to the problems if its stored score differs."""
     for example in group.examples:
         sample = samples.get(example.id)
+        # a missing sample is among the problems already
         if sample is None:
-            continue  # it is a problem already
+            continue
         rescored = _rescore(sample, group, example)
         if rescored is None or sample.score is None or abs(rescored - sample.score) > TOLERANCE:
             checked.problems.append(
@@ -167,7 +183,7 @@ def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checke
 
 
 def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
-    """Return the score of a stored answer, or the mean score for a context with several questions.
+    """Score a stored answer again and return its score, or the mean score if its context has several questions.
 
     Return None if an answer has no score, or if the context has another number of questions than the sample.
     """
@@ -219,7 +235,10 @@ def _check_numbers(
 
 
 def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
-    """Return (how many numbers a value holds, whether the stored value differs from it)."""
+    """Compare a recomputed value with the stored one: a number, or a list or mapping that may hold further values.
+
+    Return the count of numbers that were compared, and whether anything differs.
+    """
     if isinstance(value, Mapping):
         if not isinstance(stored, Mapping) or set(value) != set(stored):
             return 0, True
@@ -230,6 +249,7 @@ def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
             return 0, True
         results = [_compare_values(a, b) for a, b in zip(value, stored, strict=True)]
         return sum(count for count, _ in results), any(differs for _, differs in results)
+    # Python counts True and False as integers, but they must be equal like texts
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
         return 1, not is_number or abs(value - stored) > TOLERANCE * max(1.0, abs(value))
@@ -237,7 +257,7 @@ def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
 
 
 def describe_findings(place: Path, checked: Checked) -> str:
-    """Return the findings as text: the verdict first, then what is wrong."""
+    """Return the findings as text: the verdict in the first line, then the problems."""
     if not checked.problems:
         text = (
             f"{place}: verified. {checked.answers:,} answers were scored again, {checked.numbers:,} numbers made again."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration")
 """Keys of `run` that change no result and that the suite passes on."""
 SHARD_KEYS = ("shard", "shards")
-"""Keys of `run` that leave a part of the prompts to other processes."""
+"""Keys of `run` by which several processes share the prompts."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +106,10 @@ def _check_shard(run: SuiteRun) -> None:
 
 
 def _plan_lines(run: SuiteRun) -> Iterator[str]:
-    """Yield the rows with their budgets, the answers that each part lacks, and the time left where it is known."""
+    """Yield lines of text on a planned suite: its rows with their budgets, and each part's missing answers.
+
+    The time left is added for parts whose speed is known from earlier answers.
+    """
     from kvbench.plan.forecast import forecast_run
 
     yield f"{run.suite.name}, {run.suite.edition} edition: {run.suite.about}"
@@ -164,7 +167,10 @@ def _default_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
 
 
 def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, as_json: bool) -> int:
-    """Score what is measured, write the folder and print the card. Return the exit status."""
+    """Score the measured rows, write the suite's folder and print the card. Return exit status 0.
+
+    Raises KvbenchError if a control is worse than the negative one.
+    """
     from kvbench.suite import card, plan
     from kvbench.suite import folder as folders
     from kvbench.suite.scores import check_negative, score_rows
