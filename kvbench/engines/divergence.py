@@ -49,11 +49,13 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
 def _measure_group(
     run: EngineRun, group: Group, reference: LlamaCpp, engines: Mapping[str, LlamaCpp], tick: Tick
 ) -> None:
-    """Compare rows with ``reference`` on the windows of one task.
+    """Compare rows with ``reference`` on the windows of one task, and store each row's divergences.
 
     The reference reads each window once for all rows.
 
+    reference: llama.cpp with the exact cache.
     engines: llama.cpp with each row's cache, by label.
+    tick: the progress line, which counts windows by label.
     """
     missing: dict[str, set[str]] = {}
     for row in run.rows:
@@ -76,13 +78,16 @@ def _measure_group(
 
 
 def _open_llamacpp(row: EngineRow) -> LlamaCpp:
+    """Return llama.cpp with a row's cache, started."""
     engine = row.open()
     assert isinstance(engine, LlamaCpp), "only llama.cpp gives the logits of every token"
     return engine
 
 
 def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
-    """Return a window's divergence as it is stored. Predictions count from its middle on, as in llama.cpp's tool.
+    """Return the record of a window's divergence, as it is stored. Only predictions from ``scored_from`` on count.
+
+    This is the middle of a window, as in llama.cpp's perplexity tool.
 
     exact, logits: the logits [T, V] after each token with the exact cache and with the row's.
     """
@@ -125,7 +130,7 @@ def summarise_rows(run: EngineRun) -> dict[str, FidelitySummary]:
 
 
 def table(by_label: Mapping[str, FidelitySummary]) -> Table:
-    """Return the table of divergences, a row for each cache."""
+    """Return the table of divergences: a row for each cache, by its label."""
     heads = ["cache", "KL, nats a token", "same first choice, %", "perplexity", "of f16's"]
     rows = []
     for label, summary in by_label.items():
@@ -138,7 +143,7 @@ def table(by_label: Mapping[str, FidelitySummary]) -> Table:
 
 
 def notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
-    """Return the note below the table: how the numbers are computed, and over how much text."""
+    """Return the notes below the table: how the numbers are computed, and over how much text."""
     first = next(iter(by_label.values()))
     return [
         "KL: mean divergence of the next-token distribution from that of llama.cpp's own f16 cache, over the second "

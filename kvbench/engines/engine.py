@@ -16,7 +16,9 @@ class AskedPrompt:
 
     text: the prompt, or with ``chat`` the user's message, which the engine puts into its own template.
     ids: the same text as token ids of the tokenizer that ``model=`` names.
-    limit: the most tokens of the answer. stop: texts that end it.
+    limit: the most tokens of the answer.
+    stop: texts that end the answer.
+    chat: True if the engine puts the text into its own chat template.
     system: with ``chat``, the text of a system message; '' for none.
     """
 
@@ -33,8 +35,8 @@ class Reply:
     """An engine's answer to one prompt.
 
     new_tokens: the answer's tokens as the engine counts them; None if it does not say.
-    seconds: from the question to the answer, waiting included.
-    first: ln p of the likeliest first tokens by their text; {} if the engine does not report it.
+    seconds: the time from the question to the answer, including the time in the engine's queue.
+    first: the log-probability of the likeliest first tokens, by their text; {} if the engine does not report them.
     bytes: the bytes of the cache as the engine reports them; None if it does not.
     """
 
@@ -49,13 +51,13 @@ class Engine(Protocol):
     """An engine that answers prompts greedily."""
 
     def facts(self) -> Facts:
-        """Return the versions behind the answers, for the provenance of results."""
+        """Return the engine's name, version and model, for the provenance of results."""
 
     def ask(self, prompt: AskedPrompt) -> Reply:
-        """Return the answer to a prompt. Several threads may ask at once. Raises EngineError."""
+        """Return the answer to a prompt. Several threads may ask at once. Raises EngineError if there is no answer."""
 
     def close(self) -> None:
-        """Free the engine's memory, or end the connection to it."""
+        """Free the engine's memory, or close the connection to it."""
 
 
 class EngineError(KvbenchError):

@@ -41,18 +41,23 @@ CACHE_TYPES: Mapping[str, int] = {
 EXACT = "f16"
 """llama.cpp's default cache, with which its other caches are compared."""
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"
+"""The environment variable that turns off the rotation of caches if it is 1."""
 ROTATIONS = ("on", "off")
 DIGITS = 16
-"""Digits of a file's SHA-256 in the ids of results."""
+"""The number of digits of a file's SHA-256 in the ids of results."""
 BATCH = 512
-"""Tokens that llama.cpp reads at once, its default."""
+"""The tokens of a prompt that llama.cpp reads at once. This is its default."""
 ROUNDED_TO = 256
-"""The length of a cache is a multiple of this, as llama.cpp pads it."""
+"""The length of a cache is rounded up to a multiple of this, as llama.cpp does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheType:
-    """The types of keys and of values, and whether llama.cpp rotates them."""
+    """How llama.cpp stores a cache.
+
+    k, v: the types of keys and of values, names of CACHE_TYPES.
+    rotation: one of ROTATIONS: whether llama.cpp may rotate them.
+    """
 
     k: str
     v: str
@@ -65,7 +70,7 @@ class CacheType:
 
     @property
     def label(self) -> str:
-        """The name of the row: ``llama.cpp q4_0``, ``llama.cpp q8_0/q4_0 rotation=off``."""
+        """Return the name of the row, such as ``llama.cpp q4_0`` or ``llama.cpp q8_0/q4_0 rotation=off``."""
         types = self.k
         if self.v != self.k:
             types = f"{self.k}/{self.v}"
@@ -88,8 +93,11 @@ def fingerprint(path: Path) -> str:
 class LlamaCpp:
     """A model in llama.cpp with one type of cache.
 
-    gguf: the model's file. cache_type: how keys and values are stored. tokens: the longest prompt with its answer.
-    every_logit: True to have the logits of all tokens, for divergences; they take tokens x vocabulary x 4 bytes.
+    gguf: the model's file.
+    cache_type: how keys and values are stored.
+    tokens: the length of the longest prompt with its answer.
+    threads: the number of CPU threads; None for llama.cpp's default.
+    every_logit: True to keep the logits of all tokens, for divergences. They take tokens x vocabulary x 4 bytes.
     """
 
     def __init__(
@@ -105,14 +113,14 @@ class LlamaCpp:
             try:
                 self.model: Any = llama_cpp.Llama(
                     str(gguf),
-                    # rounded up to a multiple of ROUNDED_TO
+                    # -(-a // b) * b rounds a up to a multiple of b
                     n_ctx=-(-tokens // ROUNDED_TO) * ROUNDED_TO,
                     n_batch=BATCH,
                     n_ubatch=BATCH,
                     n_threads=threads,
                     n_threads_batch=threads,
                     n_gpu_layers=0,
-                    # coded values are read by flash attention alone
+                    # only flash attention can read coded values
                     flash_attn=True,
                     type_k=CACHE_TYPES[cache_type.k],
                     type_v=CACHE_TYPES[cache_type.v],
@@ -124,6 +132,7 @@ class LlamaCpp:
                 raise UsageError(f"llama.cpp cannot open {gguf} with a {cache_type.label} cache: {error}") from None
 
     def facts(self) -> Facts:
+        """Return the versions and settings behind the answers, for the provenance of results."""
         return {
             "engine": "llama.cpp",
             "version": f"llama-cpp-python {metadata.version('llama-cpp-python')}",
@@ -132,9 +141,10 @@ class LlamaCpp:
         }
 
     def ask(self, prompt: AskedPrompt) -> Reply:
+        """Return llama.cpp's greedy answer to a prompt, with the bytes of the prompt's cache."""
         with self.lock:
             start = time.perf_counter()
-            # without this, the tokens that two prompts share would stay coded from the first one
+            # forget the last prompt, or llama.cpp would reuse its cache for tokens that both prompts begin with
             self.model.reset()
             try:
                 out = self.model.create_completion(
@@ -160,7 +170,7 @@ class LlamaCpp:
         import llama_cpp
 
         context = self.model.ctx
-        # the answer's tokens go: only the prompt's are counted, as for kvbench's own rows
+        # remove the answer's tokens first: only the prompt's are counted, as for kvbench's own rows
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, tokens, -1)
         return int(llama_cpp.llama_state_seq_get_size(context, 0))
 
@@ -171,12 +181,18 @@ class LlamaCpp:
         return torch.from_numpy(self.model.scores[: len(tokens)].copy())
 
     def close(self) -> None:
+        """Free the model and its cache."""
         self.model.close()
 
 
 @contextmanager
 def set_rotation(setting: str) -> Iterator[None]:
-    """Let llama.cpp rotate caches or not while a context is made: it reads an environment variable then."""
+    """While the context is open, set the environment variable by which llama.cpp decides whether to rotate caches.
+
+    llama.cpp reads it when it makes a model's context. The old value is restored afterwards.
+
+    setting: one of ROTATIONS.
+    """
     before = os.environ.get(NO_ROTATION)
     os.environ[NO_ROTATION] = "0"
     if setting == "off":

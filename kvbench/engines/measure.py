@@ -25,9 +25,10 @@ Line = dict[str, object]
 
 
 def measure(run: EngineRun, quiet: bool = False) -> list[str]:
-    """Measure all rows of a run. Return the reasons why tasks of rows have no answers; answers so far are stored.
+    """Ask the engine all prompts that the rows of a run have not answered, and store its answers.
 
-    Raises EngineError if the engine cannot go on.
+    Return an error message for each row's task of which some prompts have no answer. Raises EngineError if the engine
+    cannot go on; the answers so far are stored.
     """
     problems: list[str] = []
     totals = run.count_left()
@@ -46,7 +47,7 @@ def measure(run: EngineRun, quiet: bool = False) -> list[str]:
 
 
 def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
-    """Measure one row. Return the reasons why some of its tasks failed."""
+    """Measure one row. Return an error message for each task of which some prompts have no answer."""
     problems = []
     engine = row.open()
     try:
@@ -71,7 +72,7 @@ def _measure_cell(
 ) -> None:
     """Ask the examples of one task, several at once, and store each answer as it comes."""
     questions = [run.question(group, example) for example in examples]
-    # answers are stored by this thread alone, so that no line is cut by another
+    # only this thread stores answers, so that no two lines are written into each other
     with open_writer(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
         waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
         for example, reply in _replies(waiting):
@@ -81,11 +82,14 @@ def _measure_cell(
 
 @contextmanager
 def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) -> Iterator[Writer]:
-    """Yield the writer of a row's answers to one task. An error marks the result as interrupted."""
+    """Yield a writer that stores a row's answers to one task while the context is open.
+
+    An error inside the context marks the result as interrupted.
+    """
     cell = run.cell(group, row)
     facts: Line = {"kvbench": version(), "commit": read_commit(), "model": run.run.cfg.model_name}
     facts |= engine.facts()
-    # a server's model is the one that it serves; of the one named here only the tokenizer is used
+    # the answers are those of the model that a server serves; of the model= named here only the tokenizer is used
     facts["model"] = facts.get("served", facts["model"])
     # answers of two versions of an engine do not mix: the store refuses another ``device``
     facts["device"] = f"{facts['engine']} {facts['version']}".strip()
@@ -102,7 +106,7 @@ def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) ->
 
 
 def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
-    """Yield (example, reply) as replies come.
+    """Yield each example with its reply as soon as the reply comes. ``waiting`` maps pending questions to examples.
 
     After an error that ends the run, no further question is asked. Replies to questions that were asked earlier are
     still yielded, and then the error is raised. Refused prompts are counted and raised as one error at the end.
@@ -133,14 +137,15 @@ def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example
 
 
 def _cancel(waiting: Mapping[Future[Reply], Example]) -> None:
+    """Cancel the questions that were not asked yet. Questions that were asked go on."""
     for future in waiting:
         future.cancel()
 
 
 def _first_began(run: EngineRun, cell: Cell) -> str:
-    """Return the time at which a cell's measurement began. Rows are listed in this order.
+    """Return the time at which the measurement of a cell began, by which tables order their rows.
 
-    It is the stored time if the cell has answers from earlier, and now otherwise.
+    It is the stored time if the cell has answers already, and the present time otherwise.
     """
     record = run.run.store.cell(cell.id)
     if record is not None and record.provenance:
@@ -149,7 +154,7 @@ def _first_began(run: EngineRun, cell: Cell) -> str:
 
 
 def _line_of_answer(group: Group, example: Example, reply: Reply) -> Line:
-    """Return an answer with its score as it is stored, without the fields that the engine does not report."""
+    """Return the line that stores an answer with its score. It lacks the fields that the engine does not report."""
     line: Line = {
         "id": example.id,
         "prediction": reply.text,
@@ -168,7 +173,10 @@ def _line_of_answer(group: Group, example: Example, reply: Reply) -> Line:
 
 
 def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | None = None) -> None:
-    """Write the mean score of all stored answers of a row to a task. ``more`` are further facts to write."""
+    """Write the metrics of a row on a task: the mean score of its stored answers, and counts.
+
+    Without answers nothing is written. ``more`` are further facts to write beside the metrics.
+    """
     cell = run.cell(group, row)
     lines = list(run.run.store.lines(cell.id).values())
     if not lines:

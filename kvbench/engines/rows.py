@@ -24,8 +24,9 @@ KIND = "engine"
 class EngineRow:
     """One configuration of an engine.
 
-    label: its name in tables. identity: the facts that decide its answers, for the ids of its results.
-    open: starts the engine, or connects to it.
+    label: its name in tables.
+    identity: the facts that decide its answers, for the ids of its results.
+    open: the function that starts the engine, or connects to it.
     """
 
     label: str
@@ -35,9 +36,9 @@ class EngineRow:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRun:
-    """Prompts and the rows that answer them.
+    """Prompts, and the engine's rows that answer them.
 
-    run: the plan of the same run for kvbench itself: its groups give prompts, metrics and the results folder.
+    run: the plan of a run of kvbench's own full cache, which gives the prompts, the metrics and the results folder.
     chat: True if the engine puts prompts into its own chat template.
     baseline: the label of the row that others are compared with; '' for the one that was measured first.
     parallel: how many prompts are asked at once.
@@ -50,13 +51,15 @@ class EngineRun:
     parallel: int = 1
 
     def cell(self, group: Group, row: EngineRow) -> Cell:
-        """Return the cell of a row on a task."""
+        """Return the cell in which a row's answers to a task are stored."""
         identity = self.shared_identity(group)
         identity["engine"] = {"label": row.label} | dict(row.identity)
         return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
 
     def shared_identity(self, group: Group) -> dict[str, object]:
-        """Return the identity of a task's results without the engine. Rows that share it have the same prompts."""
+        """Return the identity of a task's results without the engine's facts. Rows with one such identity have the same
+        prompts.
+        """
         own = group.cells[0].identity
         identity: dict[str, object] = dict(own)
         # the engine has its own weights and cache; kvbench's model only lends its tokenizer
@@ -82,7 +85,7 @@ class EngineRun:
         return counts
 
     def question(self, group: Group, example: Example) -> AskedPrompt:
-        """Return an example as the engine is asked it. Prompts are cut as for kvbench's own rows."""
+        """Return the prompt of an example in the form for the engine. It is cut as for kvbench's own rows."""
         run, policy = self.run, self.run.cfg.prompt
         chat = self.chat and policy.templated(group.task)
         system = ""
@@ -105,7 +108,7 @@ class EngineRun:
 
 def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return token ids without the token that begins every text, since engines add it themselves."""
-    # not every BOS: a chat template may begin with the token that is named so, and no tokenizer adds that one
+    # remove only the token that the tokenizer itself adds to a text: a BOS token at the start of a chat template stays
     added = list(tokenizer.encode(""))
     if added and ids[:1] == (added[0],):
         return ids[1:]
@@ -113,7 +116,7 @@ def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_tasks(run: RunPlan) -> None:
-    """Raise UsageError for tasks that an engine cannot be asked."""
+    """Raise UsageError if an engine cannot answer a task of the run: it has turns, texts, or withheld questions."""
     for group in run.groups:
         task = group.task
         if task.turns:
@@ -134,7 +137,7 @@ def check_tasks(run: RunPlan) -> None:
 
 
 def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, object], CellRecord]]:
-    """Yield (the engine's identity, record) of all stored results on a task's prompts, in the order of measuring."""
+    """Yield the engine's identity and the record of each stored result on a task's prompts, the oldest result first."""
     wanted = run.shared_identity(group)
     rows: list[tuple[str, str, Mapping[str, object], CellRecord]] = []
     for cell_id in run.run.store.cells():
@@ -148,7 +151,7 @@ def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, obj
         if identity == wanted:
             began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
             rows.append((began, str(engine["label"]), engine, record))
-    # by time and label alone: identities cannot be ordered
+    # sort by time and label alone, since identities cannot be compared
     rows.sort(key=lambda row: row[:2])
     for _, _, engine, record in rows:
         yield engine, record

@@ -19,21 +19,22 @@ from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 
 KEYS = ("KVBENCH_API_KEY", "OPENAI_API_KEY")
-"""Environment variables with the server's key; the first that is set counts."""
+"""Environment variables with the server's key. The first that is set counts."""
 NO_KEY = "none"
-"""Stands in place of a key: the client demands one, and servers without keys ignore it."""
+"""The text in place of a key, since the client demands one. Servers without keys ignore it."""
 RETRIES = 4
 """The most times that the client asks again after 429, 5xx, a cut connection or a timeout, with growing waits."""
 FIRST_CHOICES = 5
-"""Likeliest first tokens that are asked for; OpenAI's interface allows no more."""
+"""The number of likeliest first tokens that are asked for. OpenAI's interface allows no more."""
 Answer = TypeVar("Answer")
 
 
 class Server:
     """A server that answers prompts.
 
-    url: its address, as ``http://127.0.0.1:8000/v1``. served: the name of the model that it serves.
-    timeout_s: seconds after which an unanswered question counts as failed.
+    url: its address, such as ``http://127.0.0.1:8000/v1``.
+    served: the name of the model that it serves.
+    timeout_s: the seconds after which an unanswered question counts as failed.
     """
 
     def __init__(self, url: str, served: str, timeout_s: float) -> None:
@@ -49,9 +50,9 @@ class Server:
         # questions and the key go to this address alone: no redirects, and no proxy from the environment
         http = openai.DefaultHttpxClient(follow_redirects=False, trust_env=False)
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=RETRIES, http_client=http)
-        # log-probabilities are asked for until the server once refuses them
+        # False once the server has refused to give log-probabilities; they are then no longer asked for
         self.gives_choices = True
-        # the model that answers named; answers by several threads may not change it
+        # the model that the first answer named; the lock guards it, since several threads ask
         self.model_said: str | None = None
         self.version = ""
         self.lock = Lock()
@@ -64,9 +65,11 @@ class Server:
         self.version = self._ask_version()
 
     def facts(self) -> Facts:
+        """Return the facts that identify the server's answers: its model and its version."""
         return {"engine": "openai", "served": self.served, "model_said": self.model_said, "version": self.version}
 
     def ask(self, prompt: AskedPrompt) -> Reply:
+        """Return the server's answer to a prompt. If the server refuses log-probabilities, ask again without them."""
         start = time.perf_counter()
         endpoint = self._complete
         if prompt.chat:
@@ -105,7 +108,7 @@ class Server:
         return str(content.get("version", ""))
 
     def _complete(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
-        """Return (text, tokens, first choices) of a completion."""
+        """Return the text of a completion, its number of tokens, and ln p of the likeliest first tokens."""
         options: dict[str, Any] = {}
         if with_choices:
             options["logprobs"] = FIRST_CHOICES
@@ -126,7 +129,10 @@ class Server:
         return self._text(choice.text), _new_tokens(response), first
 
     def _chat(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
-        """Return (text, tokens, first choices) of a chat's answer. The server applies its own template."""
+        """Return the text of a chat's answer, its number of tokens, and ln p of the likeliest first tokens.
+
+        The server applies its own template.
+        """
         options: dict[str, Any] = {}
         if with_choices:
             options |= {"logprobs": True, "top_logprobs": FIRST_CHOICES}
@@ -162,6 +168,7 @@ class Server:
         return choices[0]
 
     def _text(self, text: object) -> str:
+        """Return the text of an answer, '' for None. Raises EngineError for anything else."""
         # a model that spent its tokens on thinking has no content
         if text is None:
             return ""
@@ -170,9 +177,10 @@ class Server:
         return text
 
     def _call(self, question: Callable[[], Answer]) -> Answer:
-        """Return the answer to a question. Raises EngineError that says what is wrong and what to do.
+        """Call ``question``, which asks the server, and return its answer.
 
-        Raises NoChoices where the server refuses to give log-probabilities.
+        Raises EngineError, with the cause and a remedy, in place of the client's errors. Raises NoChoices if the server
+        refuses to give log-probabilities.
         """
         import openai
 
@@ -219,11 +227,14 @@ class Server:
 
 
 class NoChoices(EngineError):
-    """The error of a server that gives no log-probabilities."""
+    """The error if a server refuses to give log-probabilities."""
 
 
 def _first_choices(choice: Any) -> dict[str, float]:
-    """Return ln p of the likeliest first tokens in the form of chats, which some servers use for completions, too."""
+    """Return ln p of the likeliest first tokens, by text, from a response in the form of chats; {} without any.
+
+    Some servers use this form for completions, too.
+    """
     content = getattr(getattr(choice, "logprobs", None), "content", None)
     if not content:
         return {}
@@ -244,6 +255,7 @@ def _server_message(error: Any) -> str:
 
 
 def _shorten(error: object) -> str:
+    """Return the text of an error on one line, cut after 200 characters."""
     text = " ".join(str(error).split())
     if len(text) > 200:
         return text[:200] + "..."

@@ -22,7 +22,7 @@ class StoredAnswer:
     """An engine's stored answer to one prompt.
 
     score: from 0 to 1; None if the metric gives this answer no score.
-    first: ln p of the likeliest first tokens by their text; {} if the engine does not report it.
+    first: the log-probability of the likeliest first tokens, by their text; {} if the engine does not report them.
     bytes_said: the bytes of the cache as the engine reports them; None if it does not.
     """
 
@@ -53,7 +53,12 @@ Answers = Mapping[str, StoredAnswer]
 
 @dataclass(frozen=True, kw_only=True)
 class TaskResult:
-    """A row's answers to one task. delta, ci: the paired difference to the baseline in printed units."""
+    """The result of a row on one task.
+
+    n: the number of answers with a score.
+    score: their mean in printed units; None without such answers.
+    delta, ci: the paired difference to the baseline in printed units, with its 95 % interval.
+    """
 
     column: str
     n: int
@@ -67,8 +72,8 @@ class FirstChoices:
     """A row's first tokens beside the baseline's, over the prompts for which both engines report them.
 
     same: the share of prompts with the same likeliest first token.
-    change: the mean change of ln p of the baseline's likeliest first token. A token that the row does not list counts
-    with ln p of the least likely token that it lists.
+    change: the mean change of ln p, the log-probability of the baseline's likeliest first token. If the row does not
+    list this token, ln p of the least likely token that it lists is taken.
     n: the number of prompts.
     """
 
@@ -83,8 +88,9 @@ class EngineResult:
 
     mean: the mean score over tasks; None unless the row has answered the baseline's prompts.
     delta, ci: the mean difference from the baseline over tasks, with its 95 % interval.
-    bytes: the mean bytes of a prompt's cache as the engine reports them; None if it does not.
+    bytes: the mean bytes of a prompt's cache as the engine reports them; None if it does not, and without a mean.
     empty: the number of empty answers.
+    first: the comparison of its first tokens with the baseline's; None if an engine does not report them.
     """
 
     label: str
@@ -111,7 +117,10 @@ class EngineReport:
 
 
 def build_report(run: EngineRun) -> EngineReport:
-    """Return all rows that engines answered on this run's prompts. Raises UsageError for an unknown baseline."""
+    """Return the report on all engines' rows that have answers to this run's prompts.
+
+    Raises UsageError if there is none, and for a baseline that is not among them.
+    """
     by_engine: dict[str, dict[str, Answers]] = {}
     engines: dict[str, Mapping[str, object]] = {}
     for group in run.run.groups:
@@ -162,7 +171,11 @@ def _names_of_rows(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str
 def _build_row(
     groups: Sequence[Group], label: str, own: Mapping[str, Answers], baseline: Mapping[str, Answers], is_baseline: bool
 ) -> EngineResult:
-    """Return one row from its stored answers and the baseline's, by column."""
+    """Return one row of the table.
+
+    own, baseline: the stored answers of the row and of the baseline, by column.
+    is_baseline: True if the row is the baseline itself, which is compared with nothing.
+    """
     tasks: list[TaskResult] = []
     differences: list[list[float]] = []
     for group in groups:
@@ -174,7 +187,7 @@ def _build_row(
         if task_differences:
             differences.append(task_differences)
     measured = [task.score for task in tasks if task.score is not None]
-    # a mean over other prompts than the baseline's would not fit its difference
+    # a mean over other prompts than the baseline's would not fit the paired difference beside it
     mean = None
     is_whole = all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
     if is_whole and len(measured) == len(groups):
@@ -203,9 +216,9 @@ def _build_row(
 
 
 def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskResult, list[float]]:
-    """Return a row's result on one task, and its differences in [-1, 1] from the baseline on each prompt of both.
+    """Return a row's result on one task, and its difference from the baseline on each prompt that both have answered.
 
-    There are none for the baseline itself, which is compared with no answers.
+    The differences are in [-1, 1]. Without answers in ``baseline`` there are none.
     """
     task_metric = metric(group.task.metric)
     scores, baseline_scores = _known_scores(own), _known_scores(baseline)
@@ -229,9 +242,10 @@ def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskRe
 def _mean_difference(
     groups: Sequence[Group], differences: Sequence[list[float]]
 ) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the mean over tasks of the differences from the baseline, and its interval.
+    """Return the mean over tasks of the differences from the baseline, and its interval, in printed units.
 
-    There is none unless every task has differences, all in one unit.
+    differences: the differences of the tasks that have some, in [-1, 1].
+    Both are None unless every task has differences, and all metrics have one unit.
     """
     scales = {metric(group.task.metric).scale for group in groups}
     if len(differences) < len(groups) or len(scales) > 1:
@@ -244,12 +258,12 @@ def _mean_difference(
 
 
 def _known_scores(answers: Answers) -> dict[str, float]:
-    """Return the scores in [0, 1] by example, without answers that cannot be scored."""
+    """Return the scores in [0, 1] by example id, without answers that cannot be scored."""
     return {i: answer.score for i, answer in sorted(answers.items()) if answer.score is not None}
 
 
 def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> FirstChoices | None:
-    """Return a row's first tokens beside the baseline's; None if one of the two engines does not say them."""
+    """Compare a row's first tokens with the baseline's; None if one of the two engines does not report any."""
     same, changes = [], []
     for column, answers in own.items():
         baseline_answers = baseline.get(column, {})
@@ -270,7 +284,7 @@ def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) 
 
 
 def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -> list[str]:
-    """Return a note for each row: how many of its answers' tokens equal those of kvbench's own full cache.
+    """Return a note for each row: which share of its answers' tokens equals those of kvbench's own full cache.
 
     Rows on prompts that kvbench's full cache has not answered have no note.
     """
@@ -296,7 +310,7 @@ def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -
 
 
 def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
-    """Return at how many places two texts have the same token, divided by the number of the longer text's tokens."""
+    """Return the share of positions at which two texts have the same token, out of the longer text's positions."""
     a_ids = tokenizer.encode(a, add_special_tokens=False)
     b_ids = tokenizer.encode(b, add_special_tokens=False)
     longest = max(len(a_ids), len(b_ids))
@@ -308,7 +322,10 @@ def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
 
 
 def verdict_lines(answered: EngineReport) -> Table | None:
-    """Return a line for each row except the baseline: its size, its score, and the verdict on both."""
+    """Return a table with a line for each row except the baseline: its size, score, difference and verdict.
+
+    Return None if there is only the baseline.
+    """
     baseline = answered.rows[0]
     lines = []
     for row in answered.rows[1:]:
@@ -347,6 +364,7 @@ def _outcome_text(row: EngineResult, baseline: str) -> str:
 
 
 def _signed_text(delta: float, ci: Interval | None) -> str:
+    """Return a difference with its sign, and its interval in brackets if there is one."""
     text = format_number(delta, sign=True)
     if ci is not None:
         text += f" [{format_number(ci[0])}, {format_number(ci[1])}]"
@@ -354,7 +372,7 @@ def _signed_text(delta: float, ci: Interval | None) -> str:
 
 
 def tables(answered: EngineReport) -> list[Table]:
-    """Return the verdicts, and the table of scores."""
+    """Return the tables to print: the verdicts, if there is more than the baseline, and the scores."""
     heads = ["row"]
     for column in answered.columns:
         heads += [column, "Δ"]

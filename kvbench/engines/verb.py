@@ -28,6 +28,7 @@ from kvbench.tasks.encoding import encode_prompt
 
 OPENAI, LLAMACPP = "openai", "llamacpp"
 ENGINES = (OPENAI, LLAMACPP)
+"""The values of engine=."""
 KEYS = (
     Key("engine", None, partial(one_of, "engine", ENGINES)),
     Key("url"),
@@ -43,8 +44,11 @@ KEYS = (
     choice("rotation", llamacpp.ROTATIONS),
     choice("kl", ("false", "true")),
 )
+"""The keys that only a run with an engine has."""
 OF_SERVER = ("url", "served", "parallel", "timeout")
+"""The keys that only engine=openai takes."""
 OF_LLAMACPP = ("gguf", "cache_type", "cache_type_k", "cache_type_v", "rotation", "kl")
+"""The keys that only engine=llamacpp takes."""
 REFUSED = {
     "method": "an engine compresses its own cache. Leave it out, and name the row with label=",
     "preset": "presets set options of kvbench's methods. prompt= and max_length= choose the prompts",
@@ -94,7 +98,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
-    """Return the values of KEYS, and the run whose prompts are asked. Raises UsageError for a key without meaning."""
+    """Return the values of KEYS, and the configuration of the run whose prompts the engine is asked.
+
+    Raises UsageError for a key that is missing, or that has no meaning with the engine.
+    """
     texts = pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
     if "fidelity" in texts:
         # the name of kl= in earlier versions
@@ -123,7 +130,7 @@ def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.Ru
 
 
 def _plan_rows(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
-    """Return the rows of the options on a plan's prompts."""
+    """Return the engine's rows that the options name, on a plan's prompts."""
     baseline = str(options["baseline"])
     if options["engine"] == OPENAI:
         # prompt=chat asks for the server's own template; other policies are rendered here, as for kvbench's own rows
@@ -144,7 +151,8 @@ def _server_row(options: Mapping[str, object]) -> EngineRow:
         raise UsageError(f"url={url} is no address: it begins with http:// or https://")
     try:
         is_address = bool(urlsplit(url).hostname) and urlsplit(url).port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:
+        # the port is no number
         is_address = False
     if not is_address:
         raise UsageError(f"url={url} is no address: give it as http://HOST:PORT/v1")
@@ -159,7 +167,7 @@ def _server_row(options: Mapping[str, object]) -> EngineRow:
 
 
 def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
-    """Return the caches that the options name."""
+    """Return llama.cpp's cache types that the options name, one for each row."""
     rotation = str(options["rotation"])
     k, v = options["cache_type_k"], options["cache_type_v"]
     if k or v:
@@ -171,7 +179,10 @@ def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
 
 
 def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
-    """Return the row of llama.cpp with one type of cache. Raises UsageError if there is no GGUF."""
+    """Return the row of llama.cpp with one type of cache.
+
+    Raises UsageError if there is no GGUF, and if one label= is to name several rows.
+    """
     gguf = _path_of_gguf(plan, options)
     every_logit = options["kl"] == "true"
     label = str(options["label"] or cache_type.label)
@@ -190,7 +201,7 @@ def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: Cach
 
 
 def _longest_tokens(plan: RunPlan) -> int:
-    """Return the tokens of the longest text, or of the longest prompt with its answer."""
+    """Return the number of tokens that a cache must hold: those of the longest text, or longest prompt with answer."""
     lengths = [1]
     for group in plan.groups:
         for example in group.examples:
@@ -209,7 +220,7 @@ def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:
 
 
 def _path_of_gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
-    """Return the path of the GGUF that the user named, or else of the GGUF that a fetched model was made of.
+    """Return the path of the GGUF that the user named, or else of the GGUF that a fetched model was converted from.
 
     Raises UsageError if there is no such file.
     """
