@@ -13,6 +13,7 @@ from kvbench.studies.imports.base import ImportedAnswer, Predictions, dataset_of
 from kvbench.tasks.longbench import TASKS
 
 LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.jsonl of lm-evaluation-harness"
+"""The kinds of files that can be read, in words for error messages."""
 
 
 def find_files(path: Path) -> list[Path]:
@@ -41,7 +42,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Return the prediction files that lie in a folder itself, by name."""
+    """Return the prediction files in a folder, but not those in its subfolders, sorted by name."""
     return sorted(path for path in folder.iterdir() if path.is_file() and _layout_of(path) is not None)
 
 
@@ -51,7 +52,8 @@ def read_predictions(path: Path) -> list[Predictions]:
     Raises UsageError, with file, line and reason, if the file cannot be read.
     """
     layout = _layout_of(path)
-    assert layout is not None  # ``find_files`` returns no other files
+    # ``find_files`` returns no files of other layouts
+    assert layout is not None
     try:
         digest = sha256(path)
     except OSError as error:
@@ -81,10 +83,13 @@ def read_predictions(path: Path) -> list[Predictions]:
 
 
 def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predictions]:
-    """Return the predictions with ``extended`` set by ``split`` (standard, e), or under ``auto`` by the files.
+    """Decide for each file whether its answers belong to LongBench-E, and return the files with ``extended`` set.
 
-    Tasks that LongBench-E lacks always belong to the standard split. A folder also belongs to LongBench-E if one of its
-    files has more answers than the standard split has examples, and all have lengths.
+    split: ``standard`` or ``e`` as the user chose, or ``auto`` to decide by the files.
+
+    Tasks that LongBench-E lacks always belong to the standard split. Under ``auto`` a file belongs to LongBench-E if
+    its name or folder says so. It also does if all of its answers have lengths, and a file in its folder has more
+    answers than the standard split has examples.
     """
     # LongBench-E has more examples of a task than the standard split, and one run writes all its tasks to one folder
     extended_folders = set()
@@ -94,6 +99,7 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
             extended_folders.add(file.path.parent)
 
     def is_extended(file: Predictions) -> bool:
+        """Tell whether a file's answers belong to LongBench-E."""
         if file.dataset not in TASKS or not TASKS[file.dataset].extended:
             return False
         if split != "auto":

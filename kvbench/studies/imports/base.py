@@ -17,9 +17,12 @@ _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 
 @dataclass(frozen=True)
 class ImportedAnswer:
-    """One generated text with its references, closed label set and stored length.
+    """One generated answer, as another tool stored it.
 
-    place: its position in its file, such as ``line 3``.
+    references: the accepted answers.
+    classes: the closed set of labels, () if it is empty; None if the file does not state it.
+    length: the length of the example as LongBench states it; None if the file does not state it.
+    place: the answer's position in its file, such as ``line 3``.
     """
 
     prediction: str
@@ -33,6 +36,7 @@ class ImportedAnswer:
 class Predictions:
     """All answers of one file to one dataset.
 
+    dataset: LongBench's name of the task, or the tool's name for other benchmarks.
     extended: whether the file says that it belongs to LongBench-E.
     layout: the tool whose format the file has.
     sha256: the digest of the whole file.
@@ -47,7 +51,10 @@ class Predictions:
 
 
 def dataset_of(name: str) -> tuple[str, bool]:
-    """Return (LongBench's task name, whether it belongs to LongBench-E): ``longbench_qasper_e`` -> (qasper, True)."""
+    """Split a tool's task name into LongBench's name and whether the task belongs to LongBench-E.
+
+    ``longbench_qasper_e`` becomes (qasper, True). The name of another benchmark's task stays as it is.
+    """
     short = name.removeprefix("longbench_")
     base = re.sub(r"[_-]e$", "", short)
     # a task of another benchmark may end in _e, too
@@ -57,7 +64,7 @@ def dataset_of(name: str) -> tuple[str, bool]:
 
 
 def read_text(row: FileRow, key: str) -> str:
-    """Return the text under ``key``. It may be empty and may hold anything."""
+    """Return the text under ``key``, which may be empty. Raises UsageError for any other value."""
     value = row.value(key)
     if not isinstance(value, str):
         raise row.wrong(f"{key!r} must be text, got {describe_value(value)}")
@@ -65,9 +72,9 @@ def read_text(row: FileRow, key: str) -> str:
 
 
 def read_texts(row: FileRow, key: str) -> tuple[str, ...]:
-    """Return a text or number, or a list of them, as a tuple. It may be empty.
+    """Return the texts under ``key`` as a tuple, which may be empty: a text or number, or a list of texts and numbers.
 
-    A list that Python or numpy printed is read as a list.
+    A text that is a list as Python or numpy prints it is read as a list. Raises UsageError for any other value.
     """
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
@@ -81,7 +88,7 @@ def read_texts(row: FileRow, key: str) -> tuple[str, ...]:
 
 
 def read_classes(row: FileRow) -> tuple[str, ...] | None:
-    """Return the closed set of labels: () if the row's set is empty, None if the row lacks the key."""
+    """Return the closed set of labels under ``all_classes``: () if the set is empty, None if the row lacks the key."""
     if "all_classes" not in row.values:
         return None
     # CSV has no null: pandas writes an empty cell, and str() turns None into text
@@ -91,7 +98,7 @@ def read_classes(row: FileRow) -> tuple[str, ...] | None:
 
 
 def read_length(row: FileRow) -> int | None:
-    """Return the stored length of the example, or None if the row has no length."""
+    """Return the example's length as the row states it, or None if it states none. Raises UsageError for a bad one."""
     value = row.values.get("length")
     if value in (None, ""):
         return None
@@ -106,7 +113,10 @@ def read_length(row: FileRow) -> int | None:
 
 
 def _printed_list(row: FileRow, key: str, value: str) -> str | list[str]:
-    """Parse ``['a', 'b']`` or numpy's ``['a' 'b']``, which Python would read as one text; other brackets stay text."""
+    """Parse a printed list of texts: Python's ``['a', 'b']``, or numpy's ``['a' 'b']``, which Python reads as one text.
+
+    A value in brackets that is no such list is returned as the text that it is.
+    """
     content = value[1:-1]
     between = _LITERAL.sub("", content)
     # only spaces and commas stand between the texts of a list

@@ -26,26 +26,35 @@ LLAMA, REFRACT = "llama-perplexity", "REFRACT"
 STATISTICS = "====== KL divergence statistics ======"
 """The line of llama-perplexity's log under which the divergences stand."""
 REFRACT_SCHEMA = "refract.report."
+"""The start of the schema's name in REFRACT's reports, by which they are recognised."""
 ENDINGS = (".log", ".txt", ".out", ".json")
-"""Endings of the files that are looked into."""
+"""The endings of files whose content is searched for divergences."""
 # "Mean    KLD:   0.001241 ±   0.000030", "99.9%   KLD:   0.072012", "Same top p: 98.561 ± 0.122 %"
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _LINE = re.compile(rf"^\s*(.+?)\s*:\s*{_NUMBER}\s*%?\s*(?:±\s*{_NUMBER}\s*%?)?\s*$", re.MULTILINE)
 _WINDOWS = re.compile(r"computing over (\d+) chunks, n_ctx=(\d+)")
-"""The line that says how many windows of how many tokens are read."""
+"""The line that states the number of windows, and the tokens of a window."""
 _TYPE_K = re.compile(r"(?:--cache-type-k|-ctk)[ =](\S+)")
 _TYPE_V = re.compile(r"(?:--cache-type-v|-ctv)[ =](\S+)")
 NORMAL_95 = 1.96
-"""Standard errors on each side of a mean that make a 95 % interval."""
+"""A 95 % interval reaches this many standard errors to each side of the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedDistance:
-    """One row's divergence from its program's own reference, in nats a token.
+    """The divergence of one cache from the reference of the program that measured it, in nats a token.
 
-    label: the row as the file names it. error: the standard error of the mean; None if the program does not say it.
-    percentiles: divergences by name, as ``99.9%``. top1: equal first choices in per cent. ppl, ppl_ratio: the
-    perplexity, and its ratio to the reference's. chunks, context: the windows and their tokens.
+    A field is None if the program does not state it.
+
+    path: the file that was read.
+    program: LLAMA or REFRACT.
+    label: the row as the file names it.
+    kl_mean, error: the mean divergence and its standard error.
+    percentiles: divergences by the percentile's name, such as ``99.9%``.
+    top1: the share of equal first choices in per cent.
+    ppl, ppl_ratio: the perplexity, and its ratio to the reference's.
+    chunks, context: the number of windows, and the tokens of a window.
+    sha256: the digest of the file's text.
     """
 
     path: str
@@ -75,6 +84,7 @@ def find_files(path: Path) -> list[Path]:
 
 
 def _read_text(path: Path) -> str:
+    """Return the text of a file; bytes that are no UTF-8 are replaced. Raises UsageError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -82,7 +92,7 @@ def _read_text(path: Path) -> str:
 
 
 def _program_of(content: str) -> str:
-    """Return the program that wrote a text; '' if it is none of those known here."""
+    """Return the program that wrote a file's text, LLAMA or REFRACT; '' for any other text."""
     if STATISTICS in content:
         return LLAMA
     if f'"{REFRACT_SCHEMA}' in content and content.lstrip().startswith("{"):
@@ -106,7 +116,7 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
     """
     statistics = {}
     for name, value, error in _LINE.findall(content[content.index("====== ") :]):
-        # "" where a line has no error; names are padded with spaces
+        # error is "" if the line has none; names are padded with spaces, which are removed below
         standard_error = None
         if error:
             standard_error = float(error)
@@ -119,7 +129,7 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
         if name.endswith(" KLD") and name != "Mean KLD":
             percentiles[name.removesuffix(" KLD")] = value
     k, v = _TYPE_K.search(content), _TYPE_V.search(content)
-    # the command is in the log if a shell echoed it; else the file's name says what it is
+    # if the shell echoed the command into the log, its cache types name the row; otherwise the file's name does
     label = path.stem
     if k or v:
         # a type that is not named is llama.cpp's default
@@ -146,6 +156,7 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
 
 
 def _value(statistics: Mapping[str, tuple[float, float | None]], name: str) -> float | None:
+    """Return a statistic without its standard error; None if the log lacks it."""
     if name not in statistics:
         return None
     return statistics[name][0]
@@ -199,6 +210,7 @@ def sheet(distances: Sequence[ImportedDistance]) -> Table:
 
 
 def _number_text(value: float | None, form: str) -> str:
+    """Return a number in a format such as ``.2f``; a dash for None."""
     if value is None:
         return "—"
     return format(value, form)
@@ -211,12 +223,16 @@ NOTE = (
 
 
 def store_cells(store: ResultStore, distances: Sequence[ImportedDistance], model: str) -> list[str]:
-    """Write a result for each divergence, marked as imported, and return their ids. A figure or report shows them."""
+    """Store a result for each divergence, marked as imported, for figures and reports. Return the results' ids.
+
+    model: the name of the model that was measured.
+    """
     store.check()
     return [_store_cell(store, distance, model) for distance in distances]
 
 
 def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> str:
+    """Store one divergence as a result, and return the result's id."""
     identity = {
         "schema": SCHEMA,
         "kind": KIND,
@@ -241,7 +257,7 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
     metrics = {
         "status": KIND,
         "metric": "perplexity",
-        # one line is stored of each file: the windows behind it are not known
+        # the windows behind a file's numbers are not known, so the result has one sample for all of them
         "n": 1,
         "of": 1,
         "unscored": int(distance.ppl is None),

@@ -26,15 +26,16 @@ from kvbench.studies.imports.base import ImportedAnswer, read_classes, read_leng
 from kvbench.tasks.rows import FileRow, describe_value, parse_csv, parse_json, read_lines
 
 PREDICTION = "predicted_answer"
+"""kvpress's column of answers."""
 # lm-evaluation-harness puts the time of the run behind the task: samples_qasper_2024-05-01T12-30-00.123456
 _SAMPLES = re.compile(r"samples_(?P<task>.+?)(_\d{4}-\d\d-\d\dT[\d.:-]+)?")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one tool.
+    """The format of one tool's files of predictions.
 
-    name: the tool.
+    name: the tool's name.
     matches: returns True for a path with the name of one of the tool's files.
     answers: yields (the tool's name of the task, answer) for each answer of a file.
     """
@@ -128,7 +129,7 @@ def is_unrelated(path: Path) -> bool:
     """
     if path.suffix != ".csv" or path.stem.startswith("predictions"):
         return False
-    # a folder of runs may hold other tables; the first line of a CSV names its columns
+    # the first line of a CSV names its columns
     try:
         check_ends(path)
         with path.open("rb") as lines:
@@ -138,7 +139,10 @@ def is_unrelated(path: Path) -> bool:
 
 
 def _make_answer(row: FileRow, prediction: str, references: tuple[str, ...], place: str = "") -> ImportedAnswer:
-    """Return an imported answer with its row's classes and length. Its place is ``place``, or the row's own."""
+    """Return an imported answer with the classes and the length that its row states.
+
+    place: the answer's position in its file; '' to take the row's own.
+    """
     return ImportedAnswer(
         prediction=prediction,
         references=references,
@@ -160,7 +164,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_records(path: Path) -> Iterator[FileRow]:
-    """Return the records of a kvpress file, CSV or JSON."""
+    """Return an iterator over the records of a kvpress file, CSV or JSON."""
     if path.suffix == ".json":
         return _read_json(path)
     return parse_csv(path, _read_text(path), by_line=True)
@@ -179,7 +183,7 @@ def _read_json(path: Path) -> Iterator[FileRow]:
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise UsageError(f"{path}: must hold a list of objects, or columns, got {describe_value(content)}")
     for number, record in enumerate(records, start=1):
-        # pandas writes an empty answer as null; a record without the key is an error that names it
+        # pandas writes an empty answer as null. A record without the key stays without it, so that an error names it
         if record.get(PREDICTION, "") is None:
             record[PREDICTION] = ""
         yield FileRow(path, f"entry {number}", record)

@@ -15,13 +15,17 @@ from kvbench.tasks.metrics import METRICS, check_installed, metric, score, stats
 from kvbench.tasks.metrics.stats import FEWEST
 
 Score = float | None
+"""The score of an answer in [0, 1], or None if it cannot be scored."""
 
 
 @dataclass(frozen=True)
 class Scored:
-    """The scores of one file's answers to one dataset, in order; None for an answer that cannot be scored.
+    """The scores of one file's answers to one dataset.
 
-    interval: the 95 % interval of the mean, in [0, 1]. The buckets' intervals have the same form.
+    predictions: the answers.
+    metric: the name of the metric that scored them.
+    scores: the score of each answer, in their order.
+    interval: the 95 % interval of the mean, in [0, 1]; None for too few scores.
     buckets: the scores by range of length, for LongBench-E only.
     seconds: the time that scoring took.
     """
@@ -36,7 +40,11 @@ class Scored:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The scores of the answers in one range of length of LongBench-E."""
+    """The scores of the answers in one of LongBench-E's ranges of length.
+
+    name: the range, one of longbench.BUCKETS.
+    interval: the 95 % interval of the mean, in [0, 1]; None for too few scores.
+    """
 
     name: str
     scores: tuple[Score, ...]
@@ -44,10 +52,10 @@ class Bucket:
 
 
 def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None) -> str:
-    """Return the name of the metric for the answers of a file.
+    """Choose the metric for the answers of a file, and return its name.
 
-    A dataset of LongBench has LongBench's metric. Any other dataset has ``fallback``. Without ``fallback``, a task of
-    RULER in a file of kvpress has kvpress's metric.
+    A dataset of LongBench has LongBench's metric. Any other dataset has the metric ``fallback``. If the user named
+    none, a task of RULER in a file of kvpress has kvpress's metric.
 
     code_sim: the backend of code similarity, levenshtein or difflib.
     fallback: the metric that the user named; None if the user named no metric.
@@ -59,7 +67,7 @@ def choose_metric(predictions: Predictions, code_sim: str, fallback: str | None)
     if dataset in longbench.TASKS:
         name = longbench.metric_name(dataset, code_sim)
     elif fallback is None and predictions.layout == "kvpress" and dataset in RULER:
-        # any reference answers RULER's questions; its other tasks need all references
+        # RULER's question tasks accept any of the references; its other tasks need all of them
         name = "kvpress_part" if dataset.startswith("qa_") else "kvpress_all"
     if name is None:
         raise UsageError(
@@ -80,10 +88,10 @@ def check_answers(predictions: Predictions, name: str) -> None:
 
 
 def score_file(predictions: Predictions, name: str) -> Scored:
-    """Score a file's answers by the metric ``name``, with an interval for all and for each range of length."""
+    """Score a file's answers by the metric ``name``, with an interval for all answers and for each range of length."""
     start = time.perf_counter()
     scores = tuple(_score_answer(predictions.dataset, name, answer) for answer in predictions.answers)
-    # the metric's time alone, without the intervals' time
+    # the seconds are the metric's alone, without the time that the intervals take
     seconds = time.perf_counter() - start
     return Scored(
         predictions=predictions,
@@ -96,9 +104,7 @@ def score_file(predictions: Predictions, name: str) -> Scored:
 
 
 def printed_mean(name: str, scores: Sequence[Score]) -> Score:
-    """Return the mean, in the printed units of the metric ``name``, of all scores that are known.
-
-    Returns None if no score is known.
+    """Return the mean of the known scores in the printed units of the metric ``name``; None if no score is known.
 
     Adding, scaling and dividing follow the order of LongBench's evaluator, so that the second digit rounds as there.
     """
@@ -115,7 +121,7 @@ def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
     if dataset in longbench.TASKS:
         # LongBench's evaluator cuts the answers of some tasks at their first line
         text = longbench.scored_part(dataset, text)
-    # a metric reads the references and the labels of an example; the prompt is not known and not needed
+    # a metric only reads an example's references and labels, so the unknown prompt can be left empty
     example = Example(
         id="",
         prompt="",

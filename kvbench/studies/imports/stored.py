@@ -20,12 +20,13 @@ from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.metrics import metric
 
 KIND = "imported"
+"""The kind of a result whose answers another program generated."""
 
 
 def store_cells(store: ResultStore, source: PredictionSource, scored: list[Scored]) -> list[str]:
-    """Write one cell per dataset and return the cells' ids; importing the same answers again changes nothing.
+    """Write one cell per dataset and return the cells' ids. Importing the same answers again changes nothing.
 
-    Raises UsageError without model and method, or where two files answer one dataset.
+    Raises UsageError without model and method, or if two files answer one dataset.
     """
     if not source.model or not source.method:
         raise UsageError("--store needs what made these answers: model=NAME method=NAME, as in model=llama2-7b-chat")
@@ -97,7 +98,7 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
             "meta": {"length": answer.length, "place": answer.place},
         }
         lines.append(line_of(sample))
-    # one shard: an import is one process
+    # shard 0 is the only one, since an import is one process
     (folder / "samples-0.jsonl").write_text("".join(lines), encoding="utf-8")
     ci = None
     if scored.interval is not None:
@@ -127,5 +128,5 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
 
 
 def _without_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs. JSON may spell them, but no file can hold them."""
+    """Replace lone halves of surrogate pairs by question marks. JSON may spell them, but UTF-8 cannot encode them."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

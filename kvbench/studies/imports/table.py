@@ -38,14 +38,21 @@ CSV_FIELDS = (
     "cell",
 )
 ROUNDING = 0.02
-"""Difference of a printed average to the mean of its printed cells that rounding can explain."""
+"""The largest difference between a printed average and the mean of its printed cells that rounding can explain."""
 Verdicts = Mapping[tuple[str, str], Mapping[int, Judgement]]
-"""(paper, table) -> index of a record -> its published value."""
+"""The judgements on published values, by (paper, table) and then by the index of a record."""
 Means = Mapping[tuple[str, str], PublishedMean]
+"""The papers' means over LongBench's 16 English tasks, by (paper, table)."""
 
 
 class ScoreNumbers(TypedDict):
-    """A mean score and the ends of its interval in printed units, both rounded to two digits, with two counts."""
+    """A mean score with its interval, in printed units and rounded to two digits.
+
+    score: the mean; None if no answer can be scored.
+    ci: the ends of its 95 % interval.
+    n: the number of answers.
+    unscored: the number of answers that cannot be scored.
+    """
 
     score: float | None
     ci: list[float] | None
@@ -56,7 +63,12 @@ class ScoreNumbers(TypedDict):
 class TaskRecord(TypedDict, total=False):
     """The scores of one file's answers to one dataset, as ``--json`` prints them.
 
-    ``buckets`` exists only for LongBench-E, and ``cell`` only for stored answers. All other keys are in every record.
+    split: ``standard`` or ``e`` (LongBench-E); None for a dataset of another benchmark.
+    buckets: the numbers of each range of length. The key exists only for LongBench-E.
+    published: the judgements on the published values of this dataset.
+    layout: the tool whose format the file has.
+    seconds: the time that scoring took.
+    cell: the id of the stored result. The key exists only for stored answers.
     """
 
     dataset: str
@@ -123,7 +135,10 @@ def _printed_numbers(name: str, scores: Sequence[Score], interval: tuple[float, 
 
 
 def english_mean(records: Sequence[TaskRecord]) -> float | None:
-    """Return the mean score over LongBench's 16 English tasks; None unless each occurs exactly once."""
+    """Return the mean score over LongBench's 16 English tasks.
+
+    Return None if a task is missing or has no score, or if any dataset occurs twice.
+    """
     # two files with answers to one dataset are two runs, and their mean would belong to neither
     datasets = [record["dataset"] for record in records]
     if len(datasets) != len(set(datasets)):
@@ -141,7 +156,10 @@ def english_mean(records: Sequence[TaskRecord]) -> float | None:
 
 
 def as_csv(records: Sequence[TaskRecord]) -> str:
-    """Return CSV text, a line for each dataset, range of length and published value, told apart by ``kind``."""
+    """Return CSV text with a line for each dataset, each range of length and each published value.
+
+    The column ``kind`` tells these lines apart: score, bucket or published.
+    """
     lines: list[dict[str, object]] = []
     for record in records:
         score_line: dict[str, object] = {"kind": "score"}
@@ -173,7 +191,10 @@ def _interval_columns(ci: Sequence[float] | None) -> dict[str, float]:
 
 
 def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
-    """Return the table of scores, and a second table with published values if a paper has this row."""
+    """Return the tables to print: the scores, and a second table if papers print values of this model and method.
+
+    times: True for a column with the seconds that scoring took.
+    """
     tables = [_score_table(records, times)]
     if verdicts:
         tables.append(_published_table(records, verdicts, means))
@@ -183,7 +204,7 @@ def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, time
 def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
     """Return the table of scores; with ``times``, its last column is the seconds that scoring took."""
     headers = ["dataset", "metric", "score", "95 % interval", "n", "unscored"]
-    # once one line has LongBench-E's ranges of length, they are columns of all lines
+    # if any record has LongBench-E's ranges of length, the table has a column for each range
     ranges: list[str] = []
     if any("buckets" in record for record in records):
         ranges = [name for name, _ in BUCKETS]
@@ -268,7 +289,7 @@ def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
 
 
 def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
-    """Return the notes on a paper's table: why values are indicative, which row is shown, and flags on values."""
+    """Return the notes on a paper's table: why verdicts are indicative, which row is shown, and flags on values."""
     title = _title_of_table(paper, table)
     lines = []
     # most reasons hold for all tasks: print each once, with the number of its tasks
@@ -278,7 +299,7 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
     reasons = [f"{reason} ({n} of {len(judgements)} tasks)" for reason, n in counts.items()]
     if reasons:
         lines.append(f"* {title}: {'; '.join(reasons)}.")
-    # the values of one paper's table come from one row, so any of them knows its setting
+    # the values of one paper's table come from one row, so the first judgement has the setting of all
     first = judgements[0]
     if first["matching"] > 1:
         shown = f"table {table}, {first['setting'] or 'no setting'}"
@@ -289,8 +310,7 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
 
 
 def _mean_text(mean: PublishedMean) -> str:
-    """Return a published average. Add the mean of its cells if that differs or the average is not printed."""
-    # a mean is shown as 33.37, or as "9.00, cells 7.50" if it does not follow from its cells
+    """Return a published average as text: ``33.37``, or ``9.00, cells 7.50`` if its cells give another mean."""
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None:
         return _score_text(stated)
@@ -310,7 +330,7 @@ def _label_records(records: Sequence[TaskRecord]) -> list[str]:
         if datasets.count(dataset) == 1:
             labels.append(dataset)
         else:
-            # the name of the run's folder and that of the file
+            # the last two parts of the path: the run's folder and the file
             file = "/".join(record["file"].rsplit("/", 2)[-2:])
             labels.append(f"{dataset}\n{one_line(file)}")
     return labels

@@ -24,7 +24,11 @@ WHOLE = ("full", "n/a", "1.0")
 
 @dataclass(frozen=True)
 class PredictionSource:
-    """The source of answers, as the user states it; None for anything unstated."""
+    """The source of imported answers, as the user states it; None for anything unstated.
+
+    setting: the method's settings as ``key=value;key=value``, '' for none.
+    prompt: the entry of conf/prompt for the answers' prompts.
+    """
 
     model: str | None = None
     method: str | None = None
@@ -39,7 +43,10 @@ class PredictionSource:
 class Judgement(TypedDict):
     """A published value with its verdict, as ``--json`` prints it.
 
+    value: the published value; None if the cell has no number.
+    certainty, flag: whether the value is suspect or repaired, and why (see published.Published).
     verdict: inside or outside our 95 % interval; None without a value or an interval.
+    indicative: True if the conditions differ from the paper's, or are unknown.
     because: the reasons why the verdict is only indicative.
     matching: how many rows of the paper have the given model, method and setting.
     """
@@ -65,7 +72,12 @@ class PublishedMean(TypedDict):
 
 @dataclass(frozen=True)
 class MatchingRow:
-    """One row of a paper's table, by dataset. ``matching`` counts the paper's rows that match the source."""
+    """The row of a paper that imported answers are compared with.
+
+    table: the paper's table that has the row.
+    cells: the row's printed cells by dataset.
+    matching: how many rows of the paper have the source's model, method and setting.
+    """
 
     table: str
     cells: Mapping[str, Published]
@@ -75,7 +87,7 @@ class MatchingRow:
 def judge_published(
     source: PredictionSource, scored: list[Scored], code_sim: str
 ) -> dict[tuple[str, str], dict[int, Judgement]]:
-    """Return, by (paper, table) and index of a scored file, the published value and our verdict on it.
+    """Compare the scores with published values. Return the judgements by (paper, table) and index in ``scored``.
 
     Each paper contributes one row. Among the rows of the source's model and method, this is the row that shares most
     datasets. A source that names no model or method has no rows.
@@ -92,9 +104,10 @@ def judge_published(
 
 
 def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
-    """Return, by (paper, table), the mean over LongBench's 16 English tasks as ``stated`` there and as ``of_cells``.
+    """Return the papers' means over LongBench's 16 English tasks by (paper, table).
 
-    Some printed averages do not follow from their cells. Either is None if the table lacks it.
+    A mean is given as the paper states it and as the mean of its cells, since some printed averages do not follow from
+    their cells. Either number is None if the table lacks it.
     """
     by_table: dict[tuple[str, str], PublishedMean] = {}
     for paper, row in _rows_by_paper(source, scored).items():
@@ -113,7 +126,7 @@ def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tupl
 
 
 def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
-    """Return, for each paper, its row of that model and method that shares most datasets with ``scored``."""
+    """Return by paper its row of the source's model and method that shares most datasets with ``scored``."""
     if source.model is None or source.method is None:
         return {}
     datasets = {file.predictions.dataset for file in scored}
@@ -128,7 +141,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
     # a paper may print a row in several tables, or under several settings
     chosen = {}
     for paper, rows in sorted(rows_by_paper.items()):
-        # take the first of several rows that share equally many
+        # max takes the first of several rows that share equally many datasets
         best = max(rows, key=count_shared)
         if count_shared(best) > 0:
             table, cells = best
@@ -137,7 +150,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
 
 
 def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
-    """Return a published value with its verdict: whether it lies in the interval of our score, ends included."""
+    """Judge whether a published value lies in the interval of our score, ends included, and return the judgement."""
     reasons = _differences(cell, scored, source, code_sim)
     verdict = None
     if cell.value is not None and scored.interval is not None:
@@ -159,7 +172,7 @@ def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_
 
 
 def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
-    """Return, in words, how the conditions of this score differ from the published value's conditions."""
+    """Return in words how the conditions of our score differ from those of the published value; [] if they agree."""
     dataset = scored.predictions.dataset
     prompt = catalogue.read_paper(cell.paper).prompt
     reasons = []
@@ -184,7 +197,7 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
 
 
 def _has_choice(setting: str) -> bool:
-    """Return True if a row's setting (``key=value;key=value``) has a value that other rows may set differently.
+    """Tell whether a row's setting (``key=value;key=value``) has a value that other rows may set differently.
 
     A value in WHOLE, such as the whole cache, leaves nothing to choose.
     """
@@ -197,7 +210,7 @@ def _has_choice(setting: str) -> bool:
 
 @cache
 def _policy_settings(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
-    """Return the settings of a prompt policy for a model. Presets with different names can agree."""
+    """Return the settings of a prompt policy for a model, without its name, so that two policies can be compared."""
     policy = {key: value for key, value in entries("prompt")[name].items() if key != "name"}
     # ``limits`` names one of the model's prompt_limits: two names with equal limits are one policy
     limits_by_model = {}

@@ -31,11 +31,19 @@ KEYS = (
     Key("prompt"),
     Key("results", "results"),
 )
+"""The key=value arguments of ``score``."""
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The values of KEYS: how to score, and the source of the answers. None stands for a key that was not given."""
+    """The values of KEYS; None for a key that was not given.
+
+    code_sim: the backend of code similarity, levenshtein or difflib.
+    split: the split of LongBench that the answers belong to: standard, e (LongBench-E), or auto.
+    metric: the metric for datasets that are not LongBench's.
+    model, method, setting, prompt: the source of the answers.
+    results: the folder in which results are stored.
+    """
 
     code_sim: str
     split: str
@@ -61,7 +69,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score and print. Return exit status 1 if a file could not be scored, 2 if all could not."""
+    """Score the answers at a path and print the scores. Return exit status 1 if a file could not be scored, 2 if none
+    could.
+    """
     start = time.perf_counter()
     options = _parse_options(args)
     from kvbench.report import writers
@@ -166,7 +176,10 @@ def _parse_options(args: argparse.Namespace) -> ScoreOptions:
 def _read_predictions(
     paths: Sequence[Path], options: ScoreOptions
 ) -> tuple[list[tuple[Predictions, str]], list[dict[str, str]]]:
-    """Return (predictions with their metrics, errors). Files that cannot be scored give the errors."""
+    """Read prediction files, and choose a metric for the answers to each dataset.
+
+    Return the predictions with the names of their metrics, and an error for each file that cannot be scored.
+    """
     from kvbench.studies import imports
     from kvbench.studies.imports import layouts, scoring
     from kvbench.tasks import longbench
@@ -193,8 +206,7 @@ def _read_predictions(
             files.append((file, name))
         except UsageError as error:
             errors.append({"file": str(file.path), "error": str(error)})
-    # in the order of LongBench's paper; datasets of other benchmarks stand behind them
-    # in the order of their files
+    # sort datasets of LongBench as its paper does; those of other benchmarks follow in the order of their files
     order = list(longbench.TASKS)
 
     def place(entry: tuple[Predictions, str]) -> int:

@@ -26,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure missing cells and print. Return exit status 1 if rows were refused."""
+    """Measure the missing cells of a table and print it. Return exit status 1 if rows were refused."""
     from kvbench.papers.measured import grid, page
     from kvbench.papers.spec import catalogue
     from kvbench.studies import own_tables
@@ -47,7 +47,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure a table that no paper prints, and print it. Return the exit status."""
+    """Measure and print one of kvbench's own tables, which no paper has. Return the exit status.
+
+    ``options`` are the key=value arguments, and ``args`` the verb's other arguments.
+    """
     from kvbench.report import of_run, writers
     from kvbench.run import experiment
     from kvbench.store.labels import explain_budgets
