@@ -70,7 +70,10 @@ def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
 def _measure_cell(
     run: EngineRun, group: Group, row: EngineRow, engine: Engine, examples: Sequence[Example], tick: Tick
 ) -> None:
-    """Ask the examples of one task, several at once, and store each answer as it comes."""
+    """Ask the engine the examples of one task, several at once, and store each answer as it comes.
+
+    tick: the progress line, which counts answers by the row's label.
+    """
     questions = [run.question(group, example) for example in examples]
     # only this thread stores answers, so that no two lines are written into each other
     with open_writer(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:

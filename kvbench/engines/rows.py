@@ -60,12 +60,12 @@ class EngineRun:
         """Return the identity of a task's results without the engine's facts. Rows with one such identity have the same
         prompts.
         """
-        own = group.cells[0].identity
-        identity: dict[str, object] = dict(own)
+        full_identity = group.cells[0].identity
+        identity: dict[str, object] = dict(full_identity)
         # the engine has its own weights and cache; kvbench's model only lends its tokenizer
         del identity["chain"]
-        identity["model"] = {"prompts": own["model"]["fingerprint"]}
-        prompt = dict(own["prompt"])
+        identity["model"] = {"prompts": full_identity["model"]["fingerprint"]}
+        prompt = dict(full_identity["prompt"])
         if self.chat and self.run.cfg.prompt.templated(group.task):
             prompt["template"] = "the engine's own"
         identity["prompt"] = prompt

@@ -286,18 +286,19 @@ def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) 
 def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -> list[str]:
     """Return a note for each row: which share of its answers' tokens equals those of kvbench's own full cache.
 
-    Rows on prompts that kvbench's full cache has not answered have no note.
+    Rows on prompts that kvbench's full cache has not answered have no note. ``by_label`` has the rows' answers by
+    column.
     """
-    own: dict[str, Mapping[str, Sample]] = {}
+    full_samples: dict[str, Mapping[str, Sample]] = {}
     for group in run.run.groups:
         samples = run.run.samples(group, group.cells[0])
         if samples:
-            own[group.column] = samples
+            full_samples[group.column] = samples
     notes = []
     for label, columns in by_label.items():
         shares = []
         for column, answers in columns.items():
-            own_samples = own.get(column, {})
+            own_samples = full_samples.get(column, {})
             for i, answer in answers.items():
                 if i in own_samples:
                     shares.append(equal_tokens(run.run.tokenizer, answer.prediction, own_samples[i].prediction))

@@ -106,16 +106,16 @@ def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.Ru
     if "fidelity" in texts:
         # the name of kl= in earlier versions
         texts["kl"] = texts.pop("fidelity")
-    own = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
+    engine_texts = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
     for key, reason in REFUSED.items():
         if key in texts:
-            raise UsageError(f"{key}= is not possible with engine={own['engine']}: {reason}")
-    options = values(KEYS, own)
+            raise UsageError(f"{key}= is not possible with engine={engine_texts['engine']}: {reason}")
+    options = values(KEYS, engine_texts)
     of_others: Sequence[str] = OF_LLAMACPP
     if options["engine"] == LLAMACPP:
         of_others = OF_SERVER
     for key in of_others:
-        if key in own:
+        if key in engine_texts:
             reason = ": a server gives no distributions. engine=llamacpp kl=true compares them" if key == "kl" else ""
             raise UsageError(f"{key}= is not a key of engine={options['engine']}{reason}")
     if "model" not in texts:

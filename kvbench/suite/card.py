@@ -254,7 +254,11 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
 
 
 def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
-    """Draw the line of one method or control: its score at each share of the bytes that it really holds."""
+    """Draw the line of one method or control: its score at each share of the bytes that it really holds.
+
+    ax: the panel's axes.
+    look: the colour, marker and line of the method (see report/looks.py).
+    """
     # (bytes in per cent, score); a row may hold less than its budget, so rows of one budget can differ in their bytes
     points: list[tuple[float, float]] = []
     for entry in entries:

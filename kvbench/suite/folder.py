@@ -37,7 +37,12 @@ DIGITS = 6
 
 
 def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
-    """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from."""
+    """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from.
+
+    scored: the scores of all other rows.
+    division: CLOSED or OPEN.
+    contributor: the user's ``contributor=``, '' for none.
+    """
     # a method has a row at each budget, so its name alone does not identify a row
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
     head = {

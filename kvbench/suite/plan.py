@@ -121,13 +121,13 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
     measured_rows = []
     for row in run.rows:
         parts: dict[str, PartSamples] = {}
-        taking = [part_run for part_run in run.parts if row in part_run.rows]
-        for part_run in taking:
+        parts_of_row = [part_run for part_run in run.parts if row in part_run.rows]
+        for part_run in parts_of_row:
             samples = _samples_of_row(part_run, row)
             if samples is not None:
                 parts[part_run.part.name] = samples
         # a mean over only some of a row's parts could not be compared with other rows' means
-        if parts and len(parts) == len(taking):
+        if parts and len(parts) == len(parts_of_row):
             measured_rows.append(RowSamples(name=row.name, budget=row.budget, role=row.role, parts=parts))
     return measured_rows, full
 

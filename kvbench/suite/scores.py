@@ -119,10 +119,10 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
         entries = []
         # ranks compare rows in units of each part's gap, so that parts with other units weigh alike
         scaled = []
-        for row, own in zip(of_budget, own_scores, strict=True):
-            entry = _score_row(suite, row, full, own=own, low=low, high=high)
+        for row, row_scores in zip(of_budget, own_scores, strict=True):
+            entry = _score_row(suite, row, full, own=row_scores, low=low, high=high)
             entries.append(entry)
-            scaled.append(_in_gaps(entry, own=own, low=low, high=high))
+            scaled.append(_in_gaps(entry, own=row_scores, low=low, high=high))
         ranked = []
         for gap_scores, entry in zip(scaled, entries, strict=True):
             rank = None

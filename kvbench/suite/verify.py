@@ -214,7 +214,10 @@ def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked:
 def _check_numbers(
     suite: Suite, rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], checked: Checked
 ) -> None:
-    """Recompute every row and add each number that differs to the problems."""
+    """Compute every row again from its samples, and add each number that differs to the problems.
+
+    samples: the samples of each of ``rows``, by part.
+    """
     full = next(parts for row, parts in zip(rows, samples, strict=True) if row["role"] == "full")
     measured = []
     for row, parts in zip(rows, samples, strict=True):
@@ -265,11 +268,11 @@ def describe_findings(place: Path, checked: Checked) -> str:
         if checked.unscored:
             text += f" {checked.unscored:,} answers could not be scored again: their texts are not on this machine."
         return text
-    said = [f"{place}: NOT verified, {len(checked.problems)} problems"]
-    said += [f"  {problem}" for problem in checked.problems[:MOST_SAID]]
+    lines = [f"{place}: NOT verified, {len(checked.problems)} problems"]
+    lines += [f"  {problem}" for problem in checked.problems[:MOST_SAID]]
     if len(checked.problems) > MOST_SAID:
-        said.append(f"  and {len(checked.problems) - MOST_SAID} more")
-    return "\n".join(said)
+        lines.append(f"  and {len(checked.problems) - MOST_SAID} more")
+    return "\n".join(lines)
 
 
 def check_place(place: Path) -> None:

@@ -177,7 +177,12 @@ def build_view(ours: OurTable) -> View:
 
 
 def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
-    """Return the columns of averages: () if the paper prints no average, two columns if ours leaves tasks out."""
+    """Return the columns of averages that the table shows behind its columns of scores.
+
+    There is none if the paper prints no average. There are two, AVERAGE and OF_ALL, if our average leaves tasks out.
+
+    entries_by_line: the cells of every line.
+    """
     table = ours.declared
     if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
         return ()
@@ -196,7 +201,10 @@ def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntr
 
 
 def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
-    """Build an entry of an efficiency table."""
+    """Build a cell of an efficiency table, from its printed value and the timings.
+
+    recomputed: the text of ``CellView.exact`` by printed cell.
+    """
     if printed is None or ours.timings is None:
         return CellView()
     cell = ours.timings.cells[printed]
@@ -265,7 +273,10 @@ def _read_score(
 def _score_entry(
     ours: OurTable, line: TableLine, column: Column, score: _OurScore | None, recomputed: Mapping[Published, str]
 ) -> CellView:
-    """Build an entry of a table of scores."""
+    """Build a cell of a table of scores, from its printed value and our ``score``.
+
+    recomputed: the text of ``CellView.exact`` by printed cell.
+    """
     result = CellResult("", "", "missing", reason=line.skipped)
     if score is not None:
         result = score.value

@@ -105,7 +105,10 @@ def _compared_field(view: View, show: str) -> str:
 
 
 def _label_of_row(line: TableLine, heading: str, show: str) -> str:
-    """Return a row's label: its method, and the settings that the heading of its block lacks."""
+    """Return the lines of a row's label: its method, and its settings that the heading of its block does not show.
+
+    A method that removes tokens gets the mark EVICTS, unless only the paper's side is shown.
+    """
     in_heading = heading.split(", ")
     settings = []
     for setting in line.row.setting.split(";"):
@@ -119,7 +122,7 @@ def _label_of_row(line: TableLine, heading: str, show: str) -> str:
 
 
 def _counts_differ(rows: Sequence[Line], index: int) -> bool:
-    """Tell whether rows of a block rest on different numbers of examples in a column."""
+    """Tell whether rows of a block rest on different numbers of examples in the column at ``index``."""
     counts = {entries[index].n for _, entries in rows}
     return len(counts - {0}) > 1
 
@@ -201,7 +204,10 @@ def _kept_text(budget: float | None) -> str:
 
 
 def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
-    """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number."""
+    """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number.
+
+    stand_in: True to show the share of the full cache in place of the score.
+    """
     if entry.status == "none":
         return [""]
     if entry.status in WRONG:
@@ -493,7 +499,10 @@ def _empty_answers(view: View) -> Iterator[str]:
 
 
 def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
-    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells."""
+    """Yield notes that explain the marks of printed values, and averages that the paper states against its cells.
+
+    relative: True if the cells show printed values in per cent of the full cache.
+    """
     paper = view.ours.declared.paper
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(entry.mark == mark for entry in entries):

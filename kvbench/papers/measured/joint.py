@@ -31,7 +31,10 @@ def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
 
 
 def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
-    """Return one group per way of asking a task: all cells, each once, over the examples of the largest group."""
+    """Merge the groups that ask the same task in the same way into one group.
+
+    It has the cells of all of them, each once, and the examples of the largest.
+    """
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
         # all cells of a group agree in this: without its chain, an identity describes task, prompts and sampling

@@ -384,7 +384,11 @@ def _plan_run(
 def _make_tiny_table(
     declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
 ) -> tuple[Given, tuple[TableLine, ...]]:
-    """Return the tiny model's own table: its tasks as columns, and each chain once with the knobs that it has."""
+    """Return the tiny model's own table and its lines: tasks as columns, and each chain once, under its scaled knobs.
+
+    lines: the lines of the paper's table.
+    size: the sizes by which published numbers are scaled.
+    """
     first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.scale_setting(line.row, size)
@@ -406,9 +410,12 @@ def _make_tiny_table(
 def _assign_workloads(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Return (lines with workloads, reason by workload that cannot be read, notes on substitutes).
+    """Find the data that each line reads, and try whether it can be read here.
 
-    ``family`` is the user's choice of the source of LongBench's columns, '' for none.
+    family: the user's choice of the source of LongBench's columns, '' for none.
+    stand_in: True for a substitute model, which may read a replacement for a dataset that is missing.
+
+    Return the lines with their workloads, the reason for each workload that cannot be read, and notes for readers.
     """
     columns = reader.declared.scores
     family_name = reader.family(list(dict.fromkeys(column.dataset for column in columns)), family)
@@ -513,7 +520,10 @@ def _build_line(
 
 
 def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:
-    """Return the arguments that only a stand-in needs, for some of a chain's stages."""
+    """Return the arguments that only a stand-in of this ``size`` needs, for some of a chain's stages.
+
+    tiny: True for the tiny model, whose arguments the table declares.
+    """
     knobs_by_stage = stand_ins.depth_knobs(size)
     if tiny:
         knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)

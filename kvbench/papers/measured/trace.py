@@ -49,7 +49,7 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
     if wanted_column is None:
         raise unknown("column", column, [c.name for c in columns])
     # take the row that runs here: two models can have rows of one name
-    line = next((x for x in lines if x.chain is not None), lines[0])
+    line = next((candidate for candidate in lines if candidate.chain is not None), lines[0])
     if line.chain is None:
         raise UsageError(f"{row} on {column} is not run here: {line.refused or line.skipped}")
     return line, wanted_column

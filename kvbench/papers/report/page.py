@@ -257,7 +257,7 @@ class ReportPage:
                 paper_runs.append(values)
             else:
                 own_runs.setdefault(method, []).append(values)
-        folds = [_fold_runs(method, own, columns) for method, own in own_runs.items()]
+        folds = [_fold_runs(method, method_runs, columns) for method, method_runs in own_runs.items()]
         if paper_runs:
             folds.append(_fold_runs("measured for papers' tables and claims", paper_runs, columns))
         return figures_html + with_filter("".join(folds))
@@ -313,9 +313,9 @@ def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
     else:
         values["question"] = "withheld"
     # a refused or failed run has no score, and stays without one
-    for key, form in RUN_FORMATS.items():
+    for key, number_format in RUN_FORMATS.items():
         if values.get(key) is not None:
-            values[key] = form.format(values[key])
+            values[key] = number_format.format(values[key])
     if run.get("nothing_compressed"):
         values["score"] = UNCHANGED.replace("\n", " ")
         values["interval"] = None

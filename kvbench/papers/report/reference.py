@@ -243,5 +243,5 @@ def _as_typed(value: object) -> str:
 
 
 def _wrap_hanging(line: str, indent: int) -> str:
-    """Wrap a line, with further lines indented."""
+    """Wrap a line to WIDTH. The first line is indented by 2 characters, and further lines by ``indent``."""
     return fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * indent, break_long_words=False)

@@ -226,7 +226,7 @@ class Reader:
         return ""
 
     def _without_paths(self, message: str) -> str:
-        """Return a reason for use in tables: without the data folder, and without the ways to get a file."""
+        """Shorten an error message to a reason for tables, without the data folder and advice on getting a file."""
         reason = message.partition(": put the file there yourself")[0]
         # a missing data folder is an error of its own, so no message names it
         with suppress(UsageError):

@@ -107,19 +107,19 @@ def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
     """Format the table of one paper, with its sources numbered below it."""
     sources = list(dict.fromkeys(figure.source for figure in figures))
     rows = []
-    for f in figures:
+    for stated in figures:
         # without a printed number the formula itself is the reference
-        formula_mark = "" if f.published is None else _format_mark(f, f.formula)
+        formula_mark = "" if stated.published is None else _format_mark(stated, stated.formula)
         rows.append(
             (
-                f.what,
-                f.unit,
-                _format_number(f.published, f.digits),
-                _format_number(f.formula, f.digits, f.published),
+                stated.what,
+                stated.unit,
+                _format_number(stated.published, stated.digits),
+                _format_number(stated.formula, stated.digits, stated.published),
                 formula_mark,
-                _format_number(f.stored, f.digits, f.reference),
-                _format_mark(f, f.stored),
-                str(1 + sources.index(f.source)),
+                _format_number(stated.stored, stated.digits, stated.reference),
+                _format_mark(stated, stated.stored),
+                str(1 + sources.index(stated.source)),
             )
         )
     heads = ("figure", "unit", "published", "formula", "", "stored here", "", "source")

@@ -115,8 +115,12 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
 def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
     """Return the share of the prompt's tokens that a row's caches hold, computed from its bytes.
 
-    The method must keep whole keys and values, and the same number of tokens in every head of a layer. The share is the
-    row's bytes over the bytes of all tokens: the full cache's, with the payload of as many heads as the method stores.
+    The method must keep whole keys and values, and the same number of tokens in every head of a layer.
+
+        share = bytes / (full bytes + batch * (payload under the method's heads - payload under the full cache's heads))
+
+    ``bytes`` and ``full bytes`` are those of the row and of the full cache ``full``. A payload is the keys and values
+    of one whole prompt. ``shape`` is the shape of the model's cache.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
     stored_heads = shape.kv_heads

@@ -36,11 +36,11 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")
     count = SAMPLES.value(options)
     papers = PAPERS.value(options) == "true"
-    places = [Path(name) for name in options.get("also", "").split(",") if name]
+    other_results = [Path(name) for name in options.get("also", "").split(",") if name]
     # the remaining keys are those of a run
     for key in ("samples", "papers", "also"):
         options.pop(key, None)
-    report = _collect_page(options, count, papers, places)
+    report = _collect_page(options, count, papers, other_results)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
         return 0

@@ -112,7 +112,7 @@ def read_divergence(path: Path) -> ImportedDistance:
 def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
     """Return the divergence that a log of llama-perplexity states.
 
-    Its statistics stand at the end, one ``name: number`` a line.
+    Its statistics stand at the end, one ``name: number`` a line. ``content`` is the log's text, ``digest`` its SHA-256.
     """
     statistics = {}
     for name, value, error in _LINE.findall(content[content.index("====== ") :]):
@@ -163,7 +163,7 @@ def _value(statistics: Mapping[str, tuple[float, float | None]], name: str) -> f
 
 
 def _read_refract(path: Path, content: str, digest: str) -> ImportedDistance:
-    """Return the divergence that a report of REFRACT states."""
+    """Return the divergence that a report of REFRACT states. ``content`` is its JSON, ``digest`` the SHA-256."""
     try:
         report: dict[str, Any] = json.loads(content)
         axis = report["axes"]["kld"]

@@ -55,7 +55,7 @@ def column_id(scored: Scored) -> str:
 
 
 def identity(source: PredictionSource, scored: Scored) -> dict[str, object]:
-    """Return everything that decides the imported number, under the keys of a cell's record."""
+    """Return everything that decides an imported score, from which the cell's id is computed."""
     # the examples have no ids here, so their references identify them
     examples = [[answer.references, answer.classes, answer.length] for answer in scored.predictions.answers]
     content = json.dumps(examples)

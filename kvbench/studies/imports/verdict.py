@@ -91,6 +91,8 @@ def judge_published(
 
     Each paper contributes one row. Among the rows of the source's model and method, this is the row that shares most
     datasets. A source that names no model or method has no rows.
+
+    code_sim: the backend of code similarity that scored the answers, levenshtein or difflib.
     """
     judgements: dict[tuple[str, str], dict[int, Judgement]] = {}
     for paper, row in _rows_by_paper(source, scored).items():
