@@ -78,16 +78,16 @@ def _measure_group(
 
 
 def _open_llamacpp(row: EngineRow) -> LlamaCpp:
-    """Return llama.cpp with a row's cache, started."""
+    """Start llama.cpp with a row's cache, and return it."""
     engine = row.open()
     assert isinstance(engine, LlamaCpp), "only llama.cpp gives the logits of every token"
     return engine
 
 
 def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
-    """Return the record of a window's divergence, as it is stored. Only predictions from ``scored_from`` on count.
+    """Return the record of a window's divergence, as it is stored.
 
-    This is the middle of a window, as in llama.cpp's perplexity tool.
+    As in llama.cpp's perplexity tool, only the second half of a window counts: predictions from ``scored_from`` on.
 
     exact, logits: the logits [T, V] after each token with the exact cache and with the row's.
     """

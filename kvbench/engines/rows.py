@@ -57,8 +57,9 @@ class EngineRun:
         return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
 
     def shared_identity(self, group: Group) -> dict[str, object]:
-        """Return the identity of a task's results without the engine's facts. Rows with one such identity have the same
-        prompts.
+        """Return the identity of a task's results without the engine's facts.
+
+        Rows for which it is the same have answered the same prompts.
         """
         full_identity = group.cells[0].identity
         identity: dict[str, object] = dict(full_identity)

@@ -152,7 +152,10 @@ class Server:
         return self._text(choice.message.content), _new_tokens(response), _first_choices(choice)
 
     def _choice(self, response: Any) -> Any:
-        """Return the one choice of a response. Raises EngineError for another shape, or if the model is another one."""
+        """Return the first choice of a response, which has the answer.
+
+        Raises EngineError if there is none, or if the model is another one than that of earlier answers.
+        """
         choices = getattr(response, "choices", None)
         if not isinstance(choices, list) or not choices:
             raise EngineError(f"{self.url} answered without a choice: it is no OpenAI-compatible server, or it failed")

@@ -87,7 +87,7 @@ def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
 
 
 def _mean_text(entry: RowScore) -> str:
-    """Return a row's mean with its interval, or why there is none."""
+    """Return a row's mean with its interval as text, or the text that stands in place of a missing mean."""
     if entry.nothing_compressed:
         return NOTHING
     if entry.mean is None:

@@ -91,9 +91,7 @@ class RowScore:
 
     @property
     def nothing_compressed(self) -> bool:
-        """Tell whether the row is the full cache on nearly all prompts, so that its score says nothing about its
-        method.
-        """
+        """Tell whether the row equals the full cache on nearly all prompts, so that its score says nothing."""
         return self.unchanged >= UNCHANGED
 
 
@@ -267,7 +265,7 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
 
 
 def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
-    """Tell whether the full cache scores above random tokens, its interval included.
+    """Tell whether the full cache scores above random tokens, even at the lower end of their difference's interval.
 
     Without that gap, the share of it that a method retains says nothing.
 
@@ -275,7 +273,7 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
     """
     mean, interval = stats.mean_over_tasks(gaps, None)
     if interval is None:
-        # all gaps are equal, or there are too few of them to tell
+        # without an interval, all gaps are equal or there are too few of them; enough equal gaps above 0 are a gap
         return mean > 0 and sum(map(len, gaps)) >= stats.FEWEST
     return interval[0] > 0
 

@@ -144,7 +144,7 @@ class _ColumnEntry:
 
 
 def build_view(ours: OurTable) -> View:
-    """Build all entries of a table, from the paper's data and from the store."""
+    """Build the view of a table: all of its cells, from the paper's data and from the store or the timings."""
     table = ours.declared
     recomputed: dict[Published, str] = {}
     for value in exact(table.paper, table.table):

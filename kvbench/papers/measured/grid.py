@@ -401,7 +401,7 @@ def warn_of_few_examples(view: View) -> str:
 
 
 def _list_measured(view: View) -> list[CellView]:
-    """Return the entries of scores that have examples, without averages."""
+    """Return the cells of a table of scores that have measured examples, without averages."""
     if view.ours.timings is not None:
         return []
     measured: list[CellView] = []

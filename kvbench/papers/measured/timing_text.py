@@ -214,7 +214,7 @@ def _agreement_note(timings: Timings) -> Iterator[str]:
 
 
 def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
-    """Yield the meaning of the marks beside the numbers."""
+    """Yield a note on each mark that stands beside a number of the table."""
     timed_entries = [entry for entry in entries if entry.timed is not None]
     if any(_printed_text(entry) == OOM or entry.status == OOM for entry in timed_entries):
         yield "OOM: out of memory."

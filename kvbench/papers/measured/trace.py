@@ -112,7 +112,7 @@ def _describe_value(value: CellResult, cells: Parts) -> str:
 
 
 def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:
-    """Yield lines with the value that the table shows for a cell, and the published one.
+    """Yield a line with the value that the table shows for a cell, and one with the published value.
 
     stand_in: True on a substitute model, where values are in per cent of the full cache.
     """

@@ -89,7 +89,7 @@ def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequ
 
 
 def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
-    """Build a table from the results of it that the store in ``results`` has."""
+    """Build a table from the results that the store in the folder ``results`` has for it."""
     words = [f"results={results}"]
     if table.measurable:
         words.extend(arguments)

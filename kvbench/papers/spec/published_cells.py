@@ -57,7 +57,7 @@ class PublishedRow:
         return averages
 
     def averaged(self, metric: str) -> list[Published]:
-        """Return the cells that the row's printed average ``metric`` is the mean of.
+        """Return the cells over which the row's printed average ``metric`` is taken.
 
         An average called ``mean``, and the only average of scores in a row, covers all scores of the row. Any other
         average covers the row's cells with its own metric. These can be scores, bytes or times.
@@ -75,8 +75,9 @@ class PublishedRow:
 
 @dataclass(frozen=True, eq=False)
 class Book:
-    """The published cells of whole papers, which the audit reads. Books have thousands of cells and are compared by
-    identity.
+    """The published cells of whole papers, which the audit reads.
+
+    A book has thousands of cells, so books are compared by identity.
     """
 
     cells: tuple[Published, ...]

@@ -124,7 +124,7 @@ def notes(table: TableSpec) -> Iterator[str]:
 
 
 def scale_setting(row: TableRow, stand_in: StandIn) -> str:
-    """Return a row's setting in kvbench's knobs, at the stand-in's size."""
+    """Return a row's setting as text in kvbench's knobs, scaled to the stand-in, such as ``kv_size=32;ratio=0.4``."""
     knobs = row_knobs.run_arguments(row.method, row.setting, stand_in)
     parts = []
     for key, value in knobs.items():

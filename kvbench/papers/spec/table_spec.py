@@ -54,7 +54,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the name in addresses: the dataset, followed by its quantity unless that is its score."""
+        """Return the column's name, as users type it: the dataset, and behind it any quantity other than its score."""
         if self.what in (SCORE, self.dataset):
             return self.dataset
         # in a table of facts, rows name the datasets and columns do not
@@ -72,7 +72,7 @@ class TableRow:
 
     @property
     def name(self) -> str:
-        """Return the name in addresses and print: the method with its setting."""
+        """Return the row's name, as users type it and as it is printed: the method with its setting."""
         return f"{self.method} {self.setting}".strip()
 
 
@@ -295,7 +295,10 @@ def table_ids() -> tuple[tuple[str, str], ...]:
 
 
 def find_tables(wanted: str) -> tuple[TableSpec, ...]:
-    """Return the tables of ``think/2``, ``think`` or ``all``. Raises UsageError naming the existing tables."""
+    """Return the tables that a user names: one (``think/2``), all of a paper (``think``), or ``all``.
+
+    Raises UsageError, which names the existing tables, for any other name.
+    """
     name, _, table = wanted.partition("/")
     if wanted != "all" and name not in catalogue.paper_ids():
         raise unknown("paper", name, (*catalogue.in_place(), "all"))

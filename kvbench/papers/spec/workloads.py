@@ -158,7 +158,10 @@ class Reader:
         return knobs
 
     def _lengths(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths within the row's own context; [] for a dataset without the knob."""
+        """Return the paper's prompt lengths for a row, without those beyond the context that the row states.
+
+        Return [] for a dataset without the knob ``lengths``.
+        """
         lengths = self._paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []

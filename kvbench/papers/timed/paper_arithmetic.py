@@ -66,7 +66,7 @@ class StatedFigure:
         return round(_round_as_papers(value, self.digits) - self.reference, 10) + 0.0
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data."""
+        """Return plain data: the fields, and how far the formula's and the stored number are off the reference."""
         offsets = {"formula_off": self.off(self.formula), "stored_off": self.off(self.stored)}
         return asdict(self) | offsets
 
@@ -158,7 +158,7 @@ def _think7() -> Figures:
 
 
 def _think_text() -> Figures:
-    """Yield ThinK's sizes of the full cache, and the bytes that pruned keys save."""
+    """Yield the sizes of the full cache in ThinK's text, and the share of bytes that its pruned keys save."""
     token_bytes = LLAMA2_7B.full_bytes(1, FP16)
     yield StatedFigure(
         paper="think",
@@ -241,7 +241,7 @@ def _kivi() -> Figures:
 
 
 def _flexgen() -> Figures:
-    """Yield the bytes of a group of 64 values, and their ratio to fp16."""
+    """Yield the bytes that FlexGen stores for a group of 64 values, and how many times smaller this is than fp16."""
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
     yield StatedFigure(
         paper="flexgen",

@@ -57,7 +57,7 @@ class TimedCell:
 
     @property
     def device(self) -> str:
-        """Return the device of the row, or '' without one."""
+        """Return the device on which the row was measured, or '' without a row."""
         return "" if self.row is None else device_name(self.row)
 
 
@@ -201,7 +201,7 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
     """Return the printed cell of the base method on the same model, dataset, device and workload."""
 
     def conditions(c: Published) -> tuple[str | None, ...]:
-        """Return the conditions that a cell shares with its base."""
+        """Return the conditions that a cell must share with its base: model, dataset, metric, device and workload."""
         return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
 
     for candidate in printed:

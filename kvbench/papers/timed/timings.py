@@ -54,12 +54,12 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Return True if the table shows a small model on a CPU in place of the paper's model."""
+        """Tell whether the table shows a small model on a CPU in place of the paper's model."""
         return self.bench.scaled
 
     @property
     def there(self) -> bool:
-        """Return True if any row was measured."""
+        """Tell whether any row of the table was measured."""
         return any(c.status in DONE for c in self.cells.values())
 
     @property

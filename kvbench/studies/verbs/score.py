@@ -69,8 +69,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Score the answers at a path and print the scores. Return exit status 1 if a file could not be scored, 2 if none
-    could.
+    """Score the answers at a path and print the scores.
+
+    Return exit status 1 if a file could not be scored, 2 if none could.
     """
     start = time.perf_counter()
     options = _parse_options(args)
