@@ -29,7 +29,7 @@ from kvbench.storage.roles import Masker, Slots
 DECODE_EVERY = 128
 """New tokens between two choices while decoding, if ``decode_every`` is not set."""
 DECODE_SHARE = Rule("a share of all tokens so far, above 0 and at most 1, or null", lambda share: 0 < share <= 1)
-"""The rule of a budget while decoding that grows with the text."""
+"""The rule for ``decode_ratio``, the budget while decoding that grows with the text."""
 EXACT_WHOLE = 2**24
 """float32 represents all whole numbers up to this one exactly."""
 
@@ -143,8 +143,9 @@ class Selector(TokenSelector):
         return self.decode_budget is not None or self.decode_ratio is not None
 
     def while_decoding(self) -> Selector:
-        """Return the selector that chooses again while decoding. Its only budget is the one while decoding."""
-        # without a budget while decoding of its own it is a plain selector, and ``DecodeBudget`` runs it
+        """Return the copy of this selector that chooses again while decoding, under the budget while decoding."""
+        # in the copy that budget stands as kv_size or kv_ratio, so that it chooses like any selector of a prompt;
+        # ``DecodeBudget`` runs it every ``decode_every`` tokens
         return replace(
             self,
             kv_size=self.decode_budget,
@@ -188,14 +189,14 @@ class Selector(TokenSelector):
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
         # C = floor(ratio * n), at least 2: one token to choose and one that always stays
-        exact = (self.kv_ratio or DEFAULT_RATIO) * n
+        unrounded = (self.kv_ratio or DEFAULT_RATIO) * n
         # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
-        tokens = int(exact + 1e-9)
+        tokens = int(unrounded + 1e-9)
         if self.kv_round:
-            tokens = round(exact)
+            tokens = round(unrounded)
         elif self.rounds_up:
-            # 1e-9: 0.1 * 30 is 3.0000000000000004
-            tokens = math.ceil(exact - 1e-9)
+            # 1e-9: 0.1 * 30 is 3.0000000000000004, and ceil must not raise a product that is meant to be whole
+            tokens = math.ceil(unrounded - 1e-9)
         tokens = max(2, tokens)
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)
@@ -268,32 +269,35 @@ class Modifier(Stage):
 
     decorates: the ids of the selectors whose scores it understands.
 
-    ``modify`` changes the scores of the prompt's tokens. ``reweigh`` changes those of cached tokens if the selector
-    evicts while decoding. It may read a state of each token. ``initial_state`` computes the state for the prompt's
-    tokens, ``new_token_state`` for later ones. The state takes ``slot_bytes`` in each slot.
+    ``modify`` changes the scores of the prompt's tokens. ``reweigh`` changes the scores of cached tokens, if the
+    selector evicts while decoding. A modifier may store a state of each token for ``reweigh``: ``initial_state``
+    computes it for the prompt's tokens, ``new_token_state`` for later ones. It takes ``slot_bytes`` in each slot.
     """
 
     role: ClassVar[Role] = "modifier"
     decorates: ClassVar[tuple[str, ...]] = ()
 
     def sink_size(self) -> int:
-        """Return how many first tokens are always kept, within the selector's budget."""
+        """Return how many first tokens the modifier always keeps. They count against the selector's budget."""
         return 0
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
-        """Change the selector's scores [heads, n] of the prompt's tokens and return the new ones."""
+        """Return the scores [heads, n] of the prompt's tokens as changed from the selector's ``scores``."""
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Return the bytes of state per slot. An element of the values takes ``itemsize`` bytes."""
+        """Return the bytes that the modifier's state takes in each slot. A number of a value takes ``itemsize``."""
         return 0
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
-        """Return {name: state [heads, n]} of the prompt's tokens. Decoding needs it."""
+        """Return {name: state [heads, n]} of the prompt's tokens. ``reweigh`` reads it while decoding."""
         return {}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
-        """Change the selector's scores [B, H, S] of slots while decoding. A score of +inf must stay +inf."""
+        """Return the scores [B, H, S] of slots while decoding, as changed from the selector's ``scores``.
+
+        +inf marks tokens that always stay, and must remain +inf.
+        """
         return scores
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
@@ -303,25 +307,28 @@ class Modifier(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Mask(Stage, Masker):
-    """A stage that stores all tokens, and decides at each decode step which of them the new token attends.
+    """A stage that keeps all tokens in the cache, and decides at each decode step which of them the new token attends.
 
-    It can save time, but no bytes.
+    A mask can save time, but no bytes.
     """
 
     role: ClassVar[Role] = "mask"
 
     def masks(self, layer: int) -> bool:
-        """Return True if the stage masks this layer. All tokens of other layers are attended."""
+        """Return True if the stage masks this layer. In other layers every token is attended."""
         return True
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
-    """Return how many first tokens the modifiers keep together: the largest of their numbers."""
+    """Return how many first tokens always stay because of ``modifiers``: the largest number that one of them asks."""
     return max((modifier.sink_size() for modifier in modifiers), default=0)
 
 
 def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observation) -> None:
-    """Raise Refused unless the scores are real numbers [H, n], or [1, n] for all heads alike."""
+    """Raise Refused unless a method's scores are a tensor of real numbers [H, n], or [1, n] for all heads alike.
+
+    Whole numbers must be small enough for fp32 to tell them apart. ``method`` is the method's id, for the error.
+    """
     if not isinstance(scores, torch.Tensor):
         raise Refused(
             f"scores() of {method} returns {type(scores).__name__} in layer {obs.layer}, not a tensor "

@@ -75,8 +75,9 @@ class Chain:
         If code that is not kvbench's own takes part in the computation, only equal chains have equal keys.
         """
         key = "+".join(s.prefill_key for s in self.stages if s.prefill_key)
-        reads = any(type(s).read is not Stage.read for s in self.stages)
-        alters_prefill = key or reads or self.adaptation or self.hidden or self.sharer
+        # a stage that overrides ``read`` changes the keys and values that the prompt's attention reads
+        overrides_read = any(type(s).read is not Stage.read for s in self.stages)
+        alters_prefill = key or overrides_read or self.adaptation or self.hidden or self.sharer
         if self.foreign and alters_prefill:
             return f"{key} {self.identity()}"
         return key
@@ -134,7 +135,7 @@ class Chain:
         return next((s for s in self.stages if isinstance(s, BlockReader)), None)
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return how many query heads of a layer have their logits computed, for a prompt of n tokens."""
+        """Return how many query heads of a layer compute logits, for a prompt of n tokens: all unless heads share."""
         if self.sharer is None:
             return query_heads
         return self.sharer.leading_heads(n, layer, n_layers, query_heads=query_heads, kv_heads=kv_heads)
@@ -187,13 +188,13 @@ class Chain:
     def first_alike(self, layer: int) -> int:
         """Return the first layer whose tokens take as many bytes each as the tokens of ``layer``.
 
-        In sums of bytes over layers, the first layer stands for all layers that are alike in this.
+        Whoever adds up bytes over layers computes them once for this first layer, and uses them for all layers alike.
         """
         kind = self._token_kind(layer)
         return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
 
     def _token_kind(self, layer: int) -> tuple[object, ...]:
-        """Return what decides the bytes of a layer's tokens: whether they are packed, and the ranks of its latents."""
+        """Return (are the layer's tokens packed, the widths of its latents or None), which decide a token's bytes."""
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
         ranks = None
         if self.lowrank is not None:
@@ -328,7 +329,7 @@ class Chain:
         return Expected.exactly(rows, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0, own_values: bool = False) -> list[Block]:
-        """Return the blocks, one for each segment, of a stored head of ``layer`` that holds ``slots`` tokens.
+        """Return the bytes of a stored head of ``layer`` that holds ``slots`` tokens, as one Block for each segment.
 
         An exact number takes ``itemsize`` bytes. With ``own_values``, keys are their own values (``kv.own_values``).
         """
@@ -356,7 +357,10 @@ class Chain:
         return blocks
 
     def observed_bytes(self, n: int, query_heads: int, head_dim: int, itemsize: int) -> int:
-        """Return the bytes of a prompt's last queries that a layer keeps in order to choose again by them."""
+        """Return the bytes of the prompt's last queries that a layer stores, because choosing again scores by them.
+
+        They are 0 if the chain never chooses again. n is the length of the prompt.
+        """
         evictor = self.evictor
         if evictor is None:
             return 0
@@ -425,7 +429,7 @@ class Chain:
 
 
 def _reads_modules(stage: Stage) -> bool:
-    """Return True if a stage reads more of a model's layers than their keys, values and queries."""
+    """Return True if a stage reads a model's attention modules or runs passes of its own, beyond keys and queries."""
     return stage.needs(1).call or isinstance(stage, ReplayingSelector)
 
 

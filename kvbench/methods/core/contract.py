@@ -29,13 +29,13 @@ class Expected:
         return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
 
     def within(self, rows: int) -> Expected:
-        """Return the same promise about a layer that reads only ``rows`` tokens, and so can hold no more."""
+        """Return the same promise for a layer that reads only ``rows`` tokens, so that no head can hold more."""
         high = tuple(min(tokens, rows) for tokens in self.high)
         low = tuple(min(tokens, rows) for tokens in self.low)
         if self.total is None:
             return Expected(low, high)
         total = min(self.total, sum(high))
-        # with this sum every head must hold as many tokens as it can
+        # if the sum is as large as the upper bounds allow, every head must hold its upper bound
         if total == sum(high):
             return Expected(high, high, total)
         return Expected(low, high, total)
@@ -72,9 +72,9 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with at least the ``first`` tokens as sinks, for a prompt of n tokens.
+    """Return the capacity with its sinks raised to at least the number ``first``, for a prompt of n tokens.
 
-    Where these sinks do not fit into the budget beside the window, they are cut to the room beside the window, or to
+    Where so many sinks do not fit into the budget beside the window, they are cut to the room beside the window, or to
     half of the budget if that is more. The window then takes the rest. Such a capacity is marked as ``shrunk``.
     """
     sinks = max(capacity.sinks, first)
@@ -92,11 +92,11 @@ def protect(capacity: Capacity, first: int, n: int) -> Capacity:
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     """Return the indices [H, k], ascending, of the k largest of scores [H, n]. Ties go to the lower index."""
     heads, n = scores.shape
-    # selecting is faster than sorting on a CPU; on a GPU the program would have to wait for the counts
+    # on a CPU a threshold is faster than a sort; on a GPU the test below would make the program wait for the device
     if not scores.is_cuda and 0 < k < n:
         # the k-th largest of n is the (n - k + 1)-th smallest
         is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
-        # scores equal to the k-th may select more than k: then only a stable sort decides by index
+        # if other scores equal the k-th, more than k are chosen: then a stable sort must decide by index
         if bool((is_chosen.sum(dim=-1) == k).all()):
             return is_chosen.nonzero()[:, 1].view(heads, k)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]

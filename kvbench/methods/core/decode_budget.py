@@ -72,20 +72,21 @@ class DecodeBudget(Evictor):
 
 
 def refusal(selector: Selector) -> str:
-    """Return why a selector with a budget while decoding cannot choose again, or '' if it can.
+    """Return why a selector cannot choose again while decoding, under ``decode_budget`` or ``decode_ratio``.
 
-    A decode step has the last queries and the cached tokens of one layer, and no more of the prompt.
+    Return '' if it can. A decode step has the last queries and the cached tokens of one layer, and no more of the
+    prompt.
     """
     if selector.evicts:
         return "it evicts while decoding by itself, to its own budget"
-    again = selector.while_decoding()
-    needs = again.needs(LONG)
-    if again.rebalances:
+    decoding_selector = selector.while_decoding()
+    needs = decoding_selector.needs(LONG)
+    if decoding_selector.rebalances:
         return "it divides one budget over layers, which a step computes one after the other"
     if needs.colsums or needs.colsums_bits:
         return "it reads the attention of all queries, and a step has only its own"
     # the number of queries grows with the text, so the selector reads all of them
-    if needs.last_q != again.needs(2 * LONG).last_q:
+    if needs.last_q != decoding_selector.needs(2 * LONG).last_q:
         return "it reads all queries, and only the last are kept while decoding"
     if needs.first_q > 0:
         return "it reads the prompt's first queries"
@@ -93,7 +94,7 @@ def refusal(selector: Selector) -> str:
         return "it reads hidden states or the attention module, of the prompt alone"
     # two lengths are tried, because whole chunks may happen to fit one of them
     for n in (LONG, LONG + 1):
-        expected = again.expected(n, 0, 2, heads=2)
+        expected = decoding_selector.expected(n, 0, 2, heads=2)
         if expected is None or expected.low != expected.high:
             return "how many tokens each head keeps follows from the data, and slots are reserved for a fixed number"
     return ""

@@ -40,7 +40,7 @@ def measure_spectrum(rows: Tensor) -> Tensor:
 
 
 def truncated_entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k; None: all D."""
+    """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k, None takes all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 

@@ -74,10 +74,13 @@ class EvictingSelector(Selector, Evictor):
         return [replace(b, slot_overhead=self.state_bytes) for b in blocks]
 
     def generation_budget(self, n: int) -> int:
-        """Return the budget of a whole generation. It is ``kv_size`` even after a prompt of fewer tokens n."""
+        """Return the budget of the whole generation, in tokens per head, after a prompt of n tokens.
+
+        It is ``kv_size`` even if the prompt is shorter, because the answer fills the budget. A fraction is one of n.
+        """
         if self.kv_size is not None:
             return self.kv_size
-        # take the budget that the user gave, before a subclass divides it into parts
+        # ``super`` gives the budget that the user set; a subclass's own ``capacity`` divides it into parts
         return super().capacity(n).tokens
 
     def decode_limit(self, n: int, layer: int) -> int:
@@ -109,7 +112,7 @@ class EvictingSelector(Selector, Evictor):
         return self.decode_limit(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
-        """Return the most tokens that a head of this layer may hold while decoding."""
+        """Return the most tokens that a head may hold in this layer while decoding, given the layer's cache."""
         return self.decode_limit(cache.prompt_tokens, layer)
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:

@@ -21,6 +21,7 @@ ROTATE = Rule(
     "none, hadamard (plain), signed (random signs, then Hadamard) or haar (a random rotation)",
     lambda name: name in ROTATIONS,
 )
+"""The rule of the knob ``rotate`` of formats that rotate keys and values before they code them."""
 
 
 @dataclass(frozen=True, kw_only=True)

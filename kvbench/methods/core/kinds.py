@@ -35,7 +35,7 @@ BUDGETS: Mapping[str, str] = MappingProxyType(
         "keep some channels": "ratio= share of channels removed",
     }
 )
-"""The option that says how much a method of a kind keeps, where most of them have the same."""
+"""The option, in words, by which a user says how much a method keeps, for kinds whose methods mostly share one."""
 
 
 def kind_of(method: str) -> str:

@@ -57,7 +57,7 @@ class PressSelector(Selector):
     ``stage_class`` makes a subclass for each press and sets two attributes:
 
     types: the classes of the presses, the outermost first.
-    names: for each of these classes, the knob of each of its fields, by the field's name.
+    names: for each of these classes, {name of a field: knob that sets the field}.
     """
 
     types: ClassVar[tuple[type, ...]] = ()
@@ -184,9 +184,10 @@ class PressSelector(Selector):
         return Needs(hidden=True, call=True, last_q=n if reads_all else 0)
 
     def _ratio(self, n: int, read: int, budget: int) -> float:
-        """Return the share removed that makes a press keep ``budget`` of the ``read`` tokens of a layer.
+        """Return the compression ratio, the share removed, at which a press keeps ``budget`` tokens of a layer.
 
-        n is the length of the prompt. A layer reads fewer tokens behind a stage that drops hidden states.
+        n is the length of the prompt, and ``read`` the tokens that the layer read: fewer than n behind a stage that
+        drops hidden states.
         """
         if self.compression_ratio is not None and read == n:
             return self.compression_ratio
@@ -252,10 +253,10 @@ class PressSelector(Selector):
 
     @contextmanager
     def _module_prepared(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
-        """Give the module the attributes that kvpress's own context gives it. On exit they are as they were.
+        """While the context is open, give the module the attributes that kvpress's own context gives it.
 
-        Random draws inside are seeded by prompt and layer, so that every run draws the same. Raises Refused for an
-        error of the press.
+        On exit the attributes are as before. Random draws inside are seeded by prompt and layer, so that every run
+        draws the same. Raises Refused for an error of the press.
         """
         device = next(module.parameters()).device
         before = {name: module.__dict__[name] for name in LENT if name in module.__dict__}

@@ -119,8 +119,8 @@ def _read_facts() -> _PressFacts:
 
 
 def press_records() -> list[PressRecord]:
-    """Return a record of every press of kvpress, by name."""
-    items: list[PressRecord] = []
+    """Return a record of every press of kvpress, in the order of their names."""
+    records: list[PressRecord] = []
     for name, press in sorted(presses_by_name().items()):
         there = "removed"
         if name in _read_facts()["masked"]:
@@ -138,8 +138,8 @@ def press_records() -> list[PressRecord]:
             if wraps_another(press):
                 press_id += ":NAME"
         about = f"{press.__name__}; in kvpress {there}; here {here}"
-        items.append({"id": press_id, "about": about, "knobs": knobs, "there": there, "here": here})
-    return items
+        records.append({"id": press_id, "about": about, "knobs": knobs, "there": there, "here": here})
+    return records
 
 
 def types_of(method: str) -> tuple[type, ...]:
@@ -203,7 +203,7 @@ def count_kept(n: int, ratio: float) -> int:
 
 
 def installed_version() -> str:
-    """Return kvpress's version."""
+    """Return the version of the installed package kvpress, or "unknown" if it states none."""
     try:
         return version("kvpress")
     except PackageNotFoundError:

@@ -41,9 +41,9 @@ class Conflict(NamedTuple):
 
 
 def kind(*roles: Role, **flags: bool) -> Kind:
-    """Return the kind of stages that have one of ``roles`` and attributes as true or false as ``flags`` says.
+    """Return the test for stages that have one of ``roles``, and whose attributes are true or false as in ``flags``.
 
-    Without ``roles``, stages of any role are of this kind.
+    Without ``roles``, stages of any role pass.
     """
 
     def is_of_kind(stage: Stage) -> bool:

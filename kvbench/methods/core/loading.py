@@ -18,8 +18,8 @@ from kvbench.base.errors import KvbenchError, UsageError
 if TYPE_CHECKING:
     from kvbench.methods.core.stage import Stage
 
-# frames of Python itself, when it imports modules and makes classes, are not the author's
 MACHINERY = ("importlib", "dataclasses.py", "abc.py")
+"""Parts of the names of Python's own files that import modules and make classes. Their frames are not the author's."""
 
 
 def entry_of_class(path: Path, method: str) -> dict[str, Any]:
@@ -43,14 +43,14 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
             raise UsageError(f"{module.__file__} has the same name: rename the file")
         # classes that the file only imports are not its own, and a class that inherits its id is no method of its own;
         # two classes of one id are an error
-        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
-        (stage,) = (c for c in own if vars(c).get("id") == method)
+        own_classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+        (stage_class,) = (c for c in own_classes if vars(c).get("id") == method)
         with contained(name, not is_own(name), seed=0):
-            # a default stage: its checks may fill knobs in
-            knobs = {f.name: getattr(stage(), f.name) for f in fields(stage) if is_knob(f)}
+            # defaults are read from a stage, not from its class, because its checks may fill knobs in
+            knobs = {f.name: getattr(stage_class(), f.name) for f in fields(stage_class) if is_knob(f)}
     except Exception as error:
         raise UsageError(f"{path}: the method {method} cannot be read: {located(error, str(path))}") from error
-    entry: dict[str, Any] = {"_target_": f"{name}.{stage.__name__}"}
+    entry: dict[str, Any] = {"_target_": f"{name}.{stage_class.__name__}"}
     for knob, value in knobs.items():
         # entries of YAML files have lists, and entries are compared
         entry[knob] = list(value) if isinstance(value, tuple) else value
@@ -118,7 +118,7 @@ def _check_needs(stage: Stage) -> None:
     from kvbench.methods.core.walls import contained
 
     def where() -> str:
-        # finding a class in its source takes far longer than making a stage
+        """Return the place and the call for an error. It is a function, because finding a class's line takes long."""
         return f"{_source_line(type(stage))}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
 
     try:
@@ -151,14 +151,17 @@ def located(error: BaseException, place: str) -> str:
 
 
 def _entry_line(path: Path, target: str) -> str:
-    """Return the line of ``path`` that names the class ``target``. A method without a YAML file has none."""
+    """Return ``FILE:LINE: _target_ CLASS`` for an error: the line of the file ``path`` that names a method's class.
+
+    It is line 1 for a method without a YAML file, as no line then names the class.
+    """
     lines = path.read_text("utf-8").splitlines()
     line = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
     return f"{path}:{line}: _target_ {target}"
 
 
 def _source_line(cls: type) -> str:
-    """Return the file and line of a class, or its module where the source is unknown."""
+    """Return ``FILE:LINE`` of a class for an error, or the name of its module if its source is unknown."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):

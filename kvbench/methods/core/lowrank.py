@@ -34,6 +34,7 @@ LONGEST = 2048
 REMEMBERED = 4
 """Factorings of a model that are kept at a time, since a singular value decomposition for each prompt would be slow."""
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
+"""The factorings of each model in memory, by (stage, device, dtype). The one used last stands at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class HeadSharer(AlteredPrefill):
     on_latents: ClassVar[str] = "all heads read the same latents already"
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
-        """Return how many of a layer's ``query_heads`` lead, that is, compute logits, for a prompt of n tokens."""
+        """Return how many of a layer's ``query_heads`` compute logits of their own, for a prompt of n tokens."""
         raise TypeError(f"{type(self).__name__} does not say how many heads lead")
 
     def leads(
@@ -79,13 +79,14 @@ class HeadSharer(AlteredPrefill):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockReader(Stage):
-    """A stage that may have the prompt read in blocks. A block sees only the tokens that were kept before it."""
+    """A stage that may have the prompt read in blocks. A block attends itself and the tokens kept before it."""
 
     def blocks(
         self, keys: torch.Tensor, n: int, layer: int, n_layers: int, heads: int
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return (first token, tokens [Hk, m] kept before it) of each block, or [] where all is read at once.
+        """Return for each block (its first token, the earlier tokens [Hk, m] that it attends), both as indices.
 
-        keys [Hk, n, D] are those of the whole prompt in this layer, which stores ``heads`` heads.
+        The list is empty if the whole prompt is read at once. keys [Hk, n, D] are those of the whole prompt in this
+        layer, which stores ``heads`` heads.
         """
         raise TypeError(f"{type(self).__name__} does not say what its blocks hold")

@@ -14,7 +14,7 @@ from kvbench.kv.state import LayerState
 from kvbench.methods.core.chain import Chain
 
 SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
-"""The knobs that the text of a cache shows."""
+"""The knobs that ``repr`` of a cache shows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,11 +29,12 @@ class PromptCache:
     prefill_s: the seconds of the prompt's forward pass without compression, which all methods of that pass share.
     compress_s: the seconds of this method alone, with the statistics that it needs.
     layers: the layers that methods compress: those with keys, all but the local ones.
-    local: the layers that attend a window beside others that do not, as the model itself holds them.
+    local: the caches of local layers, which attend a window of tokens, as the model itself holds them.
     states: the states of the layers that hold a state in place of keys, or beside them. No method changes them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
     model: the model that read the prompt.
-    mismatch: where the cache differs from the prompt, as found while the prompt's own keys and values were at hand.
+    mismatch: in words, where stored keys and values differ from the prompt's; "" if nowhere. It was found during
+        compression, while the prompt's own keys and values were still in memory.
     """
 
     layers: tuple[LayerCache, ...]

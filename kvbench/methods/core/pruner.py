@@ -92,22 +92,23 @@ class ChannelPruner(Stage):
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
         """Return the score [H, D] of each key channel. The channels with the largest scores stay.
 
-        ``keys`` [H, L, D] are in fp32. Tokens that do not count have zeros, which add nothing to a norm.
+        ``keys`` [H, L, D] are the stored keys in fp32. Tokens that take no part in the choice have keys of zeros,
+        which add nothing to a norm.
         """
         raise TypeError(f"{type(self).__name__} does not say how it scores channels")
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
         """Return the score [H, D] of each value channel. The channels with the largest scores stay.
 
-        ``counted`` [H, L] is True for the tokens that count.
+        ``counted`` [H, L] is True for the tokens that take part in the choice.
         """
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
     def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
         """Return (channels of keys, channels of values) that stay, each [H, T], ascending, or None where all stay.
 
-        ``scored`` is (counts for keys, counts for values): how many tokens of each head decide which channels stay.
-        These are the first tokens of the head.
+        ``scored`` is (counts for keys, counts for values), each with a number m for every head: the first m tokens of
+        the head decide which channels stay.
         """
         segment = ops.only_segment(cache)
         head_dim = segment.k.shape[2]
@@ -115,14 +116,14 @@ class ChannelPruner(Stage):
         slots = torch.arange(segment.tokens, device=segment.k.device)
 
         def mask_of_first(tokens: Sequence[int]) -> torch.Tensor:
-            """Return a mask [H, L] of each head's first ``tokens``."""
+            """Return a mask [H, L] that is True for the first tokens[h] tokens of each head h."""
             return slots < torch.tensor(tokens, device=slots.device)[:, None]
 
         scored_keys, scored_values = scored
         key_channels, value_channels = None, None
         if keys < head_dim:
             k = pad_heads(segment.k, segment.lengths, cache.heads).float()
-            # tokens that are not scored become zeros
+            # the keys of tokens that take no part in the choice become zeros
             counted_keys = k * mask_of_first(scored_keys)[..., None]
             key_channels = top_indices(self.channel_scores(counted_keys, cache, obs), keys)
         if values < head_dim:
@@ -150,9 +151,10 @@ def head_lengths(cache: LayerCache) -> list[int]:
 
 
 def pad_heads(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torch.Tensor:
-    """Return keys, values or positions t as [heads, L, ...].
+    """Return the keys, values or positions t of a segment as one tensor [heads, L, ...].
 
-    Ragged heads, which hold ``lengths`` tokens each, are padded with zeros. Other heads are repeated to ``heads``.
+    lengths: how many tokens each ragged head holds; shorter heads are padded with zeros. None if all heads hold L
+        tokens; their kv heads are then repeated to ``heads``.
     """
     if lengths is not None:
         return ops.by_head(t, lengths)

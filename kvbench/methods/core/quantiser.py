@@ -87,10 +87,10 @@ class Quantiser(Stage, Packer):
         return True
 
     def coder(self, pruner: ChannelPruner | None, layer: int | None = None) -> Coder:
-        """Return the coder that packs for this stage, in ``layer``, or without one in any packed layer.
+        """Return the coder that says which tokens of ``layer`` this stage packs, and packs them.
 
-        With a ``pruner``, at least ``pruner.recent`` tokens stay exact. With ``only``, the other half of the cache
-        stays exact entirely.
+        Without a ``layer``, the coder is that of any layer that the stage packs. With a ``pruner``, at least
+        ``pruner.recent`` tokens stay exact. With the knob ``only``, the other half of the cache stays exact entirely.
         """
         key_residual, value_residual = self.residuals()
         if pruner is not None:
@@ -115,7 +115,7 @@ class Quantiser(Stage, Packer):
         layer: int,
         own_values: bool = False,
     ) -> list[Block]:
-        """Return the only block of ``blocks`` with the bytes that it has once its older tokens are packed.
+        """Return the block of a stored head, the only one of ``blocks``, with its bytes after packing.
 
         An exact number takes ``itemsize`` bytes. With a ``pruner``, packed tokens have only the channels that it keeps.
         With ``own_values``, keys are their own values, and nothing is stored as values.
@@ -131,13 +131,13 @@ class Quantiser(Stage, Packer):
             key_channels = pruner.kept_keys(head_dim)
             value_channels = pruner.kept_values(head_dim)
             id_bytes = pruner.id_bytes(head_dim)
-        # bytes of a token that stays exact, with all its channels
-        exact = head_dim * itemsize
-        key_bytes = self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact
+        # a key or a value that stays exact has all its channels
+        exact_bytes = head_dim * itemsize
+        key_bytes = self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact_bytes
         frozen_bytes = self.frozen_bytes("k")
         value_bytes = 0
         if not own_values:
-            value_bytes = self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact
+            value_bytes = self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact_bytes
             frozen_bytes += self.frozen_bytes("v")
         return [
             replace(
@@ -198,7 +198,10 @@ class Quantiser(Stage, Packer):
         return codes, None, exact
 
     def _packer(self, segment: Segment, half: Literal["k", "v"]) -> Callable[[slice], Pack]:
-        """Return a function that takes a slice of heads and returns the packing function of their keys or values."""
+        """Return a function from a slice of heads to the function that packs these heads' keys or values.
+
+        Heads differ in it only if the prompt has fixed a scale for each of them.
+        """
         pack: Pack
         if half == "k":
             t, pack = segment.k, self.pack_keys

@@ -81,10 +81,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """One calibration under way: a model, and the windows [tokens] of ids that it reads, once.
+    """One calibration under way, as ``Stage.calibrate`` gets it.
 
-    ``tick`` is called after each window and each further step (``Stage.calibration_steps``). ``observe`` reads a window
-    and hands over each layer as the model finishes it.
+    model: the model to measure.
+    samples: the windows of text, each the ids [tokens]. They can be read only once.
+    recipe: the measurement that the stage asked for, with ``tokens`` filled in.
+    tick: to be called after each window and each further step (``Stage.calibration_steps``), for the progress shown.
+    observe: reads a window with the model and hands over each layer as the model finishes it.
     """
 
     model: PreTrainedModel
@@ -103,9 +106,11 @@ class CalibrationRun:
 
 @dataclass(frozen=True)
 class Request:
-    """A recipe settled for one model and text. It decides the result, and so it is part of a cell's identity.
+    """A recipe for one model and one text: all that decides a calibration's result. It is part of a cell's identity.
 
-    ``model`` identifies the checkpoint, its dtype and all else that changes the model's numbers.
+    model: a text for the checkpoint, its dtype and all else that changes the model's numbers.
+    text: the name of the calibration text.
+    text_sha256: the digest of that text.
     """
 
     recipe: Recipe
@@ -129,7 +134,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A hash of all that decides the result. The file of the calibration is named after it."""
+        """A hash of all that decides the result. The calibration's file is named by this hash."""
         identity = self.identity()
         identity["model"] = self.model
         # keys are sorted, because the hash must not depend on the order in which they are written above

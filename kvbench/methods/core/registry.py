@@ -90,15 +90,18 @@ def defaults(method: str) -> dict[str, Any]:
 
 
 def described(method: str) -> Described:
-    """Describe a method without a YAML file by the source in its file, without running it."""
+    """Return the description and the knobs of a method without a YAML file, read from its source.
+
+    The source is not run. Raises UsageError as ``source.describe`` does.
+    """
     return describe(_unique_file(method), method)
 
 
 def _unique_file(method: str) -> Path:
-    """Return ``path_of(method)``. Raises UsageError where two files have a method of this id."""
-    modules = _modules().get(method, [])
-    if len(modules) > 1:
-        raise UsageError(f"{modules[1]}: its id {method!r} is also that of {modules[0]}: choose another id")
+    """Return the file that has the method's knobs (``path_of``). Raises UsageError if two files have the same id."""
+    files = _modules().get(method, [])
+    if len(files) > 1:
+        raise UsageError(f"{files[1]}: its id {method!r} is also that of {files[0]}: choose another id")
     return path_of(method)
 
 
@@ -211,16 +214,16 @@ def path_of(method: str) -> Path:
     path = conf_dir() / "method" / f"{method}.yaml"
     if path.exists():
         return path
-    modules = _modules().get(method)
-    if modules:
-        return modules[0]
+    files = _modules().get(method)
+    if files:
+        return files[0]
     return path
 
 
 def forget_files() -> None:
-    """Forget what is cached of methods' files, so that they are read again: one was added, changed or removed."""
-    for known in (available, defaults, _modules):
-        known.cache_clear()
+    """Clear what is cached of methods' files. Call it after a file was added, changed or removed."""
+    for cached_function in (available, defaults, _modules):
+        cached_function.cache_clear()
 
 
 def _files() -> tuple[list[Path], list[Path]]:

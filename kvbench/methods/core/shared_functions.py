@@ -90,8 +90,11 @@ class Functions:
                 self._codes += _functions_with_code(owner)
 
     def restored(self) -> str:
-        """Put back the functions that were replaced since. Return the name of one of them, or ''."""
-        # built-in functions come first, and without a call of one: all that follows needs them
+        """Put back the functions that were replaced since this object was made.
+
+        Return the name of one of them, or '' if none was replaced. Modes of torch entered since count as replacements.
+        """
+        # built-in functions are put back first, by methods of a dict alone: all that follows calls built-in functions
         built_in = builtins.__dict__.copy()
         builtins.__dict__.update(self._before["builtins"])
         replaced = self._leave_modes()
@@ -121,7 +124,7 @@ class Functions:
 
     @contextmanager
     def watching_imports(self) -> Iterator[None]:
-        """Note the functions of modules as they are when they have just been imported, before they can be replaced."""
+        """While the context is open, note each imported module's functions before anyone can replace them."""
         recorder = _Recorder(self)
         sys.meta_path.insert(0, recorder)
         try:
@@ -137,7 +140,10 @@ class Functions:
                 self._codes += _functions_with_code(owner)
 
     def _leave_modes(self) -> str:
-        """Leave the modes of torch that were entered since. Return the words for one of them, or ''."""
+        """Leave the modes of torch that were entered since this object was made.
+
+        Return the words for one of them, for the refusal, or '' if there was none.
+        """
         words = ""
         for name, mode in MODES.items():
             while mode.count() > self._mode_counts[name]:
@@ -184,7 +190,7 @@ def _find_spec_elsewhere(name: str, path: Sequence[str] | None, target: ModuleTy
 
 
 def replacing(name: str, replaced: str) -> Refused:
-    """Return the refusal of a method that replaced a function."""
+    """Return the refusal of the method ``name``, which replaced the function with the name ``replaced``."""
     return Refused(f"{name} replaces {replaced}, with which other methods compute: call a function of your own instead")
 
 
@@ -207,12 +213,12 @@ def _owners_by_name() -> dict[str, Owner]:
 
 
 def _is_watched(name: str) -> bool:
-    """Return True if others compute with the functions of the module ``name``."""
+    """Return True if methods and models compute with the functions of the module ``name``, or answers depend on it."""
     return name in COMPUTING or name in STORING or _has_watched_classes(name)
 
 
 def _has_watched_classes(name: str) -> bool:
-    """Return True if methods and models compute with the classes of the module ``name``, too."""
+    """Return True if the classes that the module ``name`` defines are watched as well as the module itself."""
     if name.startswith("kvbench."):
         # methods of others may change themselves: their source is part of the identity of their results
         return not name.startswith("kvbench.methods.") or is_own(name)
@@ -223,7 +229,7 @@ def _has_watched_classes(name: str) -> bool:
 
 
 def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
-    """Return {name: owner} of the module ``name`` and of the classes that it defines, as far as they are watched."""
+    """Return {name: owner} of the module ``name`` and of its own classes. Those that are not watched are left out."""
     owners: dict[str, Owner] = {}
     if _is_watched(name):
         owners[name] = module
@@ -276,7 +282,7 @@ def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str
         if owner is torch and key in SETTINGS:
             continue
         if key not in before:
-            # most new names are no harm: nothing called them before
+            # a new name does no harm unless it hides a function, because nothing has called it before
             if _hides_function(owner, key):
                 names.append(key)
         elif not (in_torch and _is_torchs_own(value, key)):
@@ -302,7 +308,7 @@ def _is_torchs_own(value: Any, key: str) -> bool:
 def _hides_function(owner: Owner, key: str) -> bool:
     """Return True if a new name of a module or class hides a function that was found under this name before."""
     if owner is builtins:
-        # nothing is looked up behind the built-in functions
+        # a name that Python does not find among the built-in functions is found nowhere
         return False
     if isinstance(owner, type):
         return any(key in vars(base) for base in owner.__mro__[1:])

@@ -43,6 +43,7 @@ def describe(path: Path, method: str) -> Described:
         raise UsageError(f"{path}: no class at its top level has id = {method!r}")
     docstrings = [ast.get_docstring(tree), ast.get_docstring(methods[method])]
     if len(methods) > 1:
+        # the file's docstring speaks of all its methods, so the class's docstring comes first
         docstrings.reverse()
     about = UNDESCRIBED
     for text in docstrings:
@@ -77,13 +78,13 @@ def _id_of(cls: ast.ClassDef) -> str:
 
 
 def _assignments(body: list[ast.stmt]) -> list[tuple[str, str, ast.expr | None]]:
-    """Return (name, annotation or '', value) of each assignment to a single name."""
+    """Return (name, annotation or '', value or None) of each assignment to a single name in a class or module."""
     assignments = []
-    for line in body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            assignments.append((line.target.id, ast.unparse(line.annotation), line.value))
-        elif isinstance(line, ast.Assign) and len(line.targets) == 1 and isinstance(line.targets[0], ast.Name):
-            assignments.append((line.targets[0].id, "", line.value))
+    for stmt in body:
+        if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
+            assignments.append((stmt.target.id, ast.unparse(stmt.annotation), stmt.value))
+        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
+            assignments.append((stmt.targets[0].id, "", stmt.value))
     return assignments
 
 
@@ -110,20 +111,20 @@ def _class_named(
 ) -> tuple[ast.ClassDef, ast.Module, Path] | None:
     """Return the class that ``name`` means in a file, with the syntax tree and the path of the file that defines it.
 
-    Only a class defined ``above`` that line counts, or one that the file imports. Return None for a class of another
-    package.
+    The class is one that the file imports, or defines above the line number ``above``. Return None for a class of
+    another package.
     """
-    for line in tree.body:
-        if isinstance(line, ast.ClassDef) and line.name == name and line.lineno < above:
-            return line, tree, path
-    for line in tree.body:
-        if not isinstance(line, ast.ImportFrom):
+    for stmt in tree.body:
+        if isinstance(stmt, ast.ClassDef) and stmt.name == name and stmt.lineno < above:
+            return stmt, tree, path
+    for stmt in tree.body:
+        if not isinstance(stmt, ast.ImportFrom):
             continue
-        module = line.module or ""
+        module = stmt.module or ""
         # files of the user's folders are modules of kvbench.methods, too
-        if line.level:
-            module = resolve_name("." * line.level + module, "kvbench.methods")
-        for imported in line.names:
+        if stmt.level:
+            module = resolve_name("." * stmt.level + module, "kvbench.methods")
+        for imported in stmt.names:
             if (imported.asname or imported.name) != name:
                 continue
             source = _file_of(module)

@@ -65,7 +65,10 @@ class Stage(Knobs):
     # ---- the model, and measurements of it
 
     def adapt(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        """Change the model for prefill and decoding. On exit the model is restored, even after an error."""
+        """Return a context in which the model is changed, for prefill and decoding. By default nothing changes.
+
+        On exit the model is restored, even after an error.
+        """
         return nullcontext()
 
     def recipe(self) -> Recipe | None:
@@ -87,7 +90,7 @@ class Stage(Knobs):
         return 0, 0
 
     def calibration_steps(self, model: PreTrainedModel) -> int:
-        """Return how many ticks ``calibrate`` makes after the windows are read."""
+        """Return how often ``calibrate`` calls ``run.tick`` after the windows are read, for the display of progress."""
         return 0
 
     def calibrated(self, data: Calibration) -> Stage:

@@ -81,7 +81,7 @@ def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [H, m] pooled over ``kernel`` neighbouring tokens, by their maximum or their mean (``avg``).
+    """Return scores [H, m] pooled over ``kernel`` neighbouring tokens. ``kind`` is ``max`` or ``avg`` (the mean).
 
     At both ends, neighbours that do not exist are -inf for the maximum. The mean counts them as zeros.
     """
@@ -104,7 +104,10 @@ def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> to
 
 
 def recent_slots(slots: Slots, count: str) -> torch.Tensor:
-    """Return a mask [B, H, S] of the slots that hold one of the last ``slots.counts[count]`` tokens."""
+    """Return a mask [B, H, S] of the slots that hold one of the text's last m tokens.
+
+    m is ``slots.counts[count]``: ``count`` is a name in the method's ``token_counts``, such as "recent".
+    """
     return slots.positions > slots.now - slots.counts[count]
 
 

@@ -3,7 +3,8 @@
 A run stores the answers of kvbench's own methods before such code first runs (``plan.cells.rounds``). The walls protect
 all that comes after it in the same process: other methods from outside, and later runs and calls. When such code
 returns, its traces are undone: PyTorch's settings, the state of random numbers, the streams, and replaced functions.
-For a replaced function it is refused. Its draws come from a seed, so that they do not depend on earlier code.
+A method that replaced a function is also refused. Random numbers are seeded before a method's code runs, so that they
+do not depend on the code before it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def contained(
         the numbers of one prompt would depend on the others.
     watched: whether to print a line that names the method if it has not returned after SILENT_S seconds. False where
         other code than the method's may take long.
-    importing: whether the code of functions is compared, too, since a file is imported before any answer is made.
+    importing: True while the method's file is imported. Then the code of functions is compared as well, which takes
+        longer, but happens once and before any answer is made.
 
     Raises Refused for code that replaces functions that others compute with, or draws without a seed. Raises
     KvbenchError for code that would end the program.
@@ -87,7 +89,7 @@ def contained(
 
 
 def _check_text(name: str, error: Exception) -> None:
-    """Raise KvbenchError in place of an exception of a method's own that cannot be printed."""
+    """Raise KvbenchError if the text of ``error`` cannot be made. ``name`` is the method whose code raised it."""
     try:
         str(error)
     except (Exception, SystemExit):
@@ -96,7 +98,7 @@ def _check_text(name: str, error: Exception) -> None:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Restore PyTorch's global settings and the working directory on exit."""
+    """On exit of the context, restore PyTorch's global settings and the working directory."""
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
     grad = torch.is_grad_enabled()
@@ -151,13 +153,14 @@ class _Unclosable:
 
 
 STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
+"""Names in ``sys`` of the streams to which a program prints."""
 
 
 @contextmanager
 def _streams() -> Iterator[None]:
-    """Give foreign code streams that it cannot close, and restore the real ones on exit.
+    """While the context is open, replace the standard streams by ones that foreign code cannot close.
 
-    All that it prints goes to the error stream, because a program may read the run's own output (``--json``).
+    All that the code prints goes to the error stream, because a program may read the run's own output (``--json``).
     """
     real_streams = {name: getattr(sys, name) for name in STREAMS}
     for name, stream in real_streams.items():
@@ -175,7 +178,10 @@ def _streams() -> Iterator[None]:
 
 @contextmanager
 def _no_end() -> Iterator[None]:
-    """Make functions that end the process at once (ENDS) raise SystemExit instead. A process forked inside may end."""
+    """While the context is open, let the functions in ENDS raise SystemExit instead of ending the process at once.
+
+    A process that is forked inside the context may still end by them.
+    """
     process = os.getpid()
 
     def make_raiser(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,9 +215,9 @@ def _no_end() -> Iterator[None]:
 
 @contextmanager
 def _drawing(name: str, seed: int | None) -> Iterator[None]:
-    """Seed the random numbers of torch, Python and NumPy, and restore their states on exit.
+    """Seed the random numbers of torch, Python and NumPy for the context, and restore their states on exit.
 
-    Raises Refused where numbers were drawn although there is no seed.
+    Raises Refused if the code in the context drew numbers although ``seed`` is None.
     """
     devices: list[int] = []
     if torch.cuda.is_initialized():
@@ -256,7 +262,7 @@ def _generator_states() -> tuple[object, ...]:
 
 @contextmanager
 def _functions(name: str, with_code: bool) -> Iterator[None]:
-    """Put back functions that others compute with if they were replaced, and raise Refused for it.
+    """On exit of the context, put back functions that others compute with, and raise Refused if one was replaced.
 
     ``with_code`` also compares the code of functions. If the user ends the run, functions are put back silently.
     """
@@ -284,7 +290,7 @@ def _functions(name: str, with_code: bool) -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Restore the handlers of the user's signals on exit."""
+    """On exit of the context, restore the handlers of the signals by which a user ends a run: SIGINT and SIGTERM."""
     # Python lets only the main thread set handlers
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -56,13 +56,16 @@ _WATCH = _Watch()
 
 
 def note_progress() -> None:
-    """Note that the running method has come as far as another step."""
+    """Note that the running method has made progress, so that its seconds of silence are counted anew."""
     _WATCH.note_progress()
 
 
 @contextmanager
 def watch(name: str | None) -> Iterator[None]:
-    """Print a line with the method's name if it does not return for long. None is for code that may take long."""
+    """While the context is open, print a line with the method's name if it makes no progress for SILENT_S seconds.
+
+    None as ``name`` prints no line. It is for code that may take long.
+    """
     _WATCH.start()
     _WATCH.names.append(name)
     _WATCH.note_progress()
