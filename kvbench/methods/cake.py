@@ -24,7 +24,7 @@ NOISE = 1e-6
 TEMPERATURE = Rule("a number, 0.05 or more", lambda x: x >= 0.05)
 """The rule of tau1 and tau2. A smaller tau raises the preference to a power 1 / tau that overflows fp64."""
 SLACK = 1 / 8
-"""Until the last layer has come, a layer may hold (1 + SLACK) times its share.
+"""Until the last layer has been read, a layer may hold up to (1 + SLACK) times its share.
 
 Trimming all layers exactly for each new layer would take much time.
 """

@@ -55,7 +55,7 @@ class ChunkKV(SnapKV):
         return 0 if self.variant == "code" else self.window
 
     def length(self, n: int) -> int:
-        """Return the tokens of a chunk in a prompt of n tokens, or 1 if the prompt is shorter than a chunk."""
+        """Return how many tokens a chunk has in a prompt of n tokens: ``chunk``, or 1 if the prompt is shorter."""
         return self.chunk if n >= self.chunk else 1
 
     def chunks(self, n: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class ChunkKV(SnapKV):
         window, length = self.capacity(n).window, self.length(n)
         if not count or (n - window) % length == 0:
             return Expected.exactly(window + count * length, heads)
-        # the last chunk has fewer tokens, and its score decides whether it stays
+        # the last chunk lacks ``short_by`` tokens, and its score decides whether it is among those that stay
         short_by = total * length - (n - window)
         least = max(0, count * length - short_by)
         most = count * length
@@ -147,6 +147,7 @@ class ChunkKV(SnapKV):
         for i, cache in enumerate(caches):
             leader = caches[self._leader(i)]
             if cache.tokens > leader.tokens:
+                # this layer still holds the whole prompt, in which a token's index is its position
                 index = ops.only_segment(leader).positions.long()
                 trimmed[i] = replace(ops.select(cache, index), decided=leader.decided)
         return trimmed

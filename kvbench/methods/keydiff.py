@@ -58,9 +58,10 @@ class KeyDiff(Selector, BlockReader):
         return at_heads(scores, cache.heads)
 
     def iterate_blocks(self, keys: torch.Tensor, heads: int, budget: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (first token, tokens [heads, m] kept before it) of each block of the prompt.
+        """Yield for each block of the prompt (its first token, the earlier tokens [heads, m] that stay), as indices.
 
-        The last pair is (n, the tokens kept in the end). keys [Hk, n, D] are those of one layer, and ``budget`` is C.
+        The last pair is (n, the tokens that stay in the end). keys [Hk, n, D] are those of one layer, and ``budget``
+        is C.
         """
         n = keys.shape[1]
         # kvpress begins with C tokens, the paper with none

@@ -23,7 +23,7 @@ class Kivi(Quantiser):
     gathered, and values one at a time. The step in which a token is packed still reads it exactly.
 
     Behind a token selector, N counts the tokens that stay. Behind a pruner the pruner's newest ``recent`` tokens stay
-    exact, too. Keys are then packed in groups once they are no longer among these.
+    exact, too. Keys are then packed in groups once they have left these ``recent`` tokens.
     """
 
     id: ClassVar[str] = "kivi"

@@ -24,8 +24,8 @@ class NvFp4(StorageFormat):
     in fp32, and is frozen afterwards.
 
     group: the channels of a block.
-    four_over_six: a block may also take the scale that maps its absmax to 4 instead of 6. It takes the one with the
-    smaller squared error.
+    four_over_six: each block takes the scale with the smaller squared error of two: one maps its absmax to 6, the
+    other to 4.
     """
 
     id: ClassVar[str] = "nvfp4"

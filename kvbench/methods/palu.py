@@ -94,17 +94,18 @@ class Palu(LowRankStage):
         return tuple((tuple(k), tuple(v)) for k, v in table)
 
     def factors(self, model: PreTrainedModel) -> Pairs:
+        # a group's weight has one row for each channel of its heads
         shape, rows = self.shape, self.heads * self.shape.head_dim
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
             # S, with S S^T = sum of x x^T (Cholesky), section 3.2
-            side = whitening_factor(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
+            whitening = whitening_factor(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
             pair: list[Factors] = []
             # first the key projection, then the value projection
             for (weight, _), ranks in zip(key_value_weights(attention, shape.heads), self.ranks[i], strict=True):
                 group_weights = weight.split(rows)
                 # W S = U diag(s) V^T, truncated to r, for each group of heads
-                cuts = [Spectrum.of(w, side).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
+                cuts = [Spectrum.of(w, whitening).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
                 pair.append(join_factors(cuts))
             pairs.append((pair[0], pair[1]))
         return tuple(pairs)

@@ -45,10 +45,10 @@ class QHitter(EvictingSelector, Packer):
     lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then the recent tokens. S is normalised over the tokens of the layer at
     each step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new token over its
     heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V), and the recent tokens, without which
-    decoding could not begin. All three are normalised over the tokens of the layer at each step (the scope is our
-    choice).
-    first_ratio: tokens chosen by attention alone, as a fraction of the prompt. Where a budget leaves fewer than 15 % to
-    heavy hitters, it is the same share of them as of 15 % (our choice). Only in ``code``.
+    decoding could not begin. S, e_K and e_V are all normalised over the tokens of the layer at each step (the scope is
+    our choice).
+    first_ratio: tokens chosen by attention alone, as a fraction of the prompt. If a budget leaves heavy hitters less
+    than 15 % of the prompt, a share first_ratio / 0.15 of them is chosen so (our choice). Only in ``code``.
     """
 
     id: ClassVar[str] = "qhitter"
@@ -79,7 +79,7 @@ class QHitter(EvictingSelector, Packer):
 
     @property
     def attention_share(self) -> float:
-        """The fraction of the prompt's tokens that stay by the attention they received, whatever their score."""
+        """The fraction of the prompt's tokens that stay by received attention alone: 0 in the paper's variant."""
         return self.first_ratio if self.variant == "code" else 0.0
 
     @property
@@ -91,7 +91,7 @@ class QHitter(EvictingSelector, Packer):
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.v_alias:
             return k, v
-        # in released code the prompt reads Q(v), as one tensor is quantised in place
+        # in released code the prompt's own attention reads Q(v), because the values are quantised in place
         return k, self.pack_values(v).dequantise(v.dtype)
 
     @property
@@ -121,7 +121,7 @@ class QHitter(EvictingSelector, Packer):
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
         heavy = total * HEAVY // PARTS
-        # first_ratio of the prompt; of fewer heavy hitters than 15 % the same share, first_ratio / 0.15 (our choice)
+        # first_ratio * n tokens, but at most the share first_ratio / 0.15 of the heavy hitters (our choice)
         first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
         return first, heavy - first, total - heavy
 
@@ -142,13 +142,13 @@ class QHitter(EvictingSelector, Packer):
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         segment = ops.only_segment(cache)
         state = {"mass": group_mean(obs.received(), cache.heads)}
-        # in [Hk, n] the code normalises errors over all heads and tokens
+        # released code normalises the prompt's errors [Hk, n] over all heads and tokens
         for name, values in self._token_state(segment.k, segment.v, (0, 1)).items():
             state[name] = per_head(values, cache.heads).clone()
         return state
 
     def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        # in [B, H, T] the code normalises errors over the heads of each token
+        # released code normalises the errors [B, H, T] of new tokens over the heads of each token
         return self._token_state(k, v, (1,))
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]

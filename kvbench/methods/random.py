@@ -41,7 +41,7 @@ class Random(Selector):
     keep_prompt: bool | None = None
 
     def check(self) -> None:
-        # the defaults may be written out, and are no knobs of an identity
+        # a default that the user writes out becomes None, so that it does not change the identity
         if not self.keep_window or self.keep_prompt:
             # a prompt that stays whole keeps its last tokens anyway
             object.__setattr__(self, "keep_window", None)

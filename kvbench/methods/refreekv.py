@@ -102,7 +102,7 @@ class ReFreeKV(TokenSelector):
             # from the newest token back to token m
             after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
-            # the mean over all heads, and over the n - j queries that see token j
+            # the attention that token j received, as the mean over all heads and over the n - j queries that see it
             received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
             after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), after_first])
@@ -119,6 +119,7 @@ class ReFreeKV(TokenSelector):
             # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
             losses = (norms[-1] - norms) / norms[-1]
             too_few = losses > self.T
+            # entry i - 1 of ``too_few`` is for i tokens: the first m stay, and one token more than are too few
             return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
             attention = attention.mean(dim=0, keepdim=True)

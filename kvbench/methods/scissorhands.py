@@ -75,7 +75,7 @@ class Scissorhands(EvictingSelector):
         return Capacity(min(tokens, n), 0, tokens // 2, shrunk=tokens < n)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        # a short prompt is no reason to protect fewer of a budget that the answer fills
+        # the answer fills a budget in tokens, so all recent tokens are protected even behind a short prompt
         if self.kv_size is not None:
             return {"recent": self.recent}
         return {"recent": self.capacity(n).window}

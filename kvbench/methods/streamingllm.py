@@ -54,11 +54,11 @@ class StreamingLLM(EvictingSelector):
         return self.sinks
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        # the score is the position: the most recent tokens are kept beside the sinks
+        # score[j] = j: beside the sinks, which always stay, the most recent tokens score highest
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        # a short prompt is no reason to protect fewer of a budget that the answer fills
+        # the answer fills a budget in tokens, so all sinks are protected even behind a short prompt
         if self.kv_size is not None:
             return {"first": self.sinks}
         return {"first": self.capacity(n).sinks}

@@ -49,9 +49,9 @@ class ThinkV(Think):
         # A = softmax(scale q k^T) over the tokens seen, [H, group, w, L]
         scaled = (q.float() * obs.scale).reshape(heads, -1, q.shape[2])
         logits = capped(scaled @ k.float().transpose(1, 2), obs.scale).view(heads, -1, *visible.shape[1:])
-        hidden = logits.masked_fill(~visible[:, None], -torch.inf)
-        # [H, group, w, L] -> [Hq, w, L]: sinks are by query head
-        attention = softmax(hidden.flatten(0, 1), sinks_of(obs.scale)).view(hidden.shape)
+        masked_logits = logits.masked_fill(~visible[:, None], -torch.inf)
+        # [H, group, w, L] becomes [Hq, w, L], because each query head has its own sink
+        attention = softmax(masked_logits.flatten(0, 1), sinks_of(obs.scale)).view(masked_logits.shape)
         # only the tokens ``counted`` have a weight; this also clears the NaN of queries that see no retained token
         attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
         # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]

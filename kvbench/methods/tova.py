@@ -22,9 +22,9 @@ class TOVA(EvictingSelector):
     """Score of token j = attention of the newest query to it. The lowest goes, after the prompt and at every step.
 
     s[j] = 1/Hq * sum over the heads h of A[h, n, j], with the weights A[h, n, :] of the newest query n. All heads of a
-    layer keep the same tokens. The newest token always stays. In the paper it competes, and practically always
-    survives. The budget includes it, so that a step attends C tokens. No other token is protected, neither the first
-    nor recent ones.
+    layer keep the same tokens. The newest token always stays. In the paper the newest token competes, too, and
+    practically always survives. The budget includes it, so that a step attends C tokens. No other token is protected,
+    neither the first nor recent ones.
 
     per_head: true averages over the query heads of a group only, and each stored head keeps its own tokens.
     """
@@ -40,7 +40,7 @@ class TOVA(EvictingSelector):
         return Needs(last_q=1)
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
-        # A[h, n, :], the attention of the prompt's last query, as of a batch of one
+        # A[h, n, :], the attention of the prompt's last query; [None] makes the prompt a batch of one
         return {"row": self._newest_row(window_rows(cache, obs, 1)[None], cache.heads)[0]}
 
     @property
@@ -51,7 +51,7 @@ class TOVA(EvictingSelector):
         return ops.only_segment(cache).state["row"]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        # the newest token always stays, and a free slot must not pass for it
+        # the newest token always stays; -1 keeps a free slot's old position from passing for the newest
         positions = slots.positions.masked_fill(~slots.valid, -1)
         newest = positions == positions.amax(dim=-1, keepdim=True)
         return slots.state["row"].masked_fill(newest, torch.inf)

@@ -11,7 +11,7 @@ from kvbench.methods.core.base import Mask
 from kvbench.methods.core.knobs import Rule, knob
 
 SUM_ROUNDS = 1e-3
-"""By so much the sum of weights may miss 1 for rounding alone."""
+"""The most by which rounding alone makes the sum of a query's weights differ from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Twilight(Mask):
     the first token's weight. Here sets are minimal.
 
     Twilight saves no bytes, because the cache is stored whole. Samples record the mean number of tokens that were
-    ``attended``. No base selector goes before it, unless one is chained (``snapkv+twilight``).
+    ``attended``. No base selector chooses candidates first, unless one is chained (``snapkv+twilight``).
 
     p: mass that is kept, 0 < p <= 1. A mass of 1 attends every weight above 0. Released code sets 0.85. ReFreeKV
     compares with 0.85 on Mistral and 0.95 on LLaMA-3.
@@ -62,11 +62,12 @@ class Twilight(Mask):
             return weights > 0
         # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        # where a sink takes a part, p is a share of what goes to tokens; without one their sum is 1 but for rounding
+        # if an attention sink takes a part of the weights, p is a share of what is left for tokens; without a sink
+        # the weights of tokens add up to 1 but for rounding
         total = weights.sum(dim=-1, keepdim=True)
         reached = torch.where(total < 1 - SUM_ROUNDS, self.p * total, torch.full_like(total, self.p))
         too_small = ordered.cumsum(dim=-1) < reached
-        # rounding may keep even the sum of all weights below p
+        # rounding may leave even the sum of all weights below p: then the smallest weight is the threshold
         threshold_index = too_small.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
         threshold = ordered.gather(-1, threshold_index)
         return (weights >= threshold) & (weights > 0)

@@ -48,9 +48,9 @@ class UNCompGroup(EvictingSelector):
 
     The pooling is that of released code. The heads of a layer differ in their budgets. The half of them whose queries
     have the larger truncated matrix entropy keeps 4/3 C tokens of a mean budget C, and the other half 2/3 C: for
-    example 512 and 256 at C = 384. Each number is at least window + 1 and includes the last ``window`` tokens. The half
-    of each head is measured beforehand (``methods.core.entropy``). Under ``per=kv_head`` the mean entropy of a group's
-    query heads decides, and their attention is averaged before pooling.
+    example 512 and 256 at C = 384. Each number is at least window + 1 and includes the last ``window`` tokens. The
+    entropies that divide the heads are measured beforehand (``methods.core.entropy``). Under ``per=kv_head`` the mean
+    entropy of a group's query heads decides, and their attention is averaged before pooling.
 
     Every head holds its number of tokens while decoding. The attention of the last ``window`` queries is stored with
     each token, and the token with the lowest pooled sum goes. A prompt of up to C tokens is kept whole. Heads of
@@ -116,7 +116,7 @@ class UNCompGroup(EvictingSelector):
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> HeadBudgets:
-        """Return the budgets of heads while decoding after a prompt of n tokens."""
+        """Return the largest, the smallest and the mean budget of heads while decoding after a prompt of n tokens."""
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return HeadBudgets(high, low, mean=(high + low) // 2)
@@ -151,7 +151,7 @@ class UNCompGroup(EvictingSelector):
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.unbound:
-            # bounds and sum hold for any grouping, and are known before the groups of the heads are
+            # any grouping gives the same bounds and the same sum, so they are known before the calibration
             sizes = tuple(replace(self, grouping="random").after_prompt(n, layer, heads))
             return Expected((min(sizes),) * heads, (max(sizes),) * heads, sum(sizes))
         sizes = tuple(self.after_prompt(n, layer, heads))

@@ -40,7 +40,7 @@ class UncompStage(HiddenPruner):
     40 layers these are 3731, 3366, ... and 3726, 3361, ...
     starts: the first layer of each group for ``relative``, in place of even groups.
     epsilon: with ``relative``, a new group begins where the effective rank of the queries falls by more than this from
-    one layer to the next (equation 11, with 1 in the paper). The rank is truncated and the mean over heads. The
+    one layer to the next (equation 11, with 1 in the paper). This is the truncated rank, averaged over heads, as the
     calibration of uncomp-group measures it.
     last: number of last tokens that always stay, 8 as in UNComp's window. Released code forces none to stay, but
     without the final token there is nothing to predict from.
@@ -114,7 +114,10 @@ class UncompStage(HiddenPruner):
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
-        """Return how many tokens of a prompt of n each of ``groups`` groups keeps, before the limits ``last`` and n."""
+        """Return how many tokens of a prompt of n the schedule gives the layers of each of ``groups`` groups.
+
+        ``sizes`` then limits them to at least ``last`` and at most n.
+        """
         if self.schedule == "relative":
             if groups == 1:
                 return [n]
@@ -130,7 +133,7 @@ class UncompStage(HiddenPruner):
             tokens = [self.most - i * step for i in range(groups)]
             tokens[-1] = self.least_size
         else:
-            # in released code it is the first
+            # in released code the first step is larger where steps are not whole
             tokens = [self.least_size + (groups - 1 - i) * step for i in range(groups)]
             tokens[0] = self.most
         return tokens
