@@ -1,7 +1,7 @@
-"""The bytes of a cache, by two ways of counting.
+"""Count the bytes of a cache in two ways: by its storages, and by formula.
 
-``bytes_held`` measures the storages of a cache, by purpose. ``bytes_declared`` computes by formula, without a cache,
-the bytes that a chain declares. Shapes use: n prompt tokens, H stored heads (1, Hk or Hq), D head dimension.
+``bytes_held`` measures the storages of a cache, by purpose. ``bytes_declared`` computes the bytes that a chain declares
+by formula, without a cache. Shapes use: n prompt tokens, H stored heads (1, Hk or Hq), D head dimension.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HeldBytes:
         )
 
     def times(self, layers: int) -> HeldBytes:
-        """Return the bytes of ``layers`` layers that each hold as many as this one."""
+        """Return the bytes of ``layers`` layers, each of which holds as many bytes as these."""
         return HeldBytes(
             exact=layers * self.exact,
             codes=layers * self.codes,
@@ -145,7 +145,7 @@ class LayerTokens(NamedTuple):
     expected: the chain's promise for the layer.
     sizes: the tokens of each stored head. If the promise leaves them open, they are spread evenly.
     tokens_read: how many of the prompt's tokens the layer reads.
-    layout_layer: the first layer that packs tokens if and only if this layer does.
+    layout_layer: the first layer whose tokens take as many bytes each as this layer's (``Chain.first_alike``).
     """
 
     expected: Expected
@@ -201,7 +201,10 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | None:
-    """Return how many layers have each record of tokens, or None if the text decides how many tokens stay."""
+    """Return {record of a layer's tokens: how many layers have it}, after a prompt of n tokens.
+
+    Return None if the prompt's text decides how many tokens stay, so that no formula can tell.
+    """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
     # In an open layer neither the heads nor their sum are fixed. The other layers' tokens are subtracted from the sum
@@ -245,7 +248,7 @@ def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
 
 
 def spread_evenly(total: int, parts: int) -> list[int]:
-    """Divide ``total`` into ``parts`` whole numbers that differ by at most one, the larger ones first."""
+    """Return ``parts`` whole numbers that add up to ``total`` and differ by at most one, the larger ones first."""
     sizes = []
     for i in range(parts):
         size = total // parts
@@ -287,7 +290,10 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
 
 
 def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
-    """Return how many segments differ in tokens between the head with fewest tokens and the head with most."""
+    """Return how many segments of a layer are ragged, so that each stores the lengths of its heads.
+
+    These are the segments whose number of tokens differs between the heads with fewest and with most tokens.
+    """
     # Numbers of slots do not depend on the width of an element, so a width of 1 byte will do.
     least = chain.layout(min(expected.low), shape.head_dim, itemsize=1)
     most = chain.layout(max(expected.high), shape.head_dim, itemsize=1)
@@ -308,10 +314,11 @@ def _find_pruner(chain: Chain) -> ChannelPruner | None:
 
 
 def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float | None:
-    """Return the payload bytes as ThinK's paper counts them (arXiv 2407.21018, table 7), with (1 - ratio) D channels.
+    """Return the payload bytes after a prompt of n tokens as ThinK's paper counts them (arXiv 2407.21018, table 7).
 
-    That product is not rounded, and channel masks and positions are left out, as in the paper. Without a pruning stage
-    the result is the payload of ``bytes_declared``. Returns None if the prompt's text decides how many tokens stay.
+    A pruned token has (1 - ratio) D channels. As in the paper, that product is not rounded, and channel masks and
+    positions are left out. Without a pruning stage the result is the payload of ``bytes_declared``. Returns None if the
+    prompt's text decides how many tokens stay.
     """
     counts = layer_counts(chain, shape, n)
     if counts is None:
@@ -329,7 +336,7 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
 
 
 def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: int, layer: int) -> float:
-    """Return the bytes of one stored head of ``slots`` tokens in ``nominal_payload``."""
+    """Return the bytes that ``nominal_payload`` counts for one stored head of ``slots`` tokens, in layer ``layer``."""
     pruner, head_dim = _find_pruner(chain), shape.head_dim
     if pruner is None:
         return payload_bytes([chain.layout(slots, head_dim, itemsize, layer, shape.own_values)])
@@ -338,7 +345,7 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
     value_ratio = float(getattr(pruner, "value_ratio", 0.0))
     coder = chain.coder_at(layer)
     if chain.quantiser is None or coder is None:
-        # 2 L dense for all keys and values, less the removed fraction of the older tokens
+        # bytes = 2 slots dense - (key_ratio + value_ratio) older dense: keys and values less the older tokens' channels
         older_tokens = max(0, slots - pruner.recent)
         return 2 * slots * dense - (key_ratio + value_ratio) * older_tokens * dense
     # Only packed tokens lose channels: bytes = exact + (1 - key_ratio) packed keys + (1 - value_ratio) packed values
@@ -351,9 +358,10 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
 
 
 def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, shape: CacheShape) -> tuple[int, int]:
-    """Return (least, most): the limits of the payload bytes of ``layer`` after ``new`` more tokens.
+    """Return (least, most), the limits of the payload bytes that ``layer`` may hold after ``new`` more tokens.
 
-    They differ only if some tokens lack channels. The data then decide how many of these tokens eviction leaves.
+    The limits differ only if a chain evicts and some tokens lack channels: the data then decide how many of those
+    tokens are left.
     """
     head_dim, itemsize = shape.head_dim, shape.itemsize
     stored_tokens = layer.kept_counts()  # by head

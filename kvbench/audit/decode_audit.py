@@ -31,7 +31,7 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     """Return the most tokens that a head of any layer held while decoding. Raises Refused if a layer held too many.
 
     cache: the cache as it was before the new tokens.
-    held: for each layer, the most tokens that a head held since.
+    held: for each layer, the most tokens that one of its heads held at any time while decoding.
     fed: the number of new tokens.
 
     A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's

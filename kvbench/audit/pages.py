@@ -12,9 +12,9 @@ from kvbench.kv.segment import LayerCache, per_head
 
 
 def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | None = None) -> PagesFreed:
-    """Return the shares of pages that are free right after a prompt of n tokens.
+    """Return the shares of pages that are free right after a prompt of n tokens was compressed to ``layers``.
 
-    alike: how many layers of the model each of ``layers`` stands for; None: one.
+    alike: how many layers of the model each of ``layers`` stands for; None: each stands for itself.
     """
     pages = -(-n // PAGE_TOKENS)
     rows = _Rows(layers, n)
@@ -28,11 +28,12 @@ def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | Non
         count = 1 if alike is None else alike[i]
         # a row stands for all heads that keep its tokens
         heads_of_row = rows.heads // len(kept)
-        packed = [-(-tokens // PAGE_TOKENS) for tokens in kept]
+        # ceil(kept / PAGE_TOKENS): the pages of each row once its tokens are moved together
+        compacted_pages = [-(-tokens // PAGE_TOKENS) for tokens in kept]
         apart += count * heads_of_row * sum(pages - used[i][row] for row in range(len(kept)))
-        apart_compacted += count * heads_of_row * sum(pages - needed for needed in packed)
+        apart_compacted += count * heads_of_row * sum(pages - needed for needed in compacted_pages)
         united += count * (pages - used_united[i])
-        united_compacted += count * (pages - max(packed))
+        united_compacted += count * (pages - max(compacted_pages))
         tables += count
     return PagesFreed(
         apart=apart / (tables * rows.heads * pages),
@@ -51,6 +52,7 @@ class _Rows:
     """
 
     def __init__(self, layers: Sequence[LayerCache], n: int) -> None:
+        """Collect the positions that ``layers`` keep of a prompt of n tokens."""
         self.heads = max(layer.stored_heads for layer in layers)
         self.kept: list[list[int]] = []
         self._positions: list[Tensor] = []

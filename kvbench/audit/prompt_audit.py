@@ -25,9 +25,11 @@ from kvbench.methods.core.prompt_cache import PromptCache
 class MeasuredBytes:
     """The measurements of one audited cache. Bytes are the sizes of PyTorch's storages.
 
-    full_bytes: the bytes of the prompt's full cache.
+    n: the number of the prompt's tokens.
     kept: the mean number of tokens held, over heads and the layers that methods compress. Bytes count all layers.
     nominal: the budget that the user gave, in tokens. It is None for a method without a budget.
+    payload, overhead: the bytes of keys and values, and the bytes of all else, such as positions.
+    full_bytes: the bytes of the prompt's full cache.
     payload_kv_head, payload_query_head: the payload under both kinds of ``per``. The kind that the chain stores is
     measured. The other kind is the mean bytes of a stored head times its heads. Latents count alike in both.
     payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
@@ -70,9 +72,10 @@ class _Sums:
 def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
-    The audit checks the tokens that each head of each layer keeps, and their positions. If the data decide the numbers,
-    it checks them against the recorded ones. It compares payload and overhead bytes with the formula. Every tensor must
-    own its storage. It also refuses a cache that differed from the prompt when it was compressed (see kv.content).
+    The audit checks how many tokens each head of each layer keeps, and their positions. If the data decide how many
+    tokens stay, it compares their numbers with those that the stage recorded (``LayerCache.decided``). It compares
+    payload and overhead bytes with the formula. Every tensor must own its storage. The audit also refuses a cache that
+    differed from the prompt when it was compressed (see kv.content).
 
     shape: the sizes of the model's cache; see ``models.interface.cache_shape``.
     """
@@ -181,7 +184,11 @@ def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses
 
 
 class _States(NamedTuple):
-    """The states of a cache: the bytes of their storages, and those at 16 bits, where recurrent ones stay in fp32."""
+    """The bytes of a cache's states.
+
+    bytes: the bytes of their storages.
+    bytes16: the bytes that they take at 16 bits, by formula. Recurrent states stay in fp32.
+    """
 
     bytes: int
     bytes16: int
@@ -223,7 +230,7 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
 
 
 def declare_blocks(chain: Chain, counts: list[int], shape: CacheShape, layer: int) -> list[list[Block]]:
-    """Return the declared blocks of each head of a layer whose heads hold ``counts`` tokens."""
+    """Return for each head of a layer the blocks that its chain declares. Head h holds ``counts[h]`` tokens."""
     # heads of equal counts have equal blocks
     layouts = {}
     for count in set(counts):
@@ -234,7 +241,8 @@ def declare_blocks(chain: Chain, counts: list[int], shape: CacheShape, layer: in
 def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int) -> list[int]:
     """Return how many tokens each of a layer's ``heads`` stored heads holds, after a prompt of n tokens.
 
-    Raises Refused unless they are distinct prompt tokens in order. ``name`` is the method's name in messages.
+    Raises Refused unless each head holds distinct tokens of the prompt in order. ``name`` is the method's name in
+    messages.
     """
     if layer.seen != n:
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
@@ -273,14 +281,17 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
 
 
 def _are_in_order(positions: torch.Tensor, n: int) -> bool:
-    """Tell whether each row of positions [H, m] ascends within 0..n-1."""
+    """Return True if each row of positions [H, m] ascends within 0..n-1."""
     # each row is distinct and in order if every position is larger than the one before
     rows_ascend = bool((positions[:, 1:] > positions[:, :-1]).all())
     return rows_ascend and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
 
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
-    """Raise Refused unless as many query heads lead as declared, and only the keys that they read are stored."""
+    """Raise Refused unless as many query heads compute logits as declared, and only the keys they read are stored.
+
+    heads: the number of stored heads that the chain declares.
+    """
     declared = chain.leading_heads(layer.prompt_tokens, index, n_layers, layer.query_heads, kv_heads)
     # all segments of a layer have the same leading heads
     first_segment = layer.segments[0]
@@ -375,7 +386,7 @@ def _describe_counts(counts: list[int]) -> str:
 
 
 def _describe_bounds(low: tuple[int, ...], high: tuple[int, ...]) -> str:
-    """Return the declared tokens of heads for a message."""
+    """Return the declared numbers of tokens per head for a message: ``exactly ...`` or ``between ... and ...``."""
     if low == high:
         return f"exactly {_describe_counts(list(low))}"
     return f"between {min(low)} and {max(high)}"

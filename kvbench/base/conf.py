@@ -107,14 +107,14 @@ def read_entry(group: str, path: Path) -> dict[str, Any]:
 def keys_with_comments(name: str) -> str:
     """Return the keys in the file ``name`` of conf/ with their comments, without blocks that nobody types."""
     text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
-    # all of it is typed
+    # users may type every key of conf/keys.yaml
     if name == "keys":
         return text
     return NOT_TYPED.sub("", text)
 
 
 def key_help(topic: str) -> str:
-    """Return keys of ``run`` with their comments.
+    """Return the text of ``run --help TOPIC``: keys of ``run`` with their comments.
 
     topic: ``keys`` for the general keys, or the name of a method, a dataset or a prompt policy for its own keys. If
     several of these have the name, the keys of all of them are returned.
@@ -151,7 +151,7 @@ def key_help(topic: str) -> str:
 
 
 def _wrap_line(line: str) -> list[str]:
-    """Return a line of YAML in lines of HELP_WIDTH characters: its comment goes on below its beginning."""
+    """Return a line of YAML as lines of at most HELP_WIDTH characters. Its comment goes on below where it begins."""
     code, mark, comment = line.partition("# ")
     if len(line) <= HELP_WIDTH or not mark:
         return [line]
@@ -163,12 +163,12 @@ def _wrap_line(line: str) -> list[str]:
 
 
 def identity(**kwargs: Any) -> Any:
-    """Return a dataclass field that decides the measured numbers, and so is part of a result's identity."""
+    """Return a dataclass field for a setting that decides the measured numbers. It is part of a result's identity."""
     return field(metadata={"role": "identity"}, **kwargs)
 
 
 def runtime(**kwargs: Any) -> Any:
-    """Return a dataclass field that decides only how the numbers are measured."""
+    """Return a dataclass field for a setting that changes how numbers are measured, but not the numbers."""
     return field(metadata={"role": "runtime"}, **kwargs)
 
 

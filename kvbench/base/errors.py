@@ -51,12 +51,15 @@ def ending(error: BaseException) -> str:
 
 
 def notes(error: BaseException) -> list[str]:
-    """Return the notes on an error, such as the work during which it was raised."""
+    """Return the notes that were added to an error (``add_note``), such as the work during which it was raised."""
     return list(getattr(error, "__notes__", ()))
 
 
 def headline(error: BaseException) -> str:
-    """Return an error's first line, or its type's name. A line that ends in a colon or comma brings the next line."""
+    """Return the first line of an error's text, or the name of its type if it has no text.
+
+    A line that ends in a colon or comma is continued by the next line.
+    """
     # libraries raise errors of many lines, or with an empty text
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -87,7 +90,7 @@ def did_you_mean(value: object, names: Iterable[str]) -> str:
 
 
 FEW_NAMES = 12
-"""The most names that an error lists. It says where more are listed."""
+"""The most names that an error lists beside its suggestion of one name."""
 
 
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", listed_by: str = "") -> UsageError:
@@ -105,9 +108,9 @@ def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", li
     if not shown or " " in shown:
         shown = repr(shown)
     message = f"unknown {noun} {shown}{of}{owner}.{question}"
-    # a store without results, for example, has no names
     if listed_by:
         message += f" All {noun.partition(' ')[0]}s: `{listed_by}`."
+    # there may be no names at all, for example in a store without results
     elif names and (not question or len(names) <= FEW_NAMES):
         message += f" Available: {', '.join(names)}."
     if hint:

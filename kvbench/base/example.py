@@ -9,7 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Turn:
-    """One of several questions about one context, with its references and the beginning of its answer."""
+    """One of several questions about one context.
+
+    answers: the acceptable references.
+    prefix: the beginning of the answer, which the model reads last; '' takes the context's.
+    """
 
     question: str
     answers: tuple[str, ...]
@@ -37,7 +41,7 @@ class ScoredText:
     document: str = ""
 
     def facts(self) -> dict[str, object]:
-        """Return all but the ids by name, without those that are not set."""
+        """Return {field: value} of all fields but ``ids``. ``scored_from`` and ``document`` are left out if unset."""
         facts: dict[str, object] = {"prefix": self.prefix, "chunk": self.chunk, "divisor": self.divisor}
         if self.scored_from is not None:
             facts["scored_from"] = self.scored_from
@@ -78,13 +82,16 @@ class Example:
         return self.scored.facts() | dict(self.meta)
 
     def size(self) -> int:
-        """Return the length of a scored text in tokens, or of a prompt in characters, to compare a task's examples."""
+        """Return how long the example is, to compare examples of one task.
+
+        It is the number of tokens of a scored text, or the number of characters of a prompt.
+        """
         if self.scored is not None:
             return len(self.scored.ids)
         return len(self.prompt)
 
     def content(self) -> dict[str, Any]:
-        """Return all that the example holds by name, for hashes of the data."""
+        """Return all that the example holds as {name: value}, for hashes of the data."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scored"}
         content["turns"] = [asdict(turn) for turn in self.turns]
         # hashes name a scored text's ids and facts as they did before it had a record of its own

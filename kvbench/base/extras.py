@@ -47,7 +47,7 @@ def missing(package: str, use: str) -> UsageError:
 
 
 def installed(package: str) -> bool:
-    """Return True if a package could be imported. It is not imported."""
+    """Return True if a package is installed, found without importing it."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package that contains it is missing

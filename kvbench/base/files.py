@@ -21,7 +21,9 @@ from kvbench.base.errors import KvbenchError, UsageError
 Line = dict[str, Any]
 """One JSON object of a file."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk and of an exhausted quota."""
 RETRY_S = 0.02
+"""The seconds between two attempts to take a lock."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Lines:
 
     @property
     def uncounted(self) -> tuple[int, ...]:
-        """Return the line numbers of all lines that do not count, including the torn one."""
+        """The numbers of all lines that do not count, ascending: damaged, foreign and torn ones."""
         numbers = self.damaged + self.foreign
         if self.torn is not None:
             numbers += (self.torn,)
@@ -50,7 +52,7 @@ class Lines:
 
 
 def is_blocked(path: Path) -> bool:
-    """Tell whether ``path`` holds anything but a readable file: a folder, a pipe, a link that leads nowhere."""
+    """Return True if ``path`` exists and is no readable file: a folder, a pipe, a link that leads nowhere."""
     # check existence last: a file that is removed meanwhile blocks nothing
     return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
 
@@ -104,7 +106,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    # an empty piece follows the last newline, unless a line was torn
+    # the last piece is empty, because it follows the last newline, unless the last line is torn
     intact, damaged, foreign = [], [], []
     for number, line in enumerate(lines, 1):
         sample = parse_line(line)
@@ -116,6 +118,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         else:
             intact.append((line, sample))
     torn = None
+    # the last piece is not empty and cannot be read: it is a line without its newline
     if damaged and damaged[-1] == len(lines):
         torn = damaged.pop()
     return Lines(tuple(intact), tuple(damaged), tuple(foreign), torn)
@@ -143,11 +146,15 @@ class Appender:
         return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
 
     def append(self, line: bytes) -> None:
-        """Append one line that ends with a newline. Raises KvbenchError if that fails. Earlier lines are safe then."""
+        """Append one line that ends with a newline.
+
+        Raises KvbenchError if the line cannot be written. Earlier lines are then still in the file, unless the file
+        itself was removed.
+        """
         remaining = line
         if self.torn:
             remaining = b"\n" + line
-        # write until the whole line is written
+        # one call may write only a part of the line; until all of it is written, the file ends in a torn line
         self.torn = True
         try:
             while remaining:
@@ -268,7 +275,7 @@ def locked(path: Path) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the device, if the file system supports it."""
+    """Sync the names of a folder's files to the device, so that they survive a power cut, if the file system can."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -291,7 +298,11 @@ def disk_error(error: OSError, path: Path) -> KvbenchError:
 
 
 def _try_lock(fd: int, kind: int, path: Path) -> bool:
-    """Take a lock without waiting, and return False if another process holds it.
+    """Take a lock without waiting. Return True if it was taken, False if another process holds it.
+
+    fd: the open descriptor of the file.
+    kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
+    path: the file's path, for the error.
 
     Raises UsageError if the file system has no locks.
     """
@@ -308,7 +319,7 @@ def _try_lock(fd: int, kind: int, path: Path) -> bool:
 
 
 def _is_still_at(path: Path, fd: int) -> bool:
-    """Return True if the file at ``path`` is still the open one."""
+    """Return True if the path still names the open file ``fd``, which nobody has removed or replaced."""
     # the same inode on the same device
     try:
         return os.path.samestat(os.fstat(fd), path.stat())

@@ -24,8 +24,11 @@ from rich.text import Text
 from kvbench.base.visible import say
 
 PLAIN_EVERY_S = 15.0
+"""The seconds between two plain lines."""
 UNKNOWN = "-:--:--"
+"""The text in place of a time left that nobody knows."""
 Tick = Callable[[str, int], None]
+"""``tick(name, n)`` reports that n more pieces of the work ``name`` are done."""
 
 
 @contextmanager
@@ -35,9 +38,12 @@ def progress(
     unit: str = "answers",
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Tick]:
-    """Yield a function to call with (name, number done). ``totals`` are the numbers still to do, by name.
+    """While the context is open, show the progress of work. Yield the function that the work calls as it gets on.
 
-    ``unit`` names the things counted, for the plain lines. ``clock`` tells the seconds since some moment.
+    totals: how many pieces are to do, by the name of the work.
+    quiet: True shows nothing.
+    unit: the word for the pieces in the plain lines.
+    clock: a function that returns the present time in seconds.
     """
     total = sum(totals.values())
     if quiet or not total:
@@ -56,7 +62,7 @@ def progress(
 
 
 def _ignore(name: str, n: int) -> None:
-    """Report nothing."""
+    """Take a report of progress and show nothing."""
 
 
 class Left(ProgressColumn):
@@ -89,7 +95,7 @@ class Left(ProgressColumn):
 
 
 def bars_of(more: str, console: Console) -> Progress:
-    """Return bars for a terminal, with an added column of the text ``more``."""
+    """Return progress bars on a terminal, with ``more`` as an additional column: rich's template of a text."""
     columns = (
         # a description may hold brackets that are not markup
         TextColumn("{task.description}", markup=False),
@@ -107,6 +113,7 @@ class _PlainLines:
     """A plain line every PLAIN_EVERY_S seconds, and one at the end of work that took longer than that."""
 
     def __init__(self, total: int, unit: str, clock: Callable[[], float]) -> None:
+        """Begin to count the pieces done of ``total``. ``unit`` is the word for them, ``clock`` returns seconds."""
         self.clock = clock
         self.total = total
         self.done = 0

@@ -24,7 +24,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a name as one visible line."""
+    """Return a name or other short text as one line, with newlines, tabs and control characters written out."""
     return visible(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
@@ -55,7 +55,10 @@ class VisibleStream:
 
 
 def _json_escapes(error: UnicodeError) -> tuple[str, int]:
-    """Return JSON's ASCII escapes for characters that cannot be encoded. This is a codec's error handler."""
+    """Return (JSON's ASCII escapes for the characters that cannot be encoded, the index at which encoding goes on).
+
+    It is an error handler of codecs (``codecs.register_error``).
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 
 def proportional_shares(weights: Sequence[float], total: int, room: int) -> list[float]:
-    """Return the shares of ``total`` in proportion to ``weights``, none above ``room``.
+    """Divide ``total`` in proportion to ``weights``, and return the shares, none of them above ``room``.
 
-    Shares at ``room`` are full. The rest of ``total`` goes to the open shares in proportion. If their weights are all
-    0, they are equal. No share grows when another weight joins.
+    A share that reaches ``room`` is full. The rest of ``total`` goes to the open shares in proportion to their weights,
+    or in equal parts if these weights are all 0. No share grows when another weight joins.
     """
     shares = [0.0] * len(weights)
     open_shares = list(range(len(weights)))

@@ -66,11 +66,11 @@ class Codec(ABC):
         """Return the numbers [..., L, C'] fp32 that ``tensors`` encode; C' is ``channels``."""
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels | None:
-        """Return the numbers that ``decode`` returns as ``Levels``, or None if the codec has another form."""
+        """Return the encoded numbers as ``Levels``, or None if the codec has another form. ``decode`` unpacks them."""
         return None
 
     def settle(self, absmax: Tensor) -> Tensor:
-        """Return the scale for values whose largest magnitude is ``absmax``."""
+        """Return the scales of values whose largest magnitudes are ``absmax``, in the shape of ``absmax``."""
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def turned(self, x: Tensor) -> Tensor:
@@ -93,11 +93,11 @@ class Codec(ABC):
         return basis_width(channels, self.rotate)
 
     def refusal(self, channels: int) -> str:
-        """Return the reason why heads of ``channels`` channels cannot be coded, or ''."""
+        """Return in words which numbers of channels the codec takes; '' if ``channels`` is one of them."""
         return ""
 
     def pack(self, x: Tensor, frozen: Tensor | None = None, part_elements: int = PART) -> Coded:
-        """Encode x [..., H, L, C].
+        """Return x [..., H, L, C] encoded, with the scales under which it was encoded.
 
         ``frozen`` are the scales that the prompt settled. Without them x settles its own. ``part_elements`` is
         the number of elements that are coded at a time. It bounds memory and changes no code.

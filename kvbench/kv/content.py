@@ -28,7 +28,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
-    """Return a description of a layer's tokens that differ from ``source`` at their positions, or ''.
+    """Return, in words for an error, how a layer's stored tokens differ from the prompt's, or '' if they do not.
 
     ``source`` holds all tokens that the layer read, none of them packed. Their positions are the same in every head: 0,
     1, 2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
@@ -63,7 +63,7 @@ def _equals_source(
     """Return True if stored keys or values equal ``rows`` [H, L] of the source [Hk, n, D] bit for bit.
 
     ``channels`` [H, T] are the kept channels, ``lengths`` [H] the token counts of ragged heads. Tensors of different
-    shapes are not compared: the answer is True.
+    shapes are not compared, and the answer is True, because the audit refuses wrong shapes itself.
     """
     expected = source.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, source.shape[-1])
     if channels is not None:
@@ -87,7 +87,8 @@ def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None
 def digests(layers: Sequence[LayerCache]) -> list[str]:
     """Return a digest of each layer of a cache.
 
-    On a CPU it covers all bits. On other devices equal sums may be rounded differently, and it covers only positions.
+    On a CPU a digest covers all bits of the layer's tensors. On other devices it covers only the positions of tokens,
+    because there equal sums may be rounded differently.
     """
     texts = []
     for layer in layers:
@@ -118,7 +119,7 @@ def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads:
 
 
 def _shares_tensors(s: Segment, source: Segment) -> bool:
-    """Return True if a segment holds the tensors of ``source`` themselves, not copies."""
+    """Return True if keys, values and positions of a segment are the tensors of ``source`` themselves, not copies."""
     pairs = ((s.k, source.k), (s.v, source.v), (s.positions, source.positions))
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
 

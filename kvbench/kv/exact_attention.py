@@ -153,10 +153,11 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
 def attend_in_blocks(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, blocks: Sequence[tuple[int, Tensor]]
 ) -> Tensor:
-    """Return attention [Hq, n, D] of blocks: each attends its own tokens causally, and the tokens kept before it.
+    """Return the attention [Hq, n, D] of a prompt read in blocks.
 
-    ``blocks`` are pairs (first token, tokens [Hk, m] kept before it), in order. The other arguments are those of
-    ``attend_rows``.
+    A block attends its own tokens causally, and those earlier tokens that were kept when it was read. ``blocks`` has
+    for each block in order (its first token, the kept earlier tokens [Hk, m]), as indices. The other arguments are
+    those of ``attend_rows``.
     """
     values = values_or_keys(keys, values)
     out = torch.empty_like(query)

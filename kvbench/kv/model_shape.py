@@ -31,14 +31,14 @@ MAY_BE_ZERO = (
     "local_head_dim",
     "sharing_layers",
 )
-"""The parts of a shape that many models lack."""
+"""The fields of ``Shape`` that are 0 for many models."""
 
 
 @dataclass(frozen=True)
 class CacheShape:
     """The sizes by which a model's cache is audited.
 
-    kv_heads, head_dim, own_values: of the layers that methods compress; see ``Shape``.
+    kv_heads, head_dim, own_values: as in ``Shape``, for the layers that methods compress.
     itemsize: the bytes of one number.
     local_heads: the (kv heads, head dimension) of local layers; None: those of the other layers.
     """
@@ -156,15 +156,16 @@ class Shape:
         return self.local_kv_heads or self.kv_heads, self.local_head_dim or self.head_dim
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Return the bytes of all keys and values of ``tokens``, stored under ``heads`` (default: the kv heads).
+        """Return the bytes of the full cache after ``tokens`` tokens, over all layers.
 
-        Local layers hold the tokens of their window, under heads of their own. States are counted, too.
+        Layers that methods compress store all tokens under ``heads`` heads (default: the kv heads). Local layers store
+        the tokens of their window, under heads of their own. States are counted, too.
         """
         compressible = self.layers * self.layer_bytes(tokens, itemsize, heads)
         return compressible + self.fixed_bytes(tokens, itemsize)
 
     def fixed_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes that no method compresses: of local layers after ``tokens``, and of states."""
+        """Return the bytes that no method compresses, after ``tokens`` tokens: those of local layers and of states."""
         return self.local_bytes(tokens, itemsize) + self.state_bytes(itemsize)
 
     def state_bytes(self, itemsize: int) -> int:
@@ -172,26 +173,29 @@ class Shape:
         return state_bytes(self.conv_numbers, self.recurrent_numbers, itemsize)
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of the keys and values that local layers hold of ``tokens``."""
+        """Return the bytes of the keys and values that all local layers store after ``tokens`` tokens."""
         return self.local_layers * self.local_layer_bytes(min(tokens, self.window), itemsize)
 
     def layer_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
-        """Return the bytes of ``tokens`` in a layer that methods compress, under ``heads`` (default: the kv heads)."""
+        """Return the bytes of ``tokens`` tokens in one layer that methods compress, stored under ``heads`` heads.
+
+        Without ``heads``, they are stored under the kv heads.
+        """
         return (heads or self.kv_heads) * tokens * self.token_numbers * itemsize
 
     def local_layer_bytes(self, tokens: int, itemsize: int) -> int:
-        """Return the bytes of ``tokens`` in a local layer."""
+        """Return the bytes of the keys and values of ``tokens`` tokens in one local layer."""
         kv_heads, head_dim = self.local_heads
         # the 2 stands for keys and values
         return 2 * kv_heads * tokens * head_dim * itemsize
 
     def local_overhead(self, tokens: int) -> int:
-        """Return the bytes of the positions that local layers hold of ``tokens``."""
+        """Return the bytes of the positions that local layers store after ``tokens`` tokens."""
         return self.local_layers * min(tokens, self.window) * POSITION_BYTES
 
     @property
     def note(self) -> str | None:
-        """A note for readers of a run's results on what layers hold beside or in place of keys and values; or None."""
+        """A note for readers of results on layers that hold other data than keys and values of all tokens, or None."""
         notes = []
         if self.own_values:
             expanded = ""
@@ -214,7 +218,7 @@ class Shape:
 
     @property
     def _layers_note(self) -> str | None:
-        """A note on layers that no method compresses; None for a model without such."""
+        """A note on layers that no method compresses; None if the model has no such layers."""
         if self.keyless_layers:
             local = ""
             if self.local_layers:
@@ -289,7 +293,10 @@ def sharing_layers(config: Any) -> int:
 
 
 def lending_layers(config: Any) -> frozenset[int]:
-    """Return the layers whose keys and values later layers share: the last of each type that holds its own."""
+    """Return the numbers of the layers whose keys and values later layers read as well.
+
+    Of each type of layer this is the last one with keys and values of its own.
+    """
     if not sharing_layers(config):
         return frozenset()
     return frozenset({kind: i for i, kind in enumerate(layer_types(config))}.values())
@@ -297,14 +304,14 @@ def lending_layers(config: Any) -> frozenset[int]:
 
 def layer_heads(config: Any, layer: int) -> tuple[int, int]:
     """Return (kv heads, head dimension) of a layer."""
-    of_layer = config
+    layer_config = config
     # Gemma 4's layers that attend everything have other heads than its local ones
     if getattr(config, "is_heterogeneous", False):
-        of_layer = config.per_layer_config[layer]
-    heads = int(of_layer.num_attention_heads)
+        layer_config = config.per_layer_config[layer]
+    heads = int(layer_config.num_attention_heads)
     # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
-    kv_heads = int(getattr(of_layer, "num_key_value_heads", None) or heads)
-    return kv_heads, int(getattr(of_layer, "head_dim", None) or of_layer.hidden_size // heads)
+    kv_heads = int(getattr(layer_config, "num_key_value_heads", None) or heads)
+    return kv_heads, int(getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads)
 
 
 def latent_width(config: Any) -> int:
@@ -328,17 +335,20 @@ def indexer_numbers(config: Any) -> int:
 
 
 def key_layers(config: Any) -> tuple[int, ...]:
-    """Return the layers that hold keys and values, in order."""
+    """Return the numbers of the layers that hold keys and values, in order."""
     return tuple(i for i, kind in enumerate(layer_types(config)) if kind not in KEYLESS)
 
 
 def state_layers(config: Any) -> tuple[int, ...]:
-    """Return the layers that hold a state of a fixed size, in order."""
+    """Return the numbers of the layers that hold a state of a fixed size, in order."""
     return tuple(i for i, kind in enumerate(layer_types(config)) if kind in HOLD_STATES)
 
 
 def local_layers(config: Any) -> frozenset[int]:
-    """Return the layers that attend a window or a chunk, if other layers attend all tokens; else no layer."""
+    """Return the numbers of the local layers, which attend a window or a chunk while other layers attend all tokens.
+
+    The set is empty if all layers attend alike.
+    """
     types = layer_types(config)
     # where all layers slide, methods compress all of them under the model's own window
     if len(set(types).difference(KEYLESS)) < 2:
@@ -362,10 +372,10 @@ def chunk_size(config: Any) -> int | None:
 
 def from_config(config: Any) -> Shape:
     """Return the shape of a checkpoint, read from its Hugging Face configuration."""
-    local, holding = local_layers(config), key_layers(config)
+    local, with_keys = local_layers(config), key_layers(config)
     latent = latent_width(config)
     # the first layer of each kind stands for all (see ``traits.check_served``)
-    compressed = next((i for i in holding if i not in local), 0)
+    first_compressed = next((i for i in with_keys if i not in local), 0)
     expanded = 0
     if latent:
         # the key of all heads is the latent with the rotated part behind it
@@ -374,21 +384,21 @@ def from_config(config: Any) -> Shape:
         head_numbers = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim) + int(config.v_head_dim)
         expanded = int(config.num_attention_heads) * head_numbers
     else:
-        kv_heads, head_dim = layer_heads(config, compressed)
+        kv_heads, head_dim = layer_heads(config, first_compressed)
     window, local_kv_heads, local_head_dim = 0, 0, 0
     if local:
         window = chunk_size(config) or int(config.sliding_window)
-        of_local = layer_heads(config, min(local))
-        if of_local != (kv_heads, head_dim):
-            local_kv_heads, local_head_dim = of_local
+        heads_of_local = layer_heads(config, min(local))
+        if heads_of_local != (kv_heads, head_dim):
+            local_kv_heads, local_head_dim = heads_of_local
     return Shape(
-        layers=len(holding) - len(local),
+        layers=len(with_keys) - len(local),
         query_heads=int(config.num_attention_heads),
         kv_heads=kv_heads,
         head_dim=head_dim,
         local_layers=len(local),
         window=window,
-        keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(holding),
+        keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(with_keys),
         latent_width=latent,
         expanded_numbers=expanded,
         indexer_numbers=indexer_numbers(config),

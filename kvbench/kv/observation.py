@@ -100,7 +100,7 @@ class Observation:
     scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Return the result of ``compute``. It is called once for all chains that see this layer.
+        """Return the result of ``compute``, which is called only for the first of the chains that see this layer.
 
         ``key`` names the result: the stage or function that computes it, and everything else that it depends on.
         """
@@ -126,7 +126,10 @@ class Observation:
         return self.length or self.n
 
     def for_decoding(self, queries: int) -> Observation:
-        """Return the part for a method that chooses again while decoding: the last ``queries`` and plain numbers."""
+        """Return a smaller observation, for a method that chooses again while decoding.
+
+        It has the last ``queries`` queries, and of all else only plain numbers.
+        """
         last_q = None
         if queries:
             # the clone frees the prompt's other queries: a view would keep all of them alive

@@ -30,7 +30,10 @@ def dense(
 
 
 def local(k: Tensor, v: Tensor, window: int, query_heads: int, chunked: bool = False) -> LayerCache:
-    """Return the cache of a local layer: the last ``window`` tokens of k, v [Hk, n, D]."""
+    """Return the cache of a local layer: the last ``window`` tokens of k, v [Hk, n, D].
+
+    ``chunked`` marks a layer whose tokens attend their own chunk of ``window`` tokens, not the last ``window`` ones.
+    """
     n = k.shape[1]
     first = max(0, n - window)
     positions = torch.arange(first, n, dtype=torch.int32, device=k.device)[None]
@@ -168,7 +171,10 @@ def expand(cache: LayerCache) -> LayerCache:
 
 
 def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
-    """Split the single segment into older slots and the last ``recent`` slots of every head; both own their storage."""
+    """Return the single segment in two parts: (the older slots, the last ``recent`` slots of every head).
+
+    Each part owns its storage.
+    """
     s = only_segment(expand(cache))
     if s.lengths is not None:
         return _split_ragged(s, s.lengths, recent)
@@ -182,7 +188,7 @@ def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
 
 
 def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
-    """Split a segment whose ragged heads have ``lengths`` [H] tokens, as ``split_recent`` does."""
+    """Return ``split_recent`` of a segment whose ragged heads have ``lengths`` [H] tokens."""
     old_counts = (lengths - recent).clamp(min=0)
     # slot is each token's place within its own head
     slot = torch.cat([torch.arange(count, device=s.k.device) for count in lengths.tolist()])
@@ -242,11 +248,18 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
 
 
 def key_heads(leads: Tensor, stored: int) -> Tensor:
-    """Return the stored heads whose keys a leading query head of ``leads`` [Hq] reads, ascending, out of ``stored``."""
+    """Return the indices, ascending, of the stored heads whose keys a leading query head reads.
+
+    leads: [Hq], for each query head its leading head.
+    stored: the number of stored heads.
+    """
     # query head q reads stored head q // (Hq / stored)
     return (leads.long() // (leads.shape[0] // stored)).unique()
 
 
 def share_keys(segment: Segment, leads: Tensor) -> Segment:
-    """Return the segment with only the keys that a leading query head of ``leads`` [Hq] reads."""
+    """Return the segment without the keys of heads that no leading query head reads.
+
+    ``leads`` [Hq] is the leading head of each query head. It is stored with the segment.
+    """
     return replace(segment, k=segment.k[key_heads(leads, segment.k.shape[0])], leads=leads.to(torch.int16))

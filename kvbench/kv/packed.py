@@ -258,7 +258,11 @@ class Packed(ABC):
 
     @abstractmethod
     def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
-        """Return the same format with ``tensors`` in the places of ``payload`` and with ``frozen`` as its scales."""
+        """Return packed tokens of the same format that hold other numbers.
+
+        tensors: the new tensors, in the order in which ``payload`` yields the present ones.
+        frozen: the new scales that heads settled once.
+        """
 
     @abstractmethod
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
@@ -266,7 +270,7 @@ class Packed(ABC):
 
     @abstractmethod
     def flat(self) -> Self:
-        """Return [..., L, C] as [H, L, C]: H joins all leading axes. There must be at least one."""
+        """Return the tokens with their leading axes, one or more, joined into one: [..., L, C] becomes [H, L, C]."""
 
     @abstractmethod
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
@@ -281,11 +285,17 @@ class Packed(ABC):
         return self.dequantise(dtype, scratch)
 
     def levels(self) -> Levels | None:
-        """Return the numbers that ``rotated`` unpacks as ``Levels``, or None if the format has another form."""
+        """Return the packed numbers as ``Levels``, in the basis of ``rotation``; None if the format has another form.
+
+        Unpacked, they are the result of ``rotated``.
+        """
         return None
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
-        """Pack new tokens x in the format of these tokens. x is of all rows, or of ``rows`` only."""
+        """Return new tokens x packed by ``pack`` in the format of these tokens, with the frozen scales of these.
+
+        x holds new tokens of all rows of a batch, or only of ``rows``.
+        """
         return pack(x)
 
     @property
@@ -300,11 +310,14 @@ class Packed(ABC):
         return self.holding([t[index] for t in self.payload()], frozen)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Self:
-        """Return the packed tokens with ``fn`` applied to every tensor; ``fn`` must leave the axes of a group alone."""
+        """Return the packed tokens with ``fn`` applied to every tensor of ``payload``.
+
+        ``fn`` may rearrange tokens, but must leave the axes of a group of codes as they are.
+        """
         return self.holding([fn(t) for t in self.payload()], self.frozen)
 
     def of_head(self, h: int) -> Self:
-        """Return these tokens, which all belong to head h, with the frozen scales of that head alone."""
+        """Return the tokens with the frozen scales of head h alone. All the tokens must belong to this head."""
         if self.frozen is None:
             return self
         return self.holding(list(self.payload()), self.frozen[h : h + 1])
@@ -444,7 +457,7 @@ class MinMax(Packed):
 
 
 def _to_fp32(codes: Tensor, scratch: Tensor | None) -> Tensor:
-    """Return codes as fp32. With ``scratch`` the result uses its memory."""
+    """Return codes as fp32 numbers, written into the memory of ``scratch`` if there is one."""
     if scratch is None:
         return codes.float()
     return scratch[: codes.numel()].view(codes.shape).copy_(codes)

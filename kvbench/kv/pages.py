@@ -35,13 +35,16 @@ class PagesFreed:
 
     @classmethod
     def mean(cls, records: Sequence[PagesFreed | None], weights: Sequence[float] | None = None) -> PagesFreed | None:
-        """Return the mean of each share, or None if there are no records or one of them is None."""
+        """Return the mean of each share over ``records``, weighted by ``weights`` if they are given.
+
+        Return None if there are no records or one of them is None.
+        """
         known = [record for record in records if record is not None]
         if not known or len(known) < len(records):
             return None
-        shares = weights or [1] * len(known)
+        record_weights = weights or [1] * len(known)
         means = {}
         for f in fields(cls):
-            total = sum(weight * getattr(record, f.name) for weight, record in zip(shares, known, strict=True))
-            means[f.name] = total / sum(shares)
+            total = sum(weight * getattr(record, f.name) for weight, record in zip(record_weights, known, strict=True))
+            means[f.name] = total / sum(record_weights)
         return cls(**means)

@@ -64,12 +64,12 @@ class Codes:
     v_counts: Tensor | None = None  # [H] int32
 
     def payload(self) -> Iterator[Tensor]:
-        """Yield the tensors that hold the codes."""
+        """Yield the tensors of packed keys and values: codes and their scales."""
         yield from self.k.payload()
         yield from self.v.payload()
 
     def frozen(self) -> Iterator[Tensor]:
-        """Yield the scales that heads settled once, where there are any."""
+        """Yield the scales that heads settled once for all tokens: first those of keys, then those of values."""
         for packed in (self.k, self.v):
             if packed.frozen is not None:
                 yield packed.frozen
@@ -110,7 +110,10 @@ def pack_first_tokens(
 
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
-    """Join the packed tokens of single heads [1, L_h, .]: return (all heads' codes, each head's token count [H])."""
+    """Return (the codes of all heads, one head after the other, and each head's token count [H]).
+
+    ``heads`` are the packed tokens of single heads [1, L_h, .], all of one format.
+    """
     payloads = [list(head.payload()) for head in heads]
     # codes of all heads become one tensor, their scales another, and so on
     tensors = [torch.cat(same_kind, dim=1) for same_kind in zip(*payloads, strict=True)]
@@ -121,9 +124,9 @@ def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
 
 
 def allocate_buffers(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
-    """Return buffers [B, H, ...] for the packed tokens of ``rows``, with each row's frozen scales.
+    """Return buffers [B, H, ...] for the packed tokens of B ``rows``, with each row's frozen scales.
 
-    ``room`` makes a buffer from one row's tensor.
+    ``room`` is a function that takes one row's tensor and returns the buffer for such tensors of all rows.
     """
     scales = [row.frozen for row in rows if row.frozen is not None]
     frozen = torch.stack(scales) if scales else None
@@ -131,7 +134,7 @@ def allocate_buffers(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -
 
 
 def map_tensors(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """Apply ``fn`` to exact keys or values, or to every tensor of packed ones (see ``Packed.map``)."""
+    """Return exact keys or values after ``fn``, or packed ones with ``fn`` applied to each tensor (``Packed.map``)."""
     if isinstance(x, Packed):
         return x.map(fn)
     return fn(x)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 ROTATIONS = ("none", "hadamard", "signed", "haar")
-SEED = 0
+"""The kinds of bases, as ``make_basis`` describes them; ``none`` is no basis."""
+SEED = 0  # random bases are drawn from this seed
 LEAST = 32  # a block of fewer channels mixes too few of them to help
 
 
@@ -25,7 +26,7 @@ def basis_width(channels: int, kind: str) -> int:
 
 @cache
 def _make_basis_on_cpu(channels: int, kind: str, block: int, seed: int) -> Tensor:
-    """Return the matrix of ``make_basis`` on the CPU. ``kind`` is one of ROTATIONS."""
+    """Return the matrix of ``make_basis`` on the CPU, where every device's basis is drawn alike."""
     g = torch.Generator().manual_seed(seed)
     size = basis_width(channels, kind)
     if kind == "haar":

@@ -14,9 +14,10 @@ class LogitScale(float):
     """The factor of q.k with the model's cap on logits (Gemma 2, arXiv 2408.00118, section 2) and its sinks.
 
     It is a float, so that statistics and storage formats pass it on like any other factor. Only ``capped`` reads the
-    cap, after logits are computed. Callers of ``softmax`` and ``exponentials`` hand these the sinks (``sinks_of``).
+    cap, after logits are computed. Callers of ``softmax`` and ``exponentials`` give them the sinks (``sinks_of``).
 
-    cap: above 0; None if the model has none. sinks: [Hq, 1, 1], or [U, Hq, 1, 1] of several entries; None likewise.
+    cap: the cap, above 0; None if the model has no cap.
+    sinks: [Hq, 1, 1], or [U, Hq, 1, 1] for several entries of a batch; None if the model has no sinks.
     """
 
     cap: float | None
@@ -68,8 +69,8 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """
     if sinks is None:
         return logits.float().softmax(dim=-1)
-    beside = sinks.to(logits.device).float().expand(*logits.shape[:-1], 1)
-    return torch.cat([logits.float(), beside], dim=-1).softmax(dim=-1)[..., :-1]
+    sink_column = sinks.to(logits.device).float().expand(*logits.shape[:-1], 1)
+    return torch.cat([logits.float(), sink_column], dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def exponentials(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:

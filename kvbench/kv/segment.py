@@ -119,7 +119,7 @@ class Segment:
         return replace(self, k=no_k, v=no_v, codes=codes)
 
     def shapes(self) -> Segment:
-        """Return the segment with tensors that have shapes and no storage. Counts by head stay real."""
+        """Return the segment with tensors that keep their shapes but hold no numbers. Counts by head keep theirs."""
         codes, latents = self.codes, self.latents
         if codes is not None:
             codes = replace(codes, k=codes.k.map(_without_storage), v=codes.v.map(_without_storage))
@@ -233,7 +233,7 @@ class LayerCache:
 
     @property
     def stored_heads(self) -> int:
-        """Return the number of heads that tokens are stored for."""
+        """The number of heads for which tokens are stored now."""
         # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
         return max(self.heads, max((s.heads for s in self.segments), default=0))
 
@@ -245,7 +245,10 @@ class LayerCache:
         return _join([per_head(s.positions, heads) for s in self.segments], dim=1)
 
     def shapes(self) -> LayerCache:
-        """Return the layer with the shapes of its tensors alone. It shows what is held and cannot be attended."""
+        """Return the layer with tensors that keep their shapes but hold no numbers.
+
+        It shows how many tokens and bytes the layer holds. Attention cannot read it.
+        """
         observed = self.observed
         if observed is not None:
             observed = replace(observed, last_q=None)
@@ -263,7 +266,7 @@ class LayerCache:
         yield from self.of_layer()
 
     def of_layer(self) -> Iterator[Tensor]:
-        """Yield the tensors that belong to the layer and to no segment. All of them are overhead."""
+        """Yield the tensors that belong to the layer as a whole, not to a segment. All of them are overhead."""
         if self.copy_from is not None:
             yield self.copy_from
         if self.observed is not None and self.observed.last_q is not None:
@@ -276,7 +279,7 @@ def _without_storage(t: Tensor) -> Tensor:
 
 
 def per_head(t: Tensor, heads: int) -> Tensor:
-    """Repeat each row of t [H', ...] for the heads that share it; returns [heads, ...]. H' must divide ``heads``."""
+    """Return t [H', ...] as [heads, ...], each row repeated for the heads that share it. H' must divide ``heads``."""
     if t.shape[0] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[0], dim=0)

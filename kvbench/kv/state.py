@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 FP32 = 4
-"""Bytes of a number of a recurrent state."""
+"""The bytes of one number of a recurrent state, which transformers holds in fp32."""
 States = tuple[Tensor | None, ...]
 """Tensors [1, ...] by their number in the layer; None for one that the layer does not have."""
 
@@ -21,7 +21,8 @@ States = tuple[Tensor | None, ...]
 class LayerState:
     """The states of one layer after the text read so far.
 
-    conv: the last inputs of its convolutions. recurrent: the recurrent states.
+    conv: the last inputs of the layer's convolutions, which the next token needs.
+    recurrent: the states of linear attention or of a state space.
     """
 
     conv: States
@@ -37,14 +38,15 @@ class LayerState:
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:
-        """Return the states with the shapes of their tensors alone."""
+        """Return the states with tensors that keep their shapes but hold no numbers."""
         return LayerState(conv=_on_meta(self.conv), recurrent=_on_meta(self.recurrent))
 
 
 def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
-    """Return the bytes of so many numbers in a model whose numbers take ``itemsize`` bytes.
+    """Return the bytes of a model's states, in which transformers holds two kinds of numbers.
 
-    transformers holds the states of convolutions in the model's dtype and recurrent ones in fp32.
+    conv: how many numbers the states of convolutions are. They have the model's dtype, of ``itemsize`` bytes.
+    recurrent: how many numbers the recurrent states are. They are in fp32.
     """
     return conv * itemsize + recurrent * FP32
 

@@ -17,7 +17,9 @@ from kvbench.kv.coded import Codec
 from kvbench.kv.packed import Levels
 
 TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+"""The values of ``kind``, each with PyTorch's type."""
 SCALES = ("one", "tensor", "head", "token_head")
+"""The values of ``scale``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,5 +97,5 @@ class Fp8Codec(Codec):
 
 @cache
 def _numbers_of_bytes(kind: str, device: torch.device) -> Tensor:
-    """Return the number [256] fp32 of each byte."""
+    """Return the table [256] fp32 of the numbers that the 256 bytes stand for in the FP8 type ``kind``."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(TYPES[kind]).float()

@@ -50,7 +50,7 @@ class SymmetricInteger(Codec):
         return {"codes": codes, "scale": scale}
 
     def _token_scale(self, scale: Tensor) -> Tensor:
-        """Return a token's scale as it is stored."""
+        """Return a token's scale as it is stored: in fp16 under ``half``, else in fp32 and at least LEAST_SCALE."""
         if self.half:
             return scale.half()
         return scale.clamp(min=LEAST_SCALE)
@@ -112,6 +112,7 @@ class ZeroPointInt4(Codec):
         y = super().turned(x)
         if self.rotate == "none":
             return y
+        # vLLM's matrix is not normalised: its result is sqrt(C') times that of the orthonormal basis
         return (y * y.shape[-1] ** 0.5).to(x.dtype).float()
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
@@ -129,6 +130,7 @@ class ZeroPointInt4(Codec):
         y = (unpack(tensors["codes"], 4, channels, layout="stream").float() - zero) * scale
         if self.rotate == "none":
             return y
+        # undo the factor sqrt(C') of ``turned``
         return y / channels**0.5
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
@@ -177,7 +179,12 @@ def _scale_and_zero(stored: Tensor) -> tuple[Tensor, Tensor]:
 def _token_levels(
     codes: Tensor, bits: int, channels: int, *, scale: Tensor, low: Tensor | None = None, table: Tensor | None = None
 ) -> Levels:
-    """Return codes that are a stream for each token, with one scale [..., L, 1] and one low, as ``Levels``."""
+    """Return as ``Levels`` the codes of a format that packs each token as one stream under one scale.
+
+    codes: [..., L, bytes], of C = ``channels`` codes of ``bits`` bits for each token.
+    scale: [..., L, 1]. low: the same shape; None stands for 0.
+    table: [2^bits], the number of each code; None if a code is its own number.
+    """
     return Levels(
         codes=codes.view(torch.uint8),
         scale=scale,

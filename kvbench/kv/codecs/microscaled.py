@@ -18,8 +18,8 @@ from kvbench.kv.coded import Codec, in_blocks
 from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of codes 0 to 7
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-LARGEST = 6.0
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # half-way between neighbouring magnitudes
+LARGEST = 6.0  # the largest magnitude
 E4M3_MAX = 448.0  # the largest block scale that NVFP4 can store
 
 
@@ -147,7 +147,10 @@ class MicroscaledFp4(Codec):
         )
 
     def _block_scale(self, stored: Tensor, frozen: Tensor | None) -> Tensor:
-        """Return the scale of each block [..., blocks] fp32 of its stored byte."""
+        """Return the scale of each block [..., blocks] in fp32, from the bytes ``stored`` [..., blocks].
+
+        ``frozen`` is the scale g of the whole tensor under ``nv``.
+        """
         if self.kind == "nv":
             assert frozen is not None
             return stored.view(torch.float8_e4m3fn).float() * frozen
@@ -166,7 +169,10 @@ def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
 
 
 def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
-    """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] that is coded by scale b g."""
+    """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] when coded under its scale b g.
+
+    b is the block's ``block_scale``, and g the scale of all blocks.
+    """
     read_back = _levels_of_codes(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
     return (read_back - x).square().sum(dim=-1, keepdim=True)
 
