@@ -134,15 +134,15 @@ def key_help(topic: str) -> str:
         raise unknown("help topic", topic, topics, listed_by="kvbench list methods datasets")
     blocks = []
     for name in names:
-        whole: list[str] = []
+        joined_lines: list[str] = []
         for line in keys_with_comments(name).strip().splitlines():
             # a comment on a line of its own goes on from a comment above it
-            above = whole[-1] if whole else ""
+            above = joined_lines[-1] if joined_lines else ""
             if line.lstrip().startswith("# ") and "# " in above and line.startswith("#") == above.startswith("#"):
-                whole[-1] += line.lstrip()[1:]
+                joined_lines[-1] += line.lstrip()[1:]
             else:
-                whole.append(line)
-        lines = [part for line in whole for part in _wrap_line(line)]
+                joined_lines.append(line)
+        lines = [part for line in joined_lines for part in _wrap_line(line)]
         # conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")

@@ -125,7 +125,10 @@ def _shares_tensors(s: Segment, source: Segment) -> bool:
 
 
 def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
-    """Return [H, n], 1 for each token of keys and values [H, n, D] that is among the kept tokens [H, C, D], else 0."""
+    """Return marks [H, n]: 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0.
+
+    A token is recognised by its key and value together, in its own head.
+    """
     marks = torch.zeros(keys.shape[:2], device=keys.device)
     for head, mark in enumerate(marks):
         all_keys = torch.cat([keys[head], kept_keys[head]])

@@ -43,9 +43,11 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
 def row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (start, end, attention rows [Hq, end - start, m - w + end]) for queries ``start`` to ``end`` - 1.
+    """Yield the attention rows of a prompt's last queries in blocks of about ``block_bytes`` bytes.
 
-    query [Hq, w, D] are the last w of m tokens; keys are [Hk, m, D].
+    A block is (start, end, rows [Hq, end - start, m - w + end]) for the queries ``start`` to ``end`` - 1. query
+    [Hq, w, D] are the queries of the last w of m tokens, keys are [Hk, m, D]. A sliding ``window`` is as in
+    ``causal_softmax``.
     """
     hq, w, _ = query.shape
     k = keys.float()
@@ -62,9 +64,9 @@ def column_sums(
 ) -> Tensor:
     """Return the attention [Hq, m] fp32 that each token receives from all queries: its column's sum of softmax rows.
 
-    query [Hq, w, D] are the last w of m tokens; keys are [Hk, m, D]. ``lse`` [Hq, w] is the logarithm of each row's sum
-    of exponentials. Attention may have computed it already, and it saves passes here. A CPU takes as many kv heads at a
-    time as it has threads. It reads the rows in blocks of ``block_bytes``, which stay in its cache.
+    query [Hq, w, D] are the queries of the last w of m tokens; keys are [Hk, m, D]. ``lse`` [Hq, w] is the logarithm of
+    each row's sum of exponentials. Attention may have computed it already, and it saves passes here. A CPU takes as
+    many kv heads at a time as it has threads. It reads the rows in blocks of ``block_bytes``, which stay in its cache.
     """
     hq, w = query.shape[:2]
     hk, m = keys.shape[:2]
@@ -133,9 +135,9 @@ def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return causal attention [Hq, w, D] by fp32 softmax rows, in the query's dtype.
+    """Return causal attention [Hq, w, D] in the query's dtype, computed by softmax rows in fp32.
 
-    query [Hq, w, D] are the last w of m tokens; keys and values are [Hk, m, D].
+    query [Hq, w, D] are the queries of the last w of m tokens; keys and values are [Hk, m, D].
     """
     values = values_or_keys(keys, values)
     hq, _, d = query.shape

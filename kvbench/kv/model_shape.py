@@ -120,14 +120,14 @@ class Shape:
 
     @property
     def value_dim(self) -> int:
-        """The channels that are stored of a head's value."""
+        """How many channels a head stores for a value: 0 if keys are their own values."""
         if self.own_values:
             return 0
         return self.head_dim
 
     @property
     def token_numbers(self) -> int:
-        """The numbers that one head stores for a token, its key and its value together."""
+        """How many numbers one head stores for a token, in its key and its value together."""
         return self.head_dim + self.value_dim
 
     @property

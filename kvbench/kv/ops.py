@@ -136,7 +136,7 @@ def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
 
 
 def by_head(t: Tensor, lengths: Tensor) -> Tensor:
-    """Return ragged heads t [1, N, ...] as [H, longest, ...], padded with zeros."""
+    """Return t [1, N, ...], whose ragged heads hold ``lengths`` [H] tokens, as [H, longest, ...] padded with zeros."""
     padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
     padded[torch.arange(padded.shape[1], device=t.device) < lengths[:, None]] = t[0]
     return padded

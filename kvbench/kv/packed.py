@@ -261,7 +261,7 @@ class Packed(ABC):
         """Return packed tokens of the same format that hold other numbers.
 
         tensors: the new tensors, in the order in which ``payload`` yields the present ones.
-        frozen: the new scales that heads settled once.
+        frozen: the scales that heads settled once, in place of the present ones.
         """
 
     @abstractmethod
@@ -292,9 +292,10 @@ class Packed(ABC):
         return None
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
-        """Return new tokens x packed by ``pack`` in the format of these tokens, with the frozen scales of these.
+        """Return new tokens x, packed in the same format and under the same frozen scales as these tokens.
 
-        x holds new tokens of all rows of a batch, or only of ``rows``.
+        x: the tokens of all rows of a batch, or only of ``rows``.
+        pack: the function that packs tokens in this format.
         """
         return pack(x)
 

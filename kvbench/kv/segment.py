@@ -51,6 +51,7 @@ class Segment:
 
     @property
     def heads(self) -> int:
+        """The number of stored heads."""
         # v counts the heads: ``k`` holds fewer of them where query heads share logits
         if self.lengths is None:
             return self.v.shape[0]
@@ -119,7 +120,10 @@ class Segment:
         return replace(self, k=no_k, v=no_v, codes=codes)
 
     def shapes(self) -> Segment:
-        """Return the segment with tensors that keep their shapes but hold no numbers. Counts by head keep theirs."""
+        """Return the segment with tensors that keep their shapes but hold no numbers.
+
+        The token counts of ragged heads keep their numbers.
+        """
         codes, latents = self.codes, self.latents
         if codes is not None:
             codes = replace(codes, k=codes.k.map(_without_storage), v=codes.v.map(_without_storage))

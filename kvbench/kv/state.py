@@ -34,7 +34,7 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The counts of numbers in the states of (convolutions, recurrences)."""
+        """How many numbers the states have, as (numbers of convolutions, recurrent numbers)."""
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:

@@ -286,7 +286,10 @@ class Modifier(Stage):
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the modifier's state takes in each slot. A number of a value takes ``itemsize``."""
+        """Return the bytes that the modifier's state takes in each slot.
+
+        ``itemsize`` is the bytes of one number of the values.
+        """
         return 0
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
@@ -320,7 +323,7 @@ class Mask(Stage, Masker):
 
 
 def sinks_of(modifiers: Sequence[Modifier]) -> int:
-    """Return how many first tokens always stay because of ``modifiers``: the largest number that one of them asks."""
+    """Return how many first tokens always stay because of ``modifiers``: the largest ``sink_size`` of any."""
     return max((modifier.sink_size() for modifier in modifiers), default=0)
 
 

@@ -110,12 +110,12 @@ class Chain:
 
     @property
     def lowrank(self) -> LowRankStage | None:
-        """The stage that caches low-rank latents of keys and values."""
+        """The stage that caches low-rank latents of keys and values, or None."""
         return next((s for s in self.stages if isinstance(s, LowRankStage)), None)
 
     @property
     def hidden(self) -> HiddenPruner | None:
-        """The stage that drops hidden states while the prompt is read."""
+        """The stage that drops hidden states while the prompt is read, or None."""
         return next((s for s in self.stages if isinstance(s, HiddenPruner)), None)
 
     def tokens_read(self, n: int, layer: int, n_layers: int) -> int:
@@ -126,12 +126,12 @@ class Chain:
 
     @property
     def sharer(self) -> HeadSharer | None:
-        """The stage under which query heads share logits."""
+        """The stage under which query heads share logits, or None."""
         return next((s for s in self.stages if isinstance(s, HeadSharer)), None)
 
     @property
     def block_reader(self) -> BlockReader | None:
-        """The stage that may have the prompt read in blocks."""
+        """The stage that may have the prompt read in blocks, or None."""
         return next((s for s in self.stages if isinstance(s, BlockReader)), None)
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
@@ -152,7 +152,7 @@ class Chain:
 
     @property
     def selector(self) -> TokenSelector | None:
-        """The stage that chooses which tokens stay."""
+        """The stage that chooses which tokens stay, or None."""
         return next((s for s in self.stages if isinstance(s, TokenSelector)), None)
 
     @property
@@ -162,7 +162,7 @@ class Chain:
 
     @property
     def quantiser(self) -> Quantiser | None:
-        """The stage that packs tokens into few bits."""
+        """The stage that packs tokens into few bits, or None."""
         return next((s for s in self.stages if isinstance(s, Quantiser)), None)
 
     @property
@@ -194,7 +194,7 @@ class Chain:
         return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
 
     def _token_kind(self, layer: int) -> tuple[object, ...]:
-        """Return (are the layer's tokens packed, the widths of its latents or None), which decide a token's bytes."""
+        """Return what decides the bytes of a layer's tokens: (True if they are packed, widths of latents or None)."""
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
         ranks = None
         if self.lowrank is not None:
@@ -218,7 +218,7 @@ class Chain:
 
     @property
     def replayer(self) -> ReplayingSelector | None:
-        """The selector whose scores need further passes over the prompt."""
+        """The chain's selector if its scores need further passes over the prompt, else None."""
         selector = self.selector
         if isinstance(selector, ReplayingSelector):
             return selector
@@ -230,7 +230,7 @@ class Chain:
         return any(s.role == "mask" for s in self.stages)
 
     def masker(self, layer: int) -> Mask | None:
-        """Return the stage that masks this layer while decoding."""
+        """Return the stage that masks this layer while decoding, or None."""
         return next((s for s in self.stages if isinstance(s, Mask) and s.masks(layer)), None)
 
     def capacity(self, n: int) -> Capacity | None:
@@ -367,7 +367,7 @@ class Chain:
         return query_heads * min(evictor.queries, n) * head_dim * itemsize
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads together after prefill of n tokens.
+        """Return how many tokens all layers and heads must hold together after prefill of n tokens.
 
         Return None if no stage declares such a sum: then ``expected`` of each layer states the tokens.
         """
@@ -379,7 +379,7 @@ class Chain:
 
     @property
     def rebalancer(self) -> Stage | None:
-        """The stage that divides one budget over all layers."""
+        """The stage that divides one budget over all layers, or None."""
         return next((s for s in self.stages if s.rebalances), None)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:

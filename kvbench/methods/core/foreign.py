@@ -100,7 +100,7 @@ def _code_of(cls: type[Knobs]) -> str | None:
 
 
 def is_own(module: str) -> bool:
-    """Return True if the module of this full name holds methods of kvbench's own, or machinery of theirs."""
+    """Return True if the module of this full name is one of kvbench's own methods, or belongs to ``methods.core``."""
     package, _, name = module.rpartition(".")
     if package == f"{PACKAGE}.core":
         return True
@@ -108,9 +108,11 @@ def is_own(module: str) -> bool:
 
 
 def _collect_imports(name: str, folder: Path, modules: dict[str, bytes]) -> None:
-    """Add to ``modules`` (name to source) a module that lies in ``folder``, and all modules there that it imports.
+    """Add the source of a module that lies in ``folder``, and of all modules there that it imports, to ``modules``.
 
-    The imports of these modules are followed as well. kvbench's own modules are left out.
+    modules: {name: source}, which also shows what was added before.
+
+    The imports of the imported modules are followed as well. kvbench's own modules are left out.
     """
     module = sys.modules.get(name)
     file = getattr(module, "__file__", None)

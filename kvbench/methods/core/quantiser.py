@@ -200,7 +200,7 @@ class Quantiser(Stage, Packer):
     def _packer(self, segment: Segment, half: Literal["k", "v"]) -> Callable[[slice], Pack]:
         """Return a function from a slice of heads to the function that packs these heads' keys or values.
 
-        Heads differ in it only if the prompt has fixed a scale for each of them.
+        The functions for two heads differ only if the prompt has fixed a scale for each head.
         """
         pack: Pack
         if half == "k":
@@ -223,7 +223,10 @@ def _pack_ragged(
     residual: Residual,
     channels: torch.Tensor | None,
 ) -> tuple[Packed, torch.Tensor, torch.Tensor]:
-    """Pack the tokens [1, n, D] of heads one by one, and return (codes, counts [H], exact tokens) side by side."""
+    """Pack the tokens [1, n, D] of ragged heads one head at a time.
+
+    Return (codes, packed tokens of each head [H], exact tokens). Codes and exact tokens have one head after the other.
+    """
     codes_by_head: list[Packed] = []
     exact_by_head: list[torch.Tensor] = []
     for h, tokens in enumerate(tokens_by_head):

@@ -76,7 +76,7 @@ class Functions:
     """
 
     def __init__(self, with_code: bool = False) -> None:
-        """Note the functions. ``with_code`` also notes the code object of each, which takes longer."""
+        """Note the functions as they are now. ``with_code`` also notes the code object of each, which takes longer."""
         self._before: dict[str, dict[str, object]] = {}
         for name, owner in _owners_by_name().items():
             # a class's namespace is a read-only view, which copies itself far faster than dict() copies it
@@ -156,13 +156,16 @@ class _Recorder:
     """A finder of modules (in ``sys.meta_path``) that notes the functions of watched modules once they are imported."""
 
     def __init__(self, functions: Functions) -> None:
-        """Note the functions of modules in ``functions``."""
+        """Take the object that is to note the functions of imported modules."""
         self._functions = functions
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of another finder, with a loader that notes the module's functions once it has run."""
+        """Return the spec of a watched module from another finder, or None for a module that is not watched.
+
+        The loader in the spec notes the module's functions once it has run the module.
+        """
         if not _is_watched(name):
             return None
         spec = _find_spec_elsewhere(name, path, target)
@@ -298,8 +301,8 @@ def _is_function(value: object) -> bool:
 def _is_torchs_own(value: Any, key: str) -> bool:
     """Return True if torch itself has put ``value`` in place of its function ``key``.
 
-    Its compiler does so when it is imported or first used. Such a replacement comes from torch's own files, and wraps
-    the function or has its name. Another function of torch under this name is not one.
+    torch's compiler does so when it is imported or first used. Such a replacement comes from torch's own files, and
+    wraps the function or has its name. Another function of torch that a method puts there is no such replacement.
     """
     file = getattr(getattr(value, "__code__", None), "co_filename", "")
     return file.startswith(TORCH_FOLDER) and (hasattr(value, "__wrapped__") or key in value.__name__)

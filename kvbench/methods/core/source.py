@@ -30,7 +30,7 @@ class Described(NamedTuple):
 
 
 def describe(path: Path, method: str) -> Described:
-    """Describe the method with the id ``method`` by the source in the file ``path``.
+    """Return the description and the knobs of the method with the id ``method``, read from the file ``path``.
 
     ``about`` comes from the file's docstring, or from the class's docstring if the file has none or holds several
     methods. The knobs are those of the class and of its base classes, as far as kvbench or a folder of KVBENCH_METHODS

@@ -173,16 +173,17 @@ class Stage(Knobs):
         return None
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
-        """Return the tokens of all layers and heads together after prefill of n tokens.
+        """Return how many tokens all layers and heads hold together after prefill of n tokens.
 
         Return None if ``expected`` of each layer already fixes the tokens of the layer.
         """
         return None
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
-        """Return the blocks of a stored head after this stage, given its ``blocks`` before.
+        """Return the sizes of a stored head's segments after this stage, given their sizes ``blocks`` before it.
 
-        An exact number takes ``itemsize`` bytes. The bytes that the head holds must equal the sum of its blocks.
+        An exact number takes ``itemsize`` bytes. The audit compares the bytes that the head holds with the sum of the
+        returned blocks.
         """
         return blocks
 
@@ -195,8 +196,8 @@ class Stage(Knobs):
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         """Return the caches of layers 0 .. len(caches) - 1 of ``n_layers``, trimmed to the tokens that may still stay.
 
-        It is called as each layer is finished, so that no layer waits for the last one with all its tokens. The last
-        call decides: a single call at the end must give the same result.
+        The method is called each time that a layer is finished, so that no layer holds all its tokens until the last
+        one is finished. The last call decides: a single call at the end must give the same result.
         """
         # the result has as many caches as came in, in their order
         return list(caches)
