@@ -149,6 +149,7 @@ def expand(cache: LayerCache) -> LayerCache:
     """
 
     def widen(s: Segment) -> Segment:
+        """Return a segment with its heads repeated to ``cache.heads``."""
         s = as_stored(s)
         # ragged heads need no repeating: ``select`` has already chosen tokens for each of ``cache.heads``
         if s.heads == cache.heads or s.lengths is not None:
@@ -220,6 +221,7 @@ def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent:
     older, newer = split_recent(cache, recent)
 
     def gather_channels(t: Tensor, channels: Tensor) -> Tensor:
+        """Return older keys or values t with only ``channels`` [heads, T]."""
         # each token takes the channels of its head
         if older.lengths is None:
             index = channels.long()[:, None, :].expand(-1, older.tokens, -1)

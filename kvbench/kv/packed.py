@@ -418,6 +418,7 @@ class MinMax(Packed):
 
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:
         first, last, _ = slice(start, stop).indices(self.shape[-2])
+        # a slice that ends before it begins is empty
         last = max(first, last)
         code_axis = -2
         if self.axis == "channel":

@@ -85,6 +85,7 @@ class Codes:
             return Codes(self.k[row], self.v[row]), k[row], v[row]
 
         def slice_ragged(packed: Packed, counts: Tensor, exact: Tensor) -> tuple[Packed, Tensor]:
+            """Return (codes, exact tokens) of head h, from the keys or the values of all ragged heads."""
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
             # earlier heads have ``start`` tokens: ``packed_start`` of them are packed, the others are exact

@@ -42,12 +42,14 @@ class Blocks(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         x = in_blocks(x, self.group)
+        # m, the value of the largest magnitude in each block, with its sign
         extreme = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
         if self.bits == 8:
+            # d = |m| / 127, c = round(x / d)
             scale = extreme.abs() / 127
             codes = (x * _inverse(scale)).round().to(torch.int8)
         else:
-            # dividing by -8 puts the extreme on code 0: that end of the range has one level more
+            # d = m / -8, c = min(15, trunc(x / d + 8.5)): m gets code 0, as that end of the range has one level more
             scale = extreme / -8
             codes = (x * _inverse(scale) + 8.5).trunc().clamp(max=15).to(torch.uint8)
             # the layout ``runs`` puts codes j and j + 16 into byte j of a block

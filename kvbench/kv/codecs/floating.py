@@ -66,7 +66,7 @@ class Fp8Codec(Codec):
             tensors["scale"] = scale
         elif frozen is not None:
             x = x / frozen
-        # the cast alone would turn numbers beyond the type's range into NaN or infinity
+        # c = cast(clip(x / s, -max, max)): without the clip, numbers beyond the range would become NaN or infinity
         codes = x.clamp(-self.largest, self.largest).to(TYPES[self.kind])
         # codes are viewed as bytes, as few PyTorch operations support the 8-bit float types
         return {"codes": codes.view(torch.uint8)} | tensors

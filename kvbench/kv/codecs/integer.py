@@ -39,6 +39,7 @@ class SymmetricInteger(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         levels = 2 ** (self.bits - 1)
+        # s = absmax / (2^(bits-1) - 1) of a token
         scale = self._token_scale(x.abs().amax(dim=-1, keepdim=True) / (levels - 1))
         # codes are computed with the stored scale, because a reader multiplies by that one
         steps = x / _infinity_for_zero(scale)
@@ -80,7 +81,9 @@ class CentredInt8(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        # z = (min + max) / 2 and s = (max - min) / 255 of a token
         centre, scale = ((low + high) / 2).half(), ((high - low) / 255).half()
+        # c = round((x - z) / s)
         steps = (x - centre.float()) / _infinity_for_zero(scale)
         return {"codes": steps.round().clamp(-128, 127).to(torch.int8), "scale": scale, "centre": centre}
 
@@ -117,6 +120,7 @@ class ZeroPointInt4(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
+        # s = max((max - min) / 15, 1e-6), z = clip(away(-min / s), 0, 15), c = clip(away(y / s + z), 0, 15)
         scale = ((high - low) / 15).clamp(min=LEAST_SCALE)
         # floor(a + 0.5) rounds positive ties away from zero; negative numbers are clipped to 0 anyway
         zero = (-low / scale + 0.5).floor().clamp(0, 15)
@@ -157,6 +161,7 @@ class MinMaxInteger(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
+        # s = max((max - min) / (2^bits - 1), 1e-8), c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1)
         scale = ((high - low) / top).clamp(min=1e-8)
         codes = ((x - low) / scale + 0.5).trunc().clamp(0, top)
         return {"codes": pack(codes, self.bits, layout="stream"), "scale": scale.half(), "low": low.half()}

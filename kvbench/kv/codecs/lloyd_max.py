@@ -75,6 +75,7 @@ class LloydMax(Codec):
         return size
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        # y = R x / (|x| + 1e-8), with x already in the basis of R; 1e-8 keeps a token of zeros from dividing by 0
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / (norm + 1e-8)
         centroids, borders = _centroids_and_borders(self.code_bits, x.device)
@@ -96,6 +97,7 @@ class LloydMax(Codec):
         codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")
         y = centroids[codes.long()] / channels**0.5
         if self.normed:
+            # the centroids of a token are scaled to length 1
             y = y / (y.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
         if self.inner:
             # bit 0 stands for the sign -1, bit 1 for +1

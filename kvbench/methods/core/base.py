@@ -117,6 +117,7 @@ class Selector(TokenSelector):
                 "budget: give one of them"
             )
         if self.kv_size is None and self.kv_ratio is None:
+            # a frozen dataclass can fill in its own fields only in this way
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
         sinks, window = self.protected()
         # at least one token must be left to choose beside those that always stay
@@ -188,7 +189,8 @@ class Selector(TokenSelector):
         sinks, window = self.protected()
         if self.kv_size is not None:
             return Capacity(min(self.kv_size, n), sinks, window)
-        # C = floor(ratio * n), at least 2: one token to choose and one that always stays
+        # C = floor(ratio * n), at least 2: one token to choose and one that always stays. kv_ratio is None only in a
+        # subclass that has a budget of its own (``require_one_budget``) and does not use this number
         unrounded = (self.kv_ratio or DEFAULT_RATIO) * n
         # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
         tokens = int(unrounded + 1e-9)

@@ -58,7 +58,8 @@ class Chain:
         if self.per not in PER:
             raise UsageError(f"per={self.per!r} is not possible: one of {', '.join(PER)}")
         check_set(self.stages)
-        # users may write stages in any order, but equal sets of stages are equal chains
+        # users may write stages in any order, but equal sets of stages are equal chains; a frozen dataclass can set its
+        # own fields only by object.__setattr__
         ordered = tuple(sorted(self.stages, key=lambda s: ROLES.index(s.role)))
         object.__setattr__(self, "stages", ordered)
         _check_as_set(self)

@@ -103,6 +103,7 @@ class StorageFormat(Quantiser):
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:
             return k, v
+        # ``only`` leaves the other half exact
         if self.only != "values":
             k = self.pack_keys(k).dequantise(k.dtype)
         if self.only != "keys" and are_stored(v):

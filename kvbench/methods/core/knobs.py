@@ -174,5 +174,6 @@ class Knobs:
             return
         is_list = isinstance(layers, (list, tuple)) and all(is_whole(i) and i >= 0 for i in layers)
         self.require(knob, is_list, "a list of layer numbers")
-        # equal sets of layers are one method, however the list is written
+        # equal sets of layers are one method, however the list is written; a frozen dataclass can set its own fields
+        # only by object.__setattr__
         object.__setattr__(self, knob, tuple(sorted(set(layers))))

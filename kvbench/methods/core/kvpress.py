@@ -154,6 +154,7 @@ class PressSelector(Selector):
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)
+        # all other presses only score, and kvbench keeps the best ``size`` tokens of every head
         if size >= n or self.kind not in MASKS + REMOVES:
             return super().expected(n, layer, n_layers, heads)
         if self.kind in MASKS:

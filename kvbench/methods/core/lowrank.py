@@ -95,6 +95,7 @@ class LowRankStage(Stage):
     @contextmanager
     def adapt(self, model: PreTrainedModel) -> Iterator[None]:
         factorings = _factored.setdefault(model, OrderedDict())
+        # equal stages have equal factors on one device and in one type
         key = (self, model.device, model.dtype)
         if key not in factorings:
             factorings[key] = self.factors(model)
