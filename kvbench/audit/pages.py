@@ -23,6 +23,7 @@ def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | Non
     occupied = rows.occupied(pages)
     used = occupied.sum(dim=2).tolist()
     used_united = occupied.any(dim=1).sum(dim=1).tolist()
+    # the sums of free pages by the four counts of ``PagesFreed``, and the number of layers that they are taken over
     apart = united = apart_compacted = united_compacted = tables = 0
     for i, kept in enumerate(rows.kept):
         count = 1 if alike is None else alike[i]

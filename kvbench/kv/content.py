@@ -77,7 +77,10 @@ def _equals_source(
 
 
 def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
-    """Return the index of the first layer whose digests differ in two lists of ``digests``, or None."""
+    """Return the number of the first layer in which two caches differ, or None if they are equal.
+
+    ``layers`` and ``others`` are the ``digests`` of the two caches, with equally many layers.
+    """
     for i, (digest, other) in enumerate(zip(layers, others, strict=True)):
         if digest != other:
             return i

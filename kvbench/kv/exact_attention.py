@@ -70,38 +70,40 @@ def column_sums(
     """
     hq, w = query.shape[:2]
     hk, m = keys.shape[:2]
-    group, before = hq // hk, m - w
+    # the first query is that of token m - w
+    group, n_earlier = hq // hk, m - w
     if query.is_cuda:
-        heads, default_bytes = hk, BLOCK_BYTES
+        heads_at_once, default_bytes = hk, BLOCK_BYTES
     else:
-        heads = min(hk, torch.get_num_threads())
-        default_bytes = heads * CACHED_BYTES
-    size = max(1, min(w, (block_bytes or default_bytes) // (4 * heads * group * m)))
+        heads_at_once = min(hk, torch.get_num_threads())
+        default_bytes = heads_at_once * CACHED_BYTES
+    block_queries = max(1, min(w, (block_bytes or default_bytes) // (4 * heads_at_once * group * m)))
     q = query.float() * scale
     k = keys.float()
+    # ``future`` marks the keys of a block's own tokens that come after each query of the block
     future: Tensor | None = None
     if lse is None:
-        future = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+        future = torch.ones(block_queries, block_queries, dtype=torch.bool, device=q.device).triu(1)
     else:
         # one more channel subtracts lse from every logit within the product: (q, -lse) . (k, 1)
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, w, -1)
     k = k.transpose(1, 2).contiguous()
     sums, all_sinks = q.new_zeros(hk, group, m), sinks_of(scale)
-    for first in range(0, hk, heads):
-        kv_slice = slice(first, first + heads)
-        for start in range(0, w, size):
-            end = min(w, start + size)
+    for first in range(0, hk, heads_at_once):
+        kv_slice = slice(first, first + heads_at_once)
+        for start in range(0, w, block_queries):
+            end = min(w, start + block_queries)
             # queries start to end see the keys up to the last query's own token
-            seen = before + end
+            seen = n_earlier + end
             rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
             rows = rows.view(-1, group, end - start, seen)
             if future is None:
                 # exp(logit - lse) is the softmax itself; tril clears the keys that come after each query
-                rows.exp_()[..., before + start :].tril_()
+                rows.exp_()[..., n_earlier + start :].tril_()
                 sums[kv_slice, :, :seen] += rows.sum(dim=2)
                 continue
-            rows[..., before + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
+            rows[..., n_earlier + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
             sinks = None
             if all_sinks is not None:
                 sinks = all_sinks.view(hk, group, 1, 1)[kv_slice]

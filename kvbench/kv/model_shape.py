@@ -361,7 +361,7 @@ def local_layers(config: Any) -> frozenset[int]:
 
 
 def chunk_size(config: Any) -> int | None:
-    """Return the tokens of a chunk if the model has layers that attend chunks; None for other models.
+    """Return how many tokens a chunk has, if the model has layers that attend chunks; None for other models.
 
     A text is cut into chunks from its beginning. A token attends the tokens of its own chunk.
     """

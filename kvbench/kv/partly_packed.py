@@ -111,9 +111,10 @@ def pack_first_tokens(
 
 
 def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
-    """Return (the codes of all heads, one head after the other, and each head's token count [H]).
+    """Join the packed tokens of single heads, and return (the joined tokens [1, N, .], each head's token count [H]).
 
-    ``heads`` are the packed tokens of single heads [1, L_h, .], all of one format.
+    ``heads`` has the packed tokens [1, L_h, .] of each head h, all in one format. In the result they lie one head after
+    the other.
     """
     payloads = [list(head.payload()) for head in heads]
     # codes of all heads become one tensor, their scales another, and so on
