@@ -84,6 +84,7 @@ class LloydMax(Codec):
         codes = torch.bucketize(y, borders / root, right=True)
         tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
+            # r = y - y^ is stored as the signs of S r, and |r|
             residual = y - centroids[codes] / root
             signs = residual @ sketch(x.shape[-1], x.device).T >= 0
             length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
