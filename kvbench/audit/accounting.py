@@ -123,7 +123,7 @@ class DeclaredBytes:
     """The bytes that a chain declares after a prompt, over all layers.
 
     tokens: the mean number of tokens per stored head, over the layers that methods compress.
-    payload: the bytes of keys and values.
+    payload: the bytes of keys and values, and of the states of layers that hold one.
     overhead: the bytes of all else, such as positions.
     even: True if the data decide how tokens are spread over heads or layers. The formula then spreads them evenly.
     This changes no sum if every token costs the same.

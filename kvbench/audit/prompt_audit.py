@@ -28,7 +28,7 @@ class MeasuredBytes:
     n: the number of the prompt's tokens.
     kept: the mean number of tokens held, over heads and the layers that methods compress. Bytes count all layers.
     nominal: the budget that the user gave, in tokens. It is None for a method without a budget.
-    payload, overhead: the bytes of keys and values, and the bytes of all else, such as positions.
+    payload, overhead: the bytes of keys, values and states, and the bytes of all else, such as positions.
     full_bytes: the bytes of the prompt's full cache.
     payload_kv_head, payload_query_head: the payload under both kinds of ``per``. The kind that the chain stores is
     measured. The other kind is the mean bytes of a stored head times its heads. Latents count alike in both.

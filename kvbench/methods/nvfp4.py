@@ -24,8 +24,8 @@ class NvFp4(StorageFormat):
     in fp32, and is frozen afterwards.
 
     group: the channels of a block.
-    four_over_six: each block takes the scale with the smaller squared error of two: one maps its absmax to 6, the
-    other to 4.
+    four_over_six: true gives each block the better of two scales, which map its absmax to 6 and to 4. The better one
+    has the smaller squared error.
     """
 
     id: ClassVar[str] = "nvfp4"

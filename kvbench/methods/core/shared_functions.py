@@ -216,7 +216,7 @@ def _owners_by_name() -> dict[str, Owner]:
 
 
 def _is_watched(name: str) -> bool:
-    """Return True if methods and models compute with the functions of the module ``name``, or answers depend on it."""
+    """Return True if the functions of the module ``name`` compute answers, or name, score and store them."""
     return name in COMPUTING or name in STORING or _has_watched_classes(name)
 
 
