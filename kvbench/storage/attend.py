@@ -52,7 +52,10 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
 
 
 def matmul_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply a [N, R, C] with b [N, C, S], and sum the products in fp32 whatever their dtype."""
+    """Return the matrix products a b [N, R, S] fp32 of a [N, R, C] and b [N, C, S].
+
+    Sums over C are taken in fp32, also for inputs of half precision.
+    """
     # cuBLAS itself sums half precision in fp32; a CPU needs fp32 inputs for that
     if a.is_cuda and b.dtype != torch.float32:
         return torch.bmm(a.to(b.dtype), b, out_dtype=torch.float32)
@@ -60,10 +63,13 @@ def matmul_in_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
-    """Return logits [B, Hq, T, L] under ``shared``, which names a leading head for each query head.
+    """Return the logits [B, Hq, T, L] of query heads that share logits.
 
-    Logits are computed for the leading heads, and the other heads take them. query is [B, Hq, T, D], keys are
-    [B, H or fewer, L, D].
+    Logits are computed for the leading heads alone. Each query head takes the logits of its leading head.
+
+    query: [B, Hq, T, D].
+    keys: [B, H or fewer, L, D]; keys that no leading head reads may be missing.
+    shared: names each query head's leading head, and the keys that the leading heads read.
     """
     lead = query.gather(1, shared.leading[..., None, None].expand(-1, -1, *query.shape[2:]))
     if shared.key_rows is not None:
@@ -178,7 +184,7 @@ def attend(
     tail_start: [B], the position of the tail's first token, needed with ``floor``.
     masker: restricts exact attention to the tokens that it picks.
     """
-    # kernels read values beside the keys
+    # kernels know no maskers, windows, caps and sinks, and need values that are stored apart from the keys
     is_simple = masker is None and floor is None and is_plain(scale) and are_stored(tail[1])
     if is_simple:
         out = kernels.attend(query, segments, tail, scale)
@@ -191,7 +197,7 @@ def attend(
             return out, None
 
     def weigh_all(probs: Tensor) -> Tensor:
-        """Return the values of all slots weighted by probs [B, Hq, T, S], as [B, Hq, T, D]."""
+        """Return the sum [B, Hq, T, D] of all slots' values, weighted by probs [B, Hq, T, S]."""
         # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
         start = probs.shape[3] - tail[1].shape[2]
         out = weigh(probs[..., start:], values_or_keys(*tail))
@@ -254,7 +260,8 @@ def _attend_fused(
 ) -> Tensor | None:
     """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are as in ``attend``.
 
-    It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.
+    The fused function rounds half precision as transformers' decoding does. Returns None if heads share logits or
+    segments are thin.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
@@ -283,7 +290,7 @@ def _attend_fused(
 
 
 def _repeat_heads(t: Tensor, heads: int) -> Tensor:
-    """Return keys or values t [B, H', L, D] as [B, heads, L, D]: each head is repeated for the heads that share it."""
+    """Return keys or values t [B, H', L, D] with ``heads`` heads: each is repeated for the heads that share it."""
     if t.shape[1] == heads:
         return t
     return t.repeat_interleave(heads // t.shape[1], dim=1)
@@ -298,49 +305,53 @@ def _all_logits(
     tail_start: Tensor | None,
     estimate: Estimate,
 ) -> Tensor:
-    """Return logits [B, Hq, T, S] over all slots of segments, then of the tail; -inf where a query must not look.
+    """Return logits [B, Hq, T, S] over the slots of all segments, then the tail; -inf where a query must not look.
 
     ``estimate`` maps stored keys to those that are multiplied. The other arguments are those of ``attend``.
     """
-    parts = []
+    all_scores = []
     for s in segments:
         if s.shared is not None:
-            part = shared_logits(query, s.k, scale, s.shared)
+            scores = shared_logits(query, s.k, scale, s.shared)
         else:
-            part = logits(query, estimate(s.k), scale, s.key_channels)
+            scores = logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
-            part = hide_free(part, s.valid)
+            scores = hide_free(scores, s.valid)
         if floor is not None:
             assert s.positions is not None
-            part = _hide_before(part, s.positions, floor)
-        parts.append(part)
+            scores = _hide_before(scores, s.positions, floor)
+        all_scores.append(scores)
     # heads that share logits share them in the tail as well, but the tail stores the keys of all heads
     shared = next((s.shared for s in segments if s.shared is not None), None)
     if shared is not None:
-        part = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
+        scores = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
     else:
-        part = logits(query, estimate(tail_k), scale)
-    t_new, t_all = part.shape[2:]
+        scores = logits(query, estimate(tail_k), scale)
+    t_new, t_all = scores.shape[2:]
     if t_new > 1:
-        # new token i is token t_all - t_new + i of the tail
-        future = torch.ones(t_new, t_all, dtype=torch.bool, device=part.device).triu(t_all - t_new + 1)
-        part = part.masked_fill(future, -torch.inf)
+        # new token i is token t_all - t_new + i of the tail, and sees no later token
+        future = torch.ones(t_new, t_all, dtype=torch.bool, device=scores.device).triu(t_all - t_new + 1)
+        scores = scores.masked_fill(future, -torch.inf)
     if floor is not None:
         assert tail_start is not None
-        positions = tail_start[:, None] + torch.arange(t_all, device=part.device)
-        part = _hide_before(part, positions[:, None], floor)
-    parts.append(part)
-    return torch.cat(parts, dim=-1)
+        positions = tail_start[:, None] + torch.arange(t_all, device=scores.device)
+        scores = _hide_before(scores, positions[:, None], floor)
+    all_scores.append(scores)
+    return torch.cat(all_scores, dim=-1)
 
 
 def hide_free(part: Tensor, valid: Tensor) -> Tensor:
-    """Return logits [B, Hq, T, L] with -inf in slots that are not ``valid`` [B, H or 1, L]."""
+    """Return the logits ``part`` [B, Hq, T, L] with -inf in slots that ``valid`` [B, H or 1, L] does not mark."""
     by_head = part.unflatten(1, (valid.shape[1], -1))
     return by_head.masked_fill(~valid[:, :, None, None], -torch.inf).flatten(1, 2)
 
 
 def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
-    """Return logits [B, Hq, T, L] with -inf for tokens whose positions [B, H or 1, L] are before floor [B, T]."""
+    """Return the logits ``part`` [B, Hq, T, L] with -inf for tokens before the sliding window.
+
+    positions: [B, H or 1, L], the position of each token.
+    floor: [B, T], the first position that each query sees.
+    """
     b, hq, t, length = part.shape
     # [B, H or 1, 1, T, L]: all query heads of a group hide the same tokens
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]

@@ -15,9 +15,10 @@ def pick_channels(x: Tensor, channels: Tensor) -> Tensor:
 
 
 def spread_channels(part: Tensor, channels: Tensor, head_dim: int) -> Tensor:
-    """Return outputs [B, Hq, T, D] that are part [B, Hq, T, C] in the kept value channels, and 0 in all others.
+    """Return outputs of thin values in whole heads [B, Hq, T, D]: 0 in every channel that the values do not keep.
 
-    ``channels`` [B, H, C] are the kept channels of each stored head.
+    part: the outputs [B, Hq, T, C] in the kept value channels.
+    channels: [B, H, C], the kept channels of each stored head.
     """
     b, hq, t, c = part.shape
     index = channels.repeat_interleave(hq // channels.shape[1], dim=1)[:, :, None].expand(b, hq, t, c)

@@ -36,7 +36,8 @@ class Entry:
     def by_head(self, sizes: Sequence[int] | None = None) -> list[Entry]:
         """Return the entry itself, or one entry per head if the heads hold different numbers of tokens.
 
-        sizes: how many tokens each head will hold, if heads differ in it. A head with size 0 has no entry.
+        sizes: how many tokens each head will hold, if heads will differ in that number. A head with size 0 gets no
+            entry.
         """
         segments, row = self.row.cache.segments, self.row
         if sizes is None and all(s.lengths is None for s in segments):
@@ -53,17 +54,18 @@ class Entry:
 
 @dataclass(frozen=True)
 class Entries:
-    """The places of a group's entries in their batch.
+    """The places of a group's entries in their batch: which row, or which head of which row, each entry is.
 
-    rows: [U], each entry's row.
-    heads: [U], each entry's head if entries are single heads, else None.
+    rows: each entry's row.
+    heads: each entry's head if entries are single heads; None if they are whole rows.
     stored: how many heads each row stores, if entries are single heads.
+    everything: True if the entries are all rows of the batch. Tensors of the batch are then read without gathering.
     """
 
     rows: Tensor  # [U], ascending
     heads: Tensor | None  # [U]
     stored: int
-    everything: bool  # True if the entries are all rows of the batch; then nothing is gathered
+    everything: bool
 
     @classmethod
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
@@ -76,20 +78,26 @@ class Entries:
         return cls(rows, None, stored=entries[0].stored, everything=len(entries) == batch)
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Return the rows of x [B, ...] that belong to these entries [U, ...]."""
+        """Return from x [B, ...], which has an item for each row of the batch, these entries' items [U, ...]."""
         if self.everything:
             return x
         return x[self.rows]
 
     def query(self, x: Tensor) -> Tensor:
-        """Return these entries' queries of x [B, Hq, T, D]: [U, Hq, T, D], or [U, group, T, D] of single heads."""
+        """Return these entries' part of queries x [B, Hq, T, D].
+
+        The result is [U, Hq, T, D], or [U, group, T, D] for single heads.
+        """
         if self.heads is None:
             return self.of_rows(x)
         # a stored head's group are the query heads that read it: [B, stored, group, T, D]
         return x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
 
     def scale(self, scale: float) -> float:
-        """Return the factor of q.k with the sinks of these entries' query heads, if it carries any."""
+        """Return ``scale``, the factor of q.k, for these entries.
+
+        A scale that carries sinks then carries only those of the entries' query heads.
+        """
         sinks = sinks_of(scale)
         if sinks is None:
             return scale
@@ -102,7 +110,10 @@ class Entries:
         return LogitScale.of(float(scale), cap_of(scale), chosen)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return these entries' keys, values or latents of x [B, ...]: [U, ...], or [U, 1, ...] of single heads."""
+        """Return these entries' part of keys, values or latents x [B, ...].
+
+        The result is [U, ...], or [U, 1, ...] for single heads.
+        """
         if self.heads is None:
             return self.of_rows(x)
         # under ``per=query_head`` several stored heads read one kv head
@@ -110,7 +121,10 @@ class Entries:
         return x[self.rows, kv_heads][:, None]
 
     def put(self, x: Tensor, part: Tensor) -> None:
-        """Write part [U, Hq, T, ...], or [U, group, T, ...] of single heads, to its places in x [B, Hq, T, ...]."""
+        """Write the entries' results to their places in x [B, Hq, T, ...], a result of the whole batch.
+
+        ``part`` has these results: [U, Hq, T, ...], or [U, group, T, ...] for single heads.
+        """
         if self.everything:
             x.copy_(part)
         elif self.heads is None:
@@ -123,9 +137,9 @@ class Entries:
         return replace(self, rows=self.rows + rows, everything=False)
 
     def keep(self, places: Mapping[int, int]) -> tuple[Tensor, Entries]:
-        """Return the indices [U'] of the entries that stay, and their places in the new batch.
+        """Return the indices [U'] of the entries that stay when rows leave, and their places in the new batch.
 
-        ``places`` maps old rows of the batch to new rows. Rows missing from ``places`` leave the batch.
+        ``places`` maps each row that stays to its new row. All other rows leave.
         """
         staying, new_rows = [], []
         for i, row in enumerate(self.rows.tolist()):
@@ -142,18 +156,18 @@ class Entries:
 def group_entries(
     entries: Sequence[Entry], key: Callable[[StoredRow], Hashable], any_length: bool = False
 ) -> Iterator[list[Entry]]:
-    """Yield groups of entries, each in the order of the batch.
+    """Yield groups of entries that can be attended together, each group in the order of the batch.
 
-    Entries of a group have equal ``key(row)`` and rows of equal numbers of heads. Groups are split so that no entry is
-    longer than PADDING_LIMIT times the shortest, because a group is padded to its longest. A single head with a
-    ``size`` counts as that long. With ``any_length`` only groups of such heads are split.
+    The entries of a group have equal ``key(row)``, and their rows store equally many heads. A group is padded to its
+    longest entry, so none may be longer than PADDING_LIMIT times the shortest: otherwise the group is split. A single
+    head with a ``size`` counts as ``size`` tokens long. With ``any_length`` only groups of heads with a size are split.
     """
     by_key: dict[Hashable, list[Entry]] = {}
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
     for members in by_key.values():
         members.sort(key=_tokens_of_entry)
-        # entries come in order of length, so the first of a group is its shortest
+        # entries are sorted by length, so the first entry of a group is its shortest
         groups = [[members[0]]]
         for entry in members[1:]:
             may_split = entry.row.size or not any_length
@@ -170,14 +184,15 @@ def _tokens_of_entry(entry: Entry) -> int:
 
 
 def _place_in_batch(entry: Entry) -> tuple[int, int]:
-    """Return (row, head) of an entry, by which entries are in the order of the batch."""
+    """Return an entry's (row, head). Sorting by this key puts entries into the order of the batch."""
     return (entry.index, entry.head or 0)
 
 
 def _needs_padding(entry: Entry, shortest: Entry) -> bool:
-    """Return True if an entry would need too much padding in the group of ``shortest``.
+    """Return True if an entry is too long for a group whose shortest entry is ``shortest``.
 
-    It would if one of its segments, or its ``size``, is more than PADDING_LIMIT times as long as that of ``shortest``.
+    An entry is too long if its ``size``, or else one of its segments, is more than PADDING_LIMIT times as long as the
+    same segment or the size of ``shortest``.
     """
     if entry.row.size and shortest.row.size:
         return entry.row.size > PADDING_LIMIT * shortest.row.size
@@ -191,8 +206,8 @@ def _needs_padding(entry: Entry, shortest: Entry) -> bool:
 def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tensor], Tensor]]]) -> Tensor:
     """Return the attention [B, Hq, T, D] of query [B, Hq, T, D], computed group by group.
 
-    Each group is a pair (entries, attend). ``attend`` maps their queries [U, Hq, T, D], or [U, group, T, D] of single
-    heads, to their attention of the same shape.
+    ``groups`` are pairs (entries, attend). ``attend`` maps the entries' queries [U, Hq, T, D], or [U, group, T, D] for
+    single heads, to their attention, which has the same shape.
     """
     if len(groups) == 1 and groups[0][0].everything:
         return groups[0][1](query)
@@ -203,9 +218,10 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
 
 
 def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> Tensor | None:
-    """Return for each of ``rows`` rows the mean [B] of its entries' values, or None if no group has values.
+    """Return for each row of a batch the mean of its entries' values [B]; None if no group has values.
 
-    ``groups`` are pairs (entries, values [U] or None). A row without values gets nan.
+    groups: pairs (entries, values [U] or None).
+    rows: the number B of rows. A row without values gets nan.
     """
     with_values = [(entries, values) for entries, values in groups if values is not None]
     if not with_values:
@@ -223,13 +239,14 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
 
 
 def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
-    """Return the cache of head ``head`` of ``stored`` heads alone, as views."""
+    """Return a cache of head ``head`` alone, as views of ``cache``, which stores ``stored`` heads."""
+    # a segment with fewer heads has one head for several neighbours among the ``stored`` heads
     segments = tuple(s.head(head // (stored // s.heads)) for s in cache.segments)
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
-    """Return the ragged segment ``old`` with ``heads`` in place of its heads, one segment [1, L, ...] for each.
+    """Return the ragged segment ``old`` with new heads: ``heads`` has one segment [1, L, ...] for each of them.
 
     The new heads may hold more tokens than the old ones.
     """

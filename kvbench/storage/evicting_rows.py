@@ -30,6 +30,8 @@ from kvbench.storage.row_segments import format_of, take_entries
 class EvictingRows(Format):
     """Rows of one method that evicts while decoding.
 
+    evictor: the part of the method that decides which tokens go.
+    rotary: the model's rotation if cached keys take the positions of their slots, else None.
     positions, valid: [B, H, S], the position of each slot's token, and whether the slot is in use.
     state: the method's running state by name, each [B, H, S, ...].
     budget: [B, H or 1, 1], how many tokens a head may hold.
@@ -104,7 +106,10 @@ class EvictingRows(Format):
         return budgets
 
     def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
-        """Return the most tokens with all channels that a head will hold until ``room`` more tokens have come."""
+        """Return the most whole tokens (with all channels) that a head holds at any time until ``room`` more have come.
+
+        ``segments`` are those of each row.
+        """
         counts = []
         for row in segments:
             by_head = torch.zeros(self.budget.shape[1], dtype=torch.int64)
@@ -117,9 +122,9 @@ class EvictingRows(Format):
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, used_slots: Tensor) -> Tensor:
-        """Load the segment ``s`` of a row behind the ``used_slots`` [H] that its heads use already.
+        """Load the segment ``s`` of a row, and return how many slots each head uses afterwards [H].
 
-        Return how many slots each head uses afterwards [H].
+        Each head's tokens go behind the ``used_slots`` [H] that the head uses already.
         """
         counts = torch.tensor(s.counts, device=used_slots.device)
         # head and slot are the (head, slot) pairs of all tokens, one head after the other
@@ -152,7 +157,7 @@ class EvictingRows(Format):
             # the best ``budget - t`` tokens stay: with t new tokens a head then holds ``budget``
             scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
             self.valid &= rank_slots(scores, self.positions, self.valid) < self.budget - t
-        # the sort puts free slots first; the store keeps ``free`` until the next step, so the clone frees the rest
+        # the sort puts free slots first; the store keeps ``free`` until the next step, and a view would keep all of it
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
         new_k = k.repeat_interleave(h // k.shape[1], dim=1)
         new_v = v.repeat_interleave(h // v.shape[1], dim=1)
@@ -172,7 +177,7 @@ class EvictingRows(Format):
     def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
         """Return a mask [H, S] of the used slots of row ``u`` that its method keeps when it chooses again."""
         in_use = self.valid[u]
-        # all heads of the row hold equally many tokens
+        # all heads of the row hold equally many tokens, so head 0 has the number of each
         order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
         k, v = self.store.tokens_of_row(u)
         positions = at_slots(self.positions[u], order)
@@ -207,12 +212,16 @@ class EvictingRows(Format):
         return out
 
     def attend_again(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        # the method's running state is of the layer's own queries
+        # the method's running state counts the layer's own queries only, so nothing is folded here
         out, _, _, _ = self._attend(query, scale)
         return out
 
     def _attend(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Read]:
-        """Return (output [B, Hq, T, D], attention weights [B, Hq, T, S], query as attended, keys as attended)."""
+        """Return (output [B, Hq, T, D], attention weights [B, Hq, T, S], query, map from stored keys to attended keys).
+
+        The query and the map turn to the positions of the slots if cached keys take those positions. Else the query is
+        unchanged and the map is None.
+        """
         read: Read = None
         if self.rotary is not None:
             query, read = self._turn_to_slots(query, self.newest, self.rotary)
@@ -246,14 +255,14 @@ class EvictingRows(Format):
         """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
-        part = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
+        by_head = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
         token_at = self.positions[:, :, None, None]
         query_at = query_positions[:, None, None, :, None]
         # new tokens see each other causally
         hidden = ~self.valid[:, :, None, None] | (token_at > query_at)
         if self.unattended_distance is not None:
             hidden |= token_at == query_at - self.unattended_distance[..., None, None]
-        return softmax(part.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), sinks_of(scale))
+        return softmax(by_head.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), sinks_of(scale))
 
     def keep(self, at: Tensor) -> None:
         if self.recent is not None:
@@ -284,9 +293,9 @@ class EvictingRows(Format):
         return self.recent.observation(u, None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return one row's segments, each ascending in position.
+        """Return the segments that row ``u`` holds now, each ascending in position.
 
-        They are ragged if heads hold different numbers of tokens.
+        A segment is ragged if heads hold different numbers of tokens.
         """
         state = {name: s[u] for name, s in self.state.items()}
         # keys and values are empty here, because the store fills them in

@@ -39,15 +39,18 @@ class OneFormat:
     """
 
     def __init__(self, segments: Sequence[Segment], size: int, packer: Packer | None) -> None:
-        """Make room for ``size`` slots per head for rows whose segments, one each, are alike. Load none of them."""
+        """Make room for ``size`` slots per head of each row. Load nothing.
+
+        ``segments`` has one segment of each row, all of one format. They show which buffers are needed.
+        """
         first, self.packer = segments[0], packer
 
         def make_buffer(t: Tensor) -> Tensor:
-            """Return an empty buffer [B, H, S, ...] for tensors like t [., ., ...] of one row."""
+            """Return a buffer of zeros [B, H, S, ...] for tensors like t [H, L, ...] of one row."""
             return t.new_zeros(len(segments), first.heads, size, *t.shape[2:])
 
         def make_buffers(rows: Sequence[Values]) -> Values:
-            """Return empty buffers for the keys, or the values, of all rows."""
+            """Return the buffers for the keys, or the values, of all rows."""
             packed = [row for row in rows if isinstance(row, Packed)]
             if packed:
                 # each row's frozen scales are kept, because new tokens are coded with them
@@ -60,7 +63,10 @@ class OneFormat:
         self.fresh: tuple[Tensor, Tensor, Tensor] | None = None
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's N tokens, one head after the other, into the slots ``slot`` [N] of the heads ``head`` [N]."""
+        """Put a segment's N tokens, one head after the other, into slots of one row.
+
+        Token i goes into slot ``slot[i]`` of head ``head[i]``.
+        """
         for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
             for target, tokens in zip(stored_tensors(buffer), stored_tensors(stored), strict=True):
                 target[row, head, slot] = one_by_one(tokens, segment)
@@ -111,7 +117,7 @@ class OneFormat:
         self.k, self.v = self.k[rows], self.v[rows]
 
     def payload(self, held: Tensor) -> list[int]:
-        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks their slots."""
+        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks the slots in use."""
         slot_bytes = _bytes_of_slot(stored_tensors(self.k) + stored_tensors(self.v))
         return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
@@ -138,15 +144,18 @@ class Thin:
     """Slots of thin and whole tokens, with the interface of ``OneFormat``.
 
     Older tokens hold some channels, recent and new tokens all of them. Every slot has room for the kept channels. A
-    whole token also takes one of W ``places`` for its other channels. A new token can therefore reuse the slot of a
-    thin token: it needs only a place more. W is at most the number of a head's slots.
+    whole token also takes one of W places for its other channels, wherever its slot is. A new token can therefore
+    reuse the slot of a thin token. W is at most the number of a head's slots.
 
     slot: [B, H, W], the slot of the token in each place.
     whole: [B, H, W], True for places that are in use.
     """
 
     def __init__(self, rows: Sequence[Sequence[Segment]], size: int, places: int) -> None:
-        """Make room for ``size`` slots and ``places`` places per head, by each row's first segment. Load nothing."""
+        """Make room for ``size`` slots and ``places`` places per head of each row. Load nothing.
+
+        ``rows`` has the segments of each row. The first of them is thin and shows which channels are kept.
+        """
         thin = [segments[0] for segments in rows]
         self.k = StoredPart([(s.k, s.key_channels) for s in thin], thin[0].heads, size, places)
         self.v = StoredPart([(s.v, s.value_channels) for s in thin], thin[0].heads, size, places)
@@ -155,7 +164,7 @@ class Thin:
         self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's N tokens, thin or whole, into the slots ``slot`` [N] of the heads ``head`` [N]."""
+        """Put a segment's N tokens, all thin or all whole, into slots of one row, as ``OneFormat.load`` does."""
         k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
@@ -228,7 +237,7 @@ class Thin:
         self.v.keep(rows)
 
     def payload(self, held: Tensor) -> list[int]:
-        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks their slots."""
+        """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks the slots in use."""
         tokens = held.sum(dim=(1, 2)).tolist()
         whole_tokens = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
         kept_bytes = _bytes_of_slot([self.k.kept, self.v.kept])
@@ -271,7 +280,7 @@ class Thin:
 
 
 class StoredPart:
-    """The keys, or the values, of ``Thin``.
+    """The keys, or the values, of ``Thin``: the kept channels of all tokens, and the other channels of whole tokens.
 
     kept: [B, H, S, C], the kept channels of every token.
     others: [B, H, W, D - C], the other channels of whole tokens.
@@ -295,7 +304,7 @@ class StoredPart:
         self.others: Tensor | None = None
 
     def open(self, head_dim: int) -> None:
-        """Make room once for the other channels of whole tokens with ``head_dim`` channels."""
+        """Make room for the other channels of whole tokens, which have ``head_dim`` channels. Do so only once."""
         if self.channels is None or self.order is not None:
             return
         b, h, c = self.channels.shape
@@ -314,14 +323,17 @@ class StoredPart:
         return reordered[..., : self.kept.shape[3]], reordered[..., self.kept.shape[3] :]
 
     def together(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens [B, H, W, D] in ``slot`` [B, H, W] of each place, with channels in ``order``."""
+        """Return the whole token of each place [B, H, W, D], with channels in the order of ``self.order``.
+
+        ``slot`` [B, H, W] is the slot of each place's token.
+        """
         kept = self.kept.gather(2, slot[..., None].expand(-1, -1, -1, self.kept.shape[3]))
         if self.others is None:
             return kept
         return torch.cat([kept, self.others], dim=3)
 
     def in_order(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens as ``together`` does, but with channels in their natural order."""
+        """Return the whole tokens as ``together`` does, but with channels ascending."""
         tokens = self.together(slot)
         if self.order is None:
             return tokens
@@ -345,7 +357,7 @@ class StoredPart:
         return tokens.scatter_(1, places, self.in_order(slot)[row])[:, :size]
 
     def ids(self, row: int) -> Tensor | None:
-        """Return the channels [H, C] that one row keeps, in a segment's dtype."""
+        """Return the channels [H, C] that one row keeps as int16, the dtype of a segment's channels; None: all."""
         if self.channels is None:
             return None
         return self.channels[row].to(torch.int16)
@@ -359,14 +371,17 @@ class StoredPart:
 
 
 def one_by_one(t: Tensor, segment: Segment) -> Tensor:
-    """Return a segment's tensor t, [H or 1, L, ...] or ragged [1, N, ...], as [N, ...], one head after the other."""
+    """Return a segment's tensor t as [N, ...]: the items of all tokens, one head after the other.
+
+    t is [H or 1, L, ...], or [1, N, ...] for ragged heads.
+    """
     if segment.lengths is not None:
         return t[0]
     return per_head(t, segment.heads).flatten(0, 1)
 
 
 def slot_index(slots: Tensor, t: Tensor) -> Tensor:
-    """Return ``slots`` [..., L] as an index that gathers or scatters their entries in t [..., S, ...]."""
+    """Return ``slots`` [..., L] as the index with which ``gather`` or ``scatter`` reads or writes t [..., S, ...]."""
     # the trailing axes of t repeat the index of their slot
     trailing = t.shape[slots.dim() :]
     ones = [1] * len(trailing)
@@ -379,7 +394,10 @@ def at_slots(t: Tensor, slots: Tensor) -> Tensor:
 
 
 def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
-    """Return the slots in ``held`` [H, S] as a segment in order of position; ragged if heads hold different numbers."""
+    """Return the tokens of the slots that ``held`` [H, S] marks as a segment in order of position.
+
+    The segment is ragged if heads hold different numbers of tokens.
+    """
     counts = held.sum(dim=-1)
     # the largest int32 sorts free slots behind all positions
     hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
@@ -394,6 +412,9 @@ def _bytes_of_slot(tensors: Sequence[Tensor]) -> int:
 
 
 def _repeat_for_queries(t: Tensor, query: Tensor) -> Tensor:
-    """Repeat t [B, H, m] of stored heads for the heads and tokens of query [B, Hq, T, .]; returns [B, Hq, T, m]."""
+    """Return t [B, H, m], which has m items a stored head, repeated for each query head and token: [B, Hq, T, m].
+
+    query: [B, Hq, T, .].
+    """
     group = query.shape[1] // t.shape[1]
     return t.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, query.shape[2], -1)

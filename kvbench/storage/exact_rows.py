@@ -34,8 +34,9 @@ from kvbench.storage.row_segments import (
 
 @dataclass
 class ExactGroup:
-    """Entries with segments of one format. They are attended together, padded to the longest.
+    """Entries of one segment format, which are attended together, padded to the longest.
 
+    entries: the places of the entries in the batch.
     segments: for each i, the i-th segments of all entries as one batch.
     attended: [U], the number of tokens that each entry attended in the last step; None without a masker.
     """
@@ -69,7 +70,7 @@ class ExactRows(Format):
         self.capacity = room.tokens
         self.windowed = room.windowed
         device = rows[0].cache.segments[0].k.device
-        # only kernels read ragged heads side by side, and they know neither masks nor windows
+        # only kernels read ragged heads side by side, and kernels know neither masks nor windows
         single_heads = room.windowed or self.masker is not None or not kernels.serves(device)
         entries: list[Entry] = []
         for i, row in enumerate(rows):
@@ -121,8 +122,10 @@ class ExactRows(Format):
     def room(self, k: Tensor, v: Tensor, tokens: int | None = None) -> tuple[Tensor, Tensor]:
         """Return the tail's buffers (keys, values), each [B, Hk, ., D], with room for ``tokens`` more tokens.
 
-        None makes room for all tokens to come. The buffers have the heads, channels and type of k and v. They grow by a
-        share of the tokens held.
+        tokens: None makes room for all tokens to come.
+        k, v: new tokens [B, Hk, ., D], which show the heads, channels and dtype of the first buffers.
+
+        Full buffers grow by a share of the tokens held, so that they are copied only now and then.
         """
         if self.keys is None or self.values is None:
             self.keys = k.new_empty(*k.shape[:2], 0, k.shape[3])
@@ -180,7 +183,7 @@ class ExactRows(Format):
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
         """Return attention as ``attend`` does, by kvbench-kernels where it serves, else in two parts that are merged.
 
-        The tail is attended for all rows at once, the stored segments group by group.
+        The first part is the tail of all rows at once. The second part is the stored segments, group by group.
         """
         if on_cpu.reads_exact(query):
             return self._attend_by_kernels(query, scale)
@@ -194,7 +197,10 @@ class ExactRows(Format):
         return split.merge_outputs(split.Part(out, lse), tail)
 
     def _attend_by_kernels(self, query: Tensor, scale: float) -> Tensor:
-        """Return attention as ``attend`` does. One call of C reads all groups that it can read."""
+        """Return attention as ``attend`` does. One call of a C function attends all groups that it can read.
+
+        The other groups are attended by PyTorch, each over its segments and its part of the tail.
+        """
         assert self.keys is not None and self.values is not None
         if self.located is None:
             readable, others = [], []
@@ -214,11 +220,11 @@ class ExactRows(Format):
             table.point_to_tail(self.keys, self.values, self.used)
             on_cpu.attend_exact(query, scale, table, out)
         for group in others:
-            own_query = group.entries.query(query)
-            stored = split.attend_segments(own_query, group.segments, scale)
+            group_query = group.entries.query(query)
+            stored = split.attend_segments(group_query, group.segments, scale)
             new_keys, new_values = self.tail()
             tail = split.attend_causally(
-                own_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale
+                group_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale
             )
             group.entries.put(out, split.merge_outputs(stored, tail))
         return out
@@ -266,7 +272,7 @@ class ExactRows(Format):
 
 
 def _batch_segments(entries: Sequence[Entry], positions: bool) -> list[RowSegment | Ragged]:
-    """Return for each i the i-th segments of all entries as one batch. The i-th segments have one format.
+    """Return a list whose item i holds the i-th segments of all entries as one batch. These have one format.
 
     With ``positions`` the batches keep the positions of tokens, because a sliding window needs them.
     """

@@ -23,7 +23,9 @@ from kvbench.storage.row_segments import format_of
 class StoredRow:
     """One layer of one row as it enters a decode batch, with the roles that method and model play while decoding.
 
-    cache: the layer's cache, with number ``layer`` among the layers that methods compress.
+    cache: the layer's cache.
+    layer: the layer's number among the layers that methods compress.
+    masker, coder, evictor: the roles that the row's method plays; None: it does not play the role.
     """
 
     cache: LayerCache
@@ -38,8 +40,10 @@ class StoredRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The room to reserve in each row: for ``tokens`` tokens still to come, at most ``at_once`` of them in one step.
+    """The room to reserve in each row for tokens still to come.
 
+    tokens: how many tokens may still come.
+    at_once: the most tokens that come in one step.
     alone: True if the tokens of one step are read and packed as if each came in a step of its own.
     windowed: True if the text may outgrow the model's sliding window.
     """
@@ -67,7 +71,10 @@ class Format(ABC):
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        """Load rows of equal ``key`` without keeping unused parts of their caches alive."""
+        """Store ``rows``, which have equal ``key``, with ``room`` for new tokens.
+
+        Unused parts of the rows' caches must not be kept alive.
+        """
 
     @classmethod
     @abstractmethod
@@ -87,7 +94,7 @@ class Format(ABC):
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        """Return how many tokens each head will hold, if this format stores such heads apart; else None."""
+        """Return how many tokens each head of a row will hold; None if the format stores the row's heads together."""
         return None
 
     @abstractmethod
@@ -102,9 +109,9 @@ class Format(ABC):
         """
 
     def attend_again(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of another layer that shares these keys and values, after ``attend`` in the same step.
+        """Return the attention of another layer that shares these keys and values. Arguments are those of ``attend``.
 
-        Methods learn nothing from it.
+        It is called after ``attend`` in the same step. The method's running state does not change.
         """
         return self.attend(query, scale, window)
 
@@ -114,7 +121,7 @@ class Format(ABC):
 
     @abstractmethod
     def tokens(self) -> Tensor:
-        """Return the most tokens that any head of each entry has held so far [U]."""
+        """Return for each entry the most tokens that any of its heads has held so far [U]."""
 
     @abstractmethod
     def payload(self) -> list[int]:
@@ -131,4 +138,4 @@ class Format(ABC):
 
     @abstractmethod
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        """Return the segments that entry ``u`` holds now. It was loaded from ``cache``."""
+        """Return the segments that entry ``u`` holds now. The entry was loaded from ``cache``."""

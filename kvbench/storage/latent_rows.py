@@ -1,6 +1,7 @@
 """Rows that cache low-rank latents. Buffers grow while decoding, and keys are rebuilt a block at a time.
 
-Shapes: U rows, S slots, R latents of keys or of values, Hq query heads, Hk kv heads, T new tokens.
+Shapes: U rows, S slots, R latent channels of keys or of values, Hq query heads, Hk kv heads, T new tokens, L tokens of
+the longest row, D head dimension.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class LatentRows(Format):
     """Rows of one layer's latents. A row's slots hold its tokens in order, the newest last.
 
     lift: the map from latents to keys and values.
+    masker: the method that restricts attention; None: every token is attended.
     k, v: the latents [U, S, R] of keys and of values.
-    positions: [U, S].
+    positions: [U, S], the position of each slot's token.
     total: the number of tokens of each row.
     """
 
@@ -63,7 +65,12 @@ class LatentRows(Format):
         return out
 
     def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits [U, Hq, T, L] fp32 in token order, with -inf for later and for missing tokens."""
+        """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] over rebuilt keys, in token order.
+
+        Tokens later than the query's, and tokens that a shorter row lacks, have -inf.
+
+        estimate: maps rebuilt keys to the keys that are multiplied by the query.
+        """
         longest, t = max(self.total), query.shape[2]
         scores = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
         block = max(1, BLOCK // (len(query) * self.lift.heads * query.shape[3]))
@@ -78,7 +85,10 @@ class LatentRows(Format):
         return scores.masked_fill_(hidden, -torch.inf)
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]. Latents are summed, then lifted once."""
+        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L].
+
+        The values are not rebuilt: latents are summed, and only the sum is lifted to the values' dimensions.
+        """
         u, hq, t, longest = probs.shape
         projection = self.lift.v
         # split the latents into the groups of kv heads that share a projection
@@ -87,9 +97,9 @@ class LatentRows(Format):
         group_heads = self.lift.heads // len(values)
         group_probs = probs.split(group_heads * repeats, dim=1)
         outputs = []
-        for part, latent, up in zip(group_probs, values, projection.ups, strict=True):
+        for probs_of_group, latent, up in zip(group_probs, values, projection.ups, strict=True):
             # sum_t p_t (z_t W) = (sum_t p_t z_t) W
-            mixed = weigh(part, latent[:, None]).view(u, group_heads, repeats * t, -1)
+            mixed = weigh(probs_of_group, latent[:, None]).view(u, group_heads, repeats * t, -1)
             if up is None:
                 # without an up-projection, latents [group * D] are the values of the group's heads: each takes its own
                 rows = mixed.unflatten(-1, (group_heads, -1))

@@ -17,10 +17,12 @@ from kvbench.storage.row_segments import per_place
 
 
 class LocalRows(Format):
-    """Rows of any methods, because methods leave local layers alone. The token at position p is in slot p mod S.
+    """All rows of a local layer, whatever their methods: methods leave local layers alone.
 
-    window: how many of the last tokens are attended, or the tokens of a chunk.
-    chunked: True if a token attends its own chunk of the text.
+    The slots are a ring. The token at position p is in slot p mod S.
+
+    window: how many of the last tokens are attended; if ``chunked``, how many tokens a chunk has.
+    chunked: True if a token attends the tokens of its own chunk of the text, not the last ones.
     k, v: the keys and values [U, Hk, S, D] of the slots.
     positions: [U, S], the position of each slot's token. In a free slot it lies before every window.
     newest: [U, T], the positions of the tokens added last.
@@ -55,7 +57,11 @@ class LocalRows(Format):
         return row.cache.window, row.cache.chunked
 
     def _write(self, rows: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Write tokens k, v [U', Hk, T, D] at ``positions`` [U', T] into their slots of ``rows`` [U']."""
+        """Write tokens of the rows with indices ``rows`` [U'] into their slots.
+
+        k, v: the tokens' keys and values [U', Hk, T, D].
+        positions: [U', T], which decide the slots.
+        """
         index = (rows[:, None], positions % self.positions.shape[1])
         self.positions[index] = positions
         # in [U, S, Hk, D] rows and slots are neighbours, as in the index

@@ -16,10 +16,15 @@ from kvbench.storage.row_segments import per_place, size_with_room, stack_channe
 
 
 class PackedHalf:
-    """Keys, or values, of U rows: packed tokens first, then exact tokens in a ring.
+    """The keys, or the values, of U rows: the older tokens packed, and the newest tokens exact in a ring.
 
     The ring has S slots. Token t of a row is in slot t mod S. Of a row's L tokens the first Lq are packed.
+    Shapes: H stored heads, T new tokens, D head dimension, C channels that packed tokens keep.
 
+    residual: the rule for how many of the newest tokens stay exact.
+    pack: the function that packs tokens.
+    grows: False if tokens after the prompt stay exact.
+    step: how many tokens are coded together; they are packed at once.
     codes: the packed tokens [U, H, ., C] of all rows, with room for more.
     ring: the exact tokens [U, H, S, D].
     packed, total: for each row, the number of packed tokens and of all tokens.
@@ -82,7 +87,7 @@ class PackedHalf:
 
     @property
     def stored(self) -> bool:
-        """False for the values of keys that are their own values: they have no channels."""
+        """True if the tokens have channels. The values of keys that are their own values have none."""
         return are_stored(self.ring)
 
     @property
@@ -91,7 +96,7 @@ class PackedHalf:
         return self.ring.shape[2]
 
     def add(self, x: Tensor) -> None:
-        """Write new tokens x [U, Hk, T, D] into the ring, repeated for the H stored heads."""
+        """Write new tokens x [U, Hk, T, D] into the ring. Their kv heads are repeated for the H stored heads."""
         heads, tokens = self.ring.shape[1], x.shape[2]
         if heads != x.shape[1]:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -124,9 +129,9 @@ class PackedHalf:
         self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
 
     def columns(self) -> Tensor:
-        """Return for each ring slot [U, S] the index in its row of the exact token that it holds.
+        """Return for each ring slot [U, S] which token of its row it holds, by the token's index in the row.
 
-        A slot without a token that some query reads exactly has the largest total, an index behind all tokens.
+        A slot whose token no query reads exactly, or without a token, gets the index behind the last token of all rows.
         """
         first_exact = self.packed if self.seen is None else self.before
         total = self.numbers(self.total)[:, None]
@@ -152,9 +157,9 @@ class PackedHalf:
         return torch.cat([tokens, self.ring[:, :, :missing]], dim=2)
 
     def old(self) -> Packed:
-        """Return a view of the packed tokens [U, H, Lq, C]. Lq is the number of the row that has most.
+        """Return a view of the packed tokens [U, H, Lq, C], where Lq is the largest number of packed tokens in a row.
 
-        The tokens behind the last packed token of another row are undefined.
+        In rows with fewer packed tokens, the rest is undefined.
         """
         return self.codes.tokens(0, max(self.packed))
 
@@ -166,7 +171,7 @@ class PackedHalf:
             rows = self._rows_to_pack()
 
     def _rows_to_pack(self) -> Sequence[int]:
-        """Return the rows in which at least one more unit of tokens can be packed."""
+        """Return the rows that have exact tokens to pack, because ``residual`` no longer keeps them exact."""
         if not self.grows:
             return ()
         if len(set(self.total)) == len(set(self.packed)) == 1:
@@ -177,7 +182,7 @@ class PackedHalf:
         return [u for u, total in enumerate(self.total) if self.residual.packed(total) > self.packed[u]]
 
     def _pack_block(self, rows: Sequence[int]) -> None:
-        """Pack the oldest exact tokens of ``rows``: from each row as many as all of them can pack."""
+        """Pack the oldest exact tokens of ``rows``: in each row as many as the row with the fewest has to pack."""
         block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
         span = None
         if len(rows) == len(self.total):
@@ -215,7 +220,7 @@ class PackedHalf:
             buffer[row, :, step] = codes.transpose(1, 2)
 
     def _coded(self, x: Tensor, rows: Sequence[int] | None) -> Packed:
-        """Return exact tokens x [U, H, T, D] packed. Their rows are the indices ``rows``; None: all rows in order."""
+        """Return exact tokens x [U', H, T, D] packed. Their rows have the indices ``rows``; None: all rows in order."""
         channels = self.channels
         if rows is not None:
             channels = take_entries(channels, self.numbers(rows))
@@ -224,14 +229,17 @@ class PackedHalf:
         return self.codes.more(x, self.pack, rows)
 
     def _reserve(self, steps: int) -> None:
-        """Make room for the codes of ``steps`` times ``step`` tokens."""
+        """Make room in each row for the codes of ``steps`` times ``self.step`` tokens."""
         payload = list(self.codes.payload())
         if payload[0].shape[2] < steps:
             size = size_with_room(steps, max(self.total) // self.step, self.most)
             self.codes = self.codes.holding([with_more_room(t, size) for t in payload], self.codes.frozen)
 
     def skip(self, tokens: int) -> None:
-        """Count ``tokens`` more tokens in each row. Fill their storage with random numbers instead of packing any."""
+        """Count ``tokens`` more tokens in each row, for benchmarks that measure a step's cost and not its result.
+
+        No token is packed: storage is filled with random numbers instead.
+        """
         first = min(self.packed)
         self.total = [total + tokens for total in self.total]
         if self.grows:
@@ -240,15 +248,17 @@ class PackedHalf:
         self._reserve(max(self.packed) // self.step)
         for t in self.codes.tokens(first, max(self.packed)).payload():
             if t.is_floating_point():
+                # these are not codes, but numbers such as scales and minima
                 t.uniform_(0.01, 0.1)
             else:
                 t.random_(0, 120)  # as 8-bit floats, bytes below 120 are finite numbers
         self.ring.normal_()
 
     def _ring_span(self, first: Sequence[int], count: int) -> slice | None:
-        """Return the slice of ring slots that hold ``count`` tokens of each row, from the row's token ``first`` on.
+        """Return the slice of ring slots that hold ``count`` tokens of every row.
 
-        Returns None if rows differ in ``first`` or the slots pass the ring's end.
+        ``first`` is the index of each row's first such token. Returns None if the rows differ in it, or if the slots
+        pass the ring's end: then no single slice holds the tokens.
         """
         start = first[0] % self.slots
         if len(set(first)) > 1 or start + count > self.slots:
@@ -274,7 +284,7 @@ class PackedHalf:
         return sizes
 
     def held(self, u: int) -> tuple[Packed, Tensor]:
-        """Return copies of row u's (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
+        """Return copies of what row u holds: (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D])."""
         codes = self.codes[u]
         # the buffers have room for more tokens than are packed now
         steps = self.packed[u] // self.step
@@ -287,5 +297,5 @@ class PackedHalf:
         return codes.holding(payload, frozen), self.ring[u][:, slots]
 
     def numbers(self, numbers: Sequence[int]) -> Tensor:
-        """Return one number per row as a tensor [U] on the device."""
+        """Return ``numbers``, for example one for each row, as a tensor on the device of the tokens."""
         return torch.tensor(numbers, device=self.ring.device)

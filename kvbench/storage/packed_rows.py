@@ -1,7 +1,7 @@
 """Rows whose older tokens are packed while decoding: packed buffers that grow, and a ring of exact tokens.
 
-A step writes its tokens into the ring, attends, and then packs the tokens that must not stay exact. Keys and values are
-packed at different moments, so logits and weights are put in token order in between.
+A step writes its tokens into the ring, attends, and then packs the tokens that must not stay exact. A token's key and
+its value may be packed at different moments, so logits are put in token order before values are weighted.
 Shapes: U rows (or single ragged heads), H stored heads, T new tokens, S slots of a ring.
 """
 
@@ -58,7 +58,7 @@ class PackedRows(Format):
         return (row.coder, cls.segment_key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        # those that the last step read exactly and that must not stay exact
+        # first pack the tokens that the last step still read exactly and that must not stay exact
         self.settle()
         # tokens of one step must see the same packed tokens that each would see in a step of its own
         several = self.alone and k.shape[2] > 1
@@ -84,8 +84,8 @@ class PackedRows(Format):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Attend as ``Format.attend`` does.
 
-        If the packer ``packs_after_step``, tokens that leave the residual in this step are packed before anything else
-        looks at the rows, but not here: another layer may share them, and attends them in the same step.
+        If the packer ``packs_after_step``, tokens that must not stay exact are not packed here but before anything else
+        reads the rows: another layer may share these tokens, and must attend them exactly in the same step.
         """
         out = None
         if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
@@ -127,7 +127,7 @@ class PackedRows(Format):
         return scores[..., :longest].masked_fill(is_later, -torch.inf)
 
     def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits as ``_logits`` does for rows that are alike. Their tokens are already in order."""
+        """Return logits as ``_logits`` does, for rows that are ``alike``: packed and exact tokens are each in order."""
         half, new_tokens = self.k, query.shape[2]
         scores = logits(query, estimate(half.exact()), scale).float()
         if half.packed[0]:
@@ -140,9 +140,10 @@ class PackedRows(Format):
         return scores
 
     def _weigh(self, probs: Tensor) -> Tensor:
-        """Return values [U, Hq, T, D] weighted by probs [U, Hq, T, L]."""
+        """Return values [U, Hq, T, D] fp32 weighted by probs [U, Hq, T, L]."""
         half = self.v
         if not half.stored:
+            # the keys are their own values
             half = self.k
         most_packed = max(half.packed)
         packed_probs = probs[..., :most_packed]
@@ -150,10 +151,10 @@ class PackedRows(Format):
             out = weigh(probs[..., most_packed:], half.exact())
         else:
             columns = half.columns()[:, None, None].expand(*probs.shape[:3], -1)
-            packed = half.seen
-            if packed is None:
-                packed = half.numbers(half.packed)[:, None, None, None]
-            is_packed = torch.arange(probs.shape[3], device=probs.device) < packed
+            packed_counts = half.seen
+            if packed_counts is None:
+                packed_counts = half.numbers(half.packed)[:, None, None, None]
+            is_packed = torch.arange(probs.shape[3], device=probs.device) < packed_counts
             exact_probs = probs
             if half.seen is not None:
                 # a token in the ring may be packed for this query, and then its exact value gets weight 0
@@ -162,10 +163,10 @@ class PackedRows(Format):
             out = weigh(F.pad(exact_probs, (0, 1)).gather(3, columns), half.ring)
             packed_probs = packed_probs.masked_fill(~is_packed[..., :most_packed], 0)
         if most_packed:
-            part = packed_weigh(packed_probs, half.old())
+            packed_out = packed_weigh(packed_probs, half.old())
             if half.channels is not None:
-                part = spread_channels(part, half.channels, out.shape[3])
-            out = out + part
+                packed_out = spread_channels(packed_out, half.channels, out.shape[3])
+            out = out + packed_out
         return out
 
     def keep(self, at: Tensor) -> None:
@@ -185,7 +186,7 @@ class PackedRows(Format):
         (old,) = cache.segments
         k_codes, k = self.k.held(u)
         v_codes, v = self.v.held(u)
-        # since it was loaded, the row has read as many tokens as it now holds more than ``cache``
+        # packed rows drop no tokens: the tokens that the row holds beyond those of ``cache`` are the ones read since
         end = cache.seen + self.k.total[u] - cache.tokens
         new = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
         positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)

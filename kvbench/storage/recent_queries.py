@@ -22,13 +22,14 @@ class RecentQueries:
 
     observed: each row's observation of its prompt.
     seen: how many tokens each row has read.
-    prompts: how many of them are the row's prompt.
+    prompts: the length of each row's prompt.
     known: how many queries of each row the ring holds.
-    ring: [B, Hq, W, D]; None if the method reads no queries.
+    size: the number W of queries that the ring has room for; 0 if the method reads no queries.
+    ring: the queries [B, Hq, W, D]; None if W is 0.
     """
 
     def __init__(self, caches: Sequence[LayerCache], size: int) -> None:
-        """Load the last queries of the prompts of ``caches``, with W = ``size``."""
+        """Load the last queries of each row's prompt. ``caches`` has the layer of each row, and W is ``size``."""
         self.observed = [cache.observed for cache in caches if cache.observed is not None]
         self.seen = [cache.seen for cache in caches]
         self.prompts = [cache.prompt_tokens for cache in caches]
@@ -51,9 +52,12 @@ class RecentQueries:
         return torch.arange(self.seen[u] - count, self.seen[u], device=device) % self.size
 
     def due(self, new: int, every: int) -> list[int]:
-        """Return the rows that choose again before ``new`` tokens come.
+        """Return the rows that must choose again before the next step.
 
-        Raises UsageError if a row would have to choose among these tokens.
+        Raises UsageError if a row would have to choose in the middle of that step.
+
+        new: how many tokens the step adds to each row.
+        every: a row chooses again whenever it has read this many more tokens after its prompt.
         """
         answered = [seen - prompt for seen, prompt in zip(self.seen, self.prompts, strict=True)]
         if any(tokens % every + new > every for tokens in answered):
@@ -74,9 +78,11 @@ class RecentQueries:
             self.ring.scatter_(2, index, query[:, :, -t:])
 
     def observation(self, u: int, positions: Tensor | None) -> Observation:
-        """Return the observation for a choice of row ``u`` among tokens at ``positions`` [H, m], ascending.
+        """Return the observation by which row ``u`` chooses among its tokens: the prompt's, with the last queries.
 
-        Without ``positions``, return the prompt's observation with the last queries.
+        positions: [H, m], ascending, the positions of the tokens among which the row chooses. The observation then
+            counts these m tokens, and its queries are those whose tokens every head still holds. None: the
+            observation keeps the prompt's numbers.
         """
         observed, seen, count = self.observed[u], self.seen[u], self.known[u]
         if positions is not None:

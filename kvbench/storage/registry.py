@@ -18,12 +18,13 @@ FORMATS: tuple[type[Format], ...] = (LocalRows, EvictingRows, LatentRows, Packed
 
 
 def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
-    """Store one layer of a batch, and return pairs (the places of a group's entries in the batch, their format).
+    """Store one layer of a batch, and return its groups as pairs (entries, format).
 
-    rows: the layer's cache of each row.
+    ``entries`` are the places of a group's entries in the batch, and ``format`` stores and attends them. Entries share
+    a group if they have the same format and key, and similar lengths if the format needs that.
+
+    rows: the layer of each row.
     room: the room to reserve for tokens still to come.
-
-    Entries share a group if they have the same format and key, and similar lengths if the format needs that.
     """
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):

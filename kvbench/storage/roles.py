@@ -62,7 +62,8 @@ class Packer:
 class Coder:
     """A packer, with the rules for which tokens it packs.
 
-    keys, values: the rules for how many of the newest tokens stay exact as keys and as values.
+    packer: the method that packs the tokens.
+    keys, values: the rules for how many of the newest tokens keep exact keys, and exact values.
     grows: False if only the prompt is packed, and all later tokens stay exact.
     """
 
@@ -74,9 +75,10 @@ class Coder:
 
 @dataclass(frozen=True)
 class Slots:
-    """A layer's slots as its method sees them. Free slots are not ``valid``.
+    """A layer's slots as its method sees them.
 
     positions: the position of each slot's token.
+    valid: True for the slots that hold a token, False for free slots.
     state: the method's running state by name, such as the attention that each token received.
     now: [B, 1, 1], the position of the newest token.
     n: [B, 1, 1], the prompt's length.
@@ -109,7 +111,10 @@ class Evictor:
         return False
 
     def head_budgets(self, cache: LayerCache, layer: int) -> Sequence[int]:
-        """Return how many tokens each stored head of this layer may hold. One with 0 copies another head's output."""
+        """Return how many tokens each stored head of this layer may hold.
+
+        A head that may hold 0 tokens copies another head's output.
+        """
         raise TypeError(f"{type(self).__name__} does not say how many tokens its heads hold while decoding")
 
     @property
@@ -137,7 +142,10 @@ class Evictor:
         raise TypeError(f"{type(self).__name__} does not say what it chooses while decoding")
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
-        """Return (each stored head's tokens after ``new`` more tokens, the most that each has held by then)."""
+        """Return (tokens, most) after ``new`` more tokens, each a list with a number for each stored head.
+
+        ``tokens`` has how many tokens a head then holds, ``most`` the most that it has held at any time until then.
+        """
         counts = cache.kept_counts()
         budgets = self.head_budgets(cache, layer)
         after = counts
@@ -158,7 +166,10 @@ class Evictor:
         return None
 
     def keep_scores(self, slots: Slots) -> Tensor:
-        """Return each slot's score [B, H, S] before new tokens come. The lowest are evicted, but never one of +inf."""
+        """Return each slot's score [B, H, S] before new tokens come.
+
+        The tokens with the lowest scores are evicted. A token with the score +inf is never evicted.
+        """
         raise TypeError(f"{type(self).__name__} does not say what it evicts while decoding")
 
     def new_token_state(self, k: Tensor, v: Tensor) -> Mapping[str, Tensor]:
@@ -171,13 +182,16 @@ class Evictor:
         return False
 
     def estimate(self, keys: Tensor) -> Tensor:
-        """Return approximate fp32 keys [..., D] for keys [..., D]. Packed keys are unpacked and passed in blocks."""
+        """Return the method's approximation of keys [..., D] in fp32.
+
+        The caller passes packed keys unpacked, block by block.
+        """
         return keys
 
     def fold(self, slots: Slots, probs: Tensor) -> Mapping[str, Tensor]:
         """Return {name: new running state} for each state that the step changes.
 
-        probs [B, Hq, T, S] are the attention weights of its T new queries over the slots.
+        probs: [B, Hq, T, S], the attention weights over the slots of the step's T queries.
         """
         return {}
 
@@ -218,7 +232,7 @@ class Lift(Protocol):
         ...
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """Return the (key latents, value latents) [B, T, R] of the tokens that the projections read last."""
+        """Return (key latents, value latents), each [B, T, R], of the tokens that the model's layer read last."""
         ...
 
 
@@ -261,8 +275,8 @@ class Rotary:
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x [..., D] with its first r dimensions rotated, computed in fp32."""
-        part, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
-        a, b = part.chunk(2, dim=-1)
+        rotary, rest = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+        a, b = rotary.chunk(2, dim=-1)
         # x cos + rot(x) sin, where rot(a, b) = (-b, a)
-        rotated = part * cos + torch.cat((-b, a), dim=-1) * sin
+        rotated = rotary * cos + torch.cat((-b, a), dim=-1) * sin
         return torch.cat((rotated.to(x.dtype), rest), dim=-1)

@@ -22,7 +22,7 @@ FEWEST = 8  # but by at least this many tokens
 
 @dataclass(frozen=True)
 class Shared:
-    """Query heads that share logits. Logits are computed for the leading heads alone.
+    """Which query heads share logits. Logits are computed for leading heads alone, and other heads take them.
 
     leading: the query heads whose logits are computed.
     key_rows: for each leading head, the stored keys that it reads.
@@ -34,11 +34,11 @@ class Shared:
     place: Tensor  # [B, Hq] int64
 
     def rows(self, index: Tensor) -> Shared:
-        """Return how query heads share logits in the rows ``index`` of the batch."""
+        """Return the sharing in the rows ``index`` of the batch only."""
         return Shared(self.leading[index], take_entries(self.key_rows, index), self.place[index])
 
     def over(self, heads: int) -> Shared:
-        """Return the same sharing for a batch that stores the keys of all ``heads``, also those without a reader."""
+        """Return the same sharing for keys of all ``heads`` kv heads, also of those that no leading head reads."""
         group = self.place.shape[1] // heads
         return Shared(self.leading, self.leading // group, self.place)
 
@@ -184,11 +184,10 @@ def take_entries(t: Tensor | None, index: Tensor) -> Tensor | None:
 def size_with_room(least: int, held: int, most: int) -> int:
     """Return the number of tokens for which to make room when storage is full.
 
-    Storage grows by a share of the tokens held. It is therefore never much larger than them, and is copied only a
-    bounded number of times.
+    Storage grows by a share of the tokens held. It is therefore never much larger than they are, and seldom copied.
 
-    least: the tokens that must fit now.
-    held: the tokens that rows hold now.
+    least: how many tokens must fit now.
+    held: how many tokens a row holds now.
     most: the most tokens that will ever be stored.
     """
     return max(least, min(most, least + max(held // GROWTH, FEWEST)))
@@ -205,14 +204,17 @@ def with_more_room(t: Tensor, size: int) -> Tensor:
 
 
 def per_place(t: Tensor, places: int) -> int:
-    """Return how many bytes the tensor t takes for each of its ``places`` (tokens or slots), or 0 without places."""
+    """Return how many bytes tensor t takes for each of its ``places`` (tokens or slots); 0 if it has no places."""
     if places == 0:
         return 0
     return t.nbytes // places
 
 
 def stack_channels(channels: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the kept channels [H, C] of rows of one format as [B, H, C] int64; None if the rows keep all channels."""
+    """Return each row's kept channels [H, C] as one tensor [B, H, C] int64; None if the rows keep all channels.
+
+    The rows have one format: all of them keep C channels, or all of them are None.
+    """
     by_row = [row for row in channels if row is not None]
     if not by_row:
         return None
@@ -220,9 +222,9 @@ def stack_channels(channels: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def flatten_rows(segments: Sequence[Segment]) -> Ragged:
-    """Return segments of one format with ragged heads, one of each row, as one ragged batch.
+    """Return segments with ragged heads, one of each row, as one ragged batch.
 
-    The batch of a single row is a view.
+    The segments have one format. The batch of a single row is a view.
     """
     counts = [s.lengths for s in segments if s.lengths is not None]
     lengths = torch.stack(counts).to(torch.int32)
@@ -243,10 +245,10 @@ def flatten_rows(segments: Sequence[Segment]) -> Ragged:
 
 
 def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegment:
-    """Return segments of one format, one of each row, as one padded batch. The batch of a single row is a view.
+    """Return segments, one of each row, as one batch that is padded to the longest.
 
-    All heads of a segment hold equally many tokens. With ``positions``, the batch keeps the tokens' positions, because
-    a sliding window needs them.
+    The segments have one format, and all heads of a segment hold equally many tokens. The batch of a single row is a
+    view. With ``positions``, the batch keeps the tokens' positions, because a sliding window needs them.
     """
     longest = max(s.tokens for s in segments)
     valid, lengths = None, None
@@ -270,7 +272,10 @@ def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegme
 
 
 def format_of(segment: Segment) -> tuple[object, ...]:
-    """Return a segment's format. Segments with equal formats can be attended in one batch."""
+    """Return a segment's format: the sizes and kinds of its tensors, which do not depend on its number of tokens.
+
+    Segments with equal formats can be attended in one batch.
+    """
     codes: tuple[object, ...] | None = None
     if segment.codes is not None:
         codes = (segment.codes.k.format, segment.codes.v.format)

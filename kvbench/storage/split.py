@@ -21,7 +21,7 @@ from kvbench.storage.row_segments import Ragged, RowSegment
 
 
 class Part(NamedTuple):
-    """Attention over some of the tokens: the output of its own softmax, and the lse by which parts are merged."""
+    """Attention over some of the tokens: the output of a softmax over these tokens, and the lse that merges parts."""
 
     out: Tensor  # [U, Hq, T, D]
     lse: Tensor  # [U, Hq, T], the logarithm of the sum of exp(logit); -inf over no token
@@ -54,9 +54,10 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
 
 
 def attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Part:
-    """Return the attention of the newest T of L tokens, query [U, Hq, T, D], over all L, keys and values [U, H, L, D].
+    """Return the attention of the newest T of L tokens over all L tokens. The newest tokens see each other causally.
 
-    The newest tokens see each other causally.
+    query: [U, Hq, T, D], the queries of the newest tokens.
+    keys, values: [U, H, L, D], those of all tokens, the newest last.
     """
     t, length = query.shape[2], keys.shape[2]
     if t == 1:
@@ -68,10 +69,13 @@ def attend_causally(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
 def attend_after(
     query: Tensor, earlier: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], scale: float
 ) -> tuple[Tensor, Tensor] | None:
-    """Return attention [Hq, T, D] and log-sum-exps [Hq, T] of T tokens over earlier tokens and, causally, themselves.
+    """Return (attention [Hq, T, D], lse [Hq, T]) of T tokens over earlier tokens and, causally, over themselves.
 
-    query is [Hq, T, D]. ``earlier`` are keys and values [H, L, D] of at least one token, ``own`` are [H, T, D]. Returns
-    None where ``attend_with_lse`` does.
+    Returns None where ``attend_with_lse`` does.
+
+    query: [Hq, T, D].
+    earlier: the keys and values [H, L, D] of at least one earlier token.
+    own: the keys and values [H, T, D] of the T tokens.
     """
     own_attention = attend_with_lse(query, own[0], own[1], scale)
     if own_attention is None:
@@ -84,9 +88,9 @@ def attend_after(
 
 
 def attend_segments(query: Tensor, segments: Sequence[RowSegment | Ragged], scale: float) -> Part:
-    """Return the attention of query [U, Hq, T, D] over stored segments, of which none may share logits.
+    """Return the attention of query [U, Hq, T, D] over all tokens of stored segments.
 
-    Segments without tokens are passed over. Over no token at all the output is 0 and the lse is -inf.
+    Heads of the segments must not share logits. Without any token the output is 0 and the lse is -inf.
     """
     parts = [_attend_segment(query, s.padded(), scale) for s in segments if s.longest]
     if not parts:
@@ -98,13 +102,13 @@ def attend_segments(query: Tensor, segments: Sequence[RowSegment | Ragged], scal
 
 
 def join_parts(a: Part, b: Part) -> Part:
-    """Return the attention over the tokens of both parts; b must have at least one."""
+    """Return the attention over the tokens of both parts, with its lse. Part b must have at least one token."""
     # lse = log(e^a.lse + e^b.lse)
     return Part(merge_outputs(a, b), torch.logaddexp(a.lse, b.lse))
 
 
 def merge_outputs(a: Part, b: Part) -> Tensor:
-    """Return the attention [U, Hq, T, D] over the tokens of both parts; b must have at least one."""
+    """Return the attention [U, Hq, T, D] over the tokens of both parts. Part b must have at least one token."""
     # out = (e^a.lse a.out + e^b.lse b.out) / (e^a.lse + e^b.lse) = b.out + sigmoid(a.lse - b.lse) (a.out - b.out)
     # A row must not depend on its place in a batch, where PyTorch may run vector or scalar code. The two agree in fp64
     # once rounded, and in single sums and products.

@@ -1,6 +1,6 @@
 """Decode attention by kernels, which dequantise and sum tokens as they read them: Triton's on a GPU, C on a CPU.
 
-``attend`` and ``attend_packed`` return None where no kernel serves. Plain PyTorch then computes the attention
+``attend`` and ``attend_packed`` return None where no kernel can compute the attention. Plain PyTorch then computes it
 (kvbench.storage.attend, packed_rows), and its numbers are the reference. ``KVBENCH_KERNELS=off`` turns kernels off.
 ``on_cpu`` has the C functions; all else here is about Triton.
 For tests, ``TRITON_INTERPRET=1`` lets Triton's slow interpreter serve tensors on a CPU. The variable must be set before
@@ -42,7 +42,7 @@ def enabled() -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Return True if kernels attend tensors on ``device``. The first call for a GPU compiles a small kernel."""
+    """Return True if Triton's kernels can attend tensors on ``device``. The first call for a GPU compiles one."""
     if device.type == "cpu":
         return interpreted() and enabled()
     # _works compiles a kernel, so it comes last: the environment may forbid kernels
@@ -70,7 +70,7 @@ def attend(
 
     Returns None if no kernel serves these tensors.
     """
-    # the run that stores the fewest heads has the most queries for each of them
+    # a run is a segment or the tail; the run that stores the fewest heads has the most queries for each of its heads
     fewest_heads = tail[0].shape[1]
     for s in segments:
         fewest_heads = min(fewest_heads, s.heads)
@@ -84,7 +84,7 @@ def attend(
     runs: list[RowSegment | Ragged] = [s for s in segments if s.longest]
     runs.append(tail_run)
     cuts = [softmax.cut_tokens(query, run.heads, run.longest) for run in runs]
-    # all runs write their splits into one table, so that one call merges them
+    # all runs write the results of their splits into one table, so that one call merges them
     parts = softmax.Parts.room(sum(cut.count for cut in cuts), query)
     first = 0
     with torch.cuda.device_of(query):
@@ -123,10 +123,10 @@ def attend_packed(query: Tensor, scale: float, keys: PackedHalf, values: PackedH
 
 
 def _counts_on_device(counts: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return ``counts``, three lists of a number for each of U rows, as a tensor [3, U] int32 on ``device``."""
+    """Return ``counts``, which are three lists with one number a row, as a tensor [3, U] int32 on ``device``."""
     if any(len(set(numbers)) > 1 for numbers in counts):
         return torch.tensor(counts, dtype=torch.int32, device=device)
-    # equal rows are filled in on the device, because a copy would wait for it
+    # equal numbers are filled in on the device, because a copy to the device would wait for its earlier work
     table = torch.empty(len(counts), len(counts[0]), dtype=torch.int32, device=device)
     for row, numbers in zip(table, counts, strict=True):
         row.fill_(numbers[0])
@@ -134,7 +134,7 @@ def _counts_on_device(counts: Sequence[Sequence[int]], device: torch.device) -> 
 
 
 def _takes_query(query: Tensor, heads: int) -> bool:
-    """Return True if the kernels take query [B, Hq, T, D] on at least ``heads`` stored heads."""
+    """Return True if the kernels can attend query [B, Hq, T, D] over segments with ``heads`` or more stored heads."""
     few_queries = query.shape[1] // heads * query.shape[2] <= MOST_QUERIES
     # ``serves`` comes last because it may compile a kernel
     return few_queries and query.dtype in DTYPES and query.numel() > 0 and serves(query.device)
@@ -142,7 +142,7 @@ def _takes_query(query: Tensor, heads: int) -> bool:
 
 @functools.cache
 def _works(device: torch.device) -> bool:
-    """Return True if a small kernel compiles for ``device`` and runs there; warn once with the reason if not."""
+    """Return True if a small kernel compiles for ``device`` and runs there. If not, warn once with the reason."""
     if not installed():
         return False
     from triton.errors import TritonError
@@ -150,7 +150,7 @@ def _works(device: torch.device) -> bool:
     from kvbench.storage.kernels import exact, softmax
 
     try:
-        # the test is one query over one token whose key and value are the query itself
+        # the trial attends one query over one token whose key and value are the query itself
         query = torch.zeros(1, 1, 1, 16, device=device)
         run, cut = RowSegment(query, query), softmax.cut_tokens(query, 1, 1)
         parts = softmax.Parts.room(cut.count, query)

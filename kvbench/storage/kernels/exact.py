@@ -33,9 +33,10 @@ def attend(
 ) -> None:
     """Write into ``parts`` the attention of query [B, Hq, T, D], contiguous, over each split of ``run``.
 
-    run: the exact tokens, stored segments or a tail.
+    run: the exact tokens: a stored segment, or the tail.
     scale: the factor of q.k.
     cut: how the run's tokens are cut into splits.
+    parts: one partial result for each split of ``cut``.
     causal: True if the run's last T tokens are the query's own. Each query then sees no later token.
     """
     b, hq, t, d = query.shape
@@ -91,7 +92,7 @@ def attend(
 
 
 def _with_unit_stride(x: Tensor) -> Tensor:
-    """Return x with a token's channels next to each other in memory, because the kernel reads them so."""
+    """Return x with the channels of a token next to each other in memory, as the kernel reads them."""
     if x.stride(-1) == 1:
         return x
     return x.contiguous()

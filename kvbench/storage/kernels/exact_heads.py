@@ -1,7 +1,7 @@
-"""Tables of the addresses of exact rows' tokens, by which kvbench-kernels' C function reads them head by head, in runs.
+"""Tables of the addresses at which exact rows hold their tokens. A C function of kvbench-kernels reads tokens by them.
 
-A run is tokens of one head that lie one after the other. A head's runs are its part of each stored segment, and its new
-tokens in the batch's tail.
+The function reads a row head by head, and a head in runs. A run is tokens of one head that lie one after the other in
+memory. A head's runs are its part of each stored segment, and its new tokens in the batch's tail.
 Shapes: B rows, U entries, Hq query heads, H stored heads, Hk kv heads, L slots, D head dimension.
 """
 
@@ -24,7 +24,10 @@ MOST_CHANNELS = 512
 class TokenRun(NamedTuple):
     """Tokens of one head that lie one after the other: the fields of the C functions' ``struct run``.
 
-    keys, values, key_channels: addresses. key_channels is 0 where keys have all channels.
+    keys, values: the addresses of the first token's key and value.
+    tokens: the number of tokens.
+    key_width: how many channels a stored key has.
+    key_channels: the address of the list of these channels; 0 if keys have all channels.
     """
 
     keys: int
@@ -36,15 +39,16 @@ class TokenRun(NamedTuple):
 
 @dataclass
 class HeadTable:
-    """The heads of a batch's entries and the runs that are their tokens.
+    """The N heads of a batch's entries, and the R runs in which their tokens lie.
 
-    heads: int64 [N, 4], the C functions' ``struct head``: first query head (of all B Hq), query heads, first run, runs.
-    runs: int64 [R, 5], ``struct run``; see ``TokenRun``.
+    heads: int64 [N, 4], the C functions' ``struct head``. A row is (index of its first query head among all B Hq,
+        number of its query heads, index of its first run, number of its runs).
+    runs: int64 [R, 5], the C functions' ``struct run``; a row is a ``TokenRun``.
     tail_runs: [N], the index in ``runs`` of each head's new tokens.
     tail_heads: [N], the kv head (of all B Hk) in the tail that each head reads.
     longest: the most stored tokens of a head.
     most_queries: the most query heads that read a stored head.
-    stored: the tensors whose memory ``runs`` names. The table keeps them alive.
+    stored: the tensors to whose memory ``runs`` points. The table keeps them alive.
     stored_bytes: the bytes of these tensors.
     tail_tokens: the number of new tokens of each head.
     """
@@ -60,7 +64,11 @@ class HeadTable:
     tail_tokens: int = 0
 
     def point_to_tail(self, keys: Tensor, values: Tensor, used: int) -> None:
-        """Let each head's last run be the first ``used`` tokens of its kv head in keys and values [B, Hk, ., D]."""
+        """Set each head's last run, its new tokens, to the tokens that the batch's tail now holds.
+
+        keys, values: the buffers [B, Hk, ., D] of the tail. Their memory may have moved since the last step.
+        used: how many tokens the tail holds.
+        """
         head_bytes = keys.stride(1) * keys.element_size()
         self.runs[self.tail_runs, 0] = keys.data_ptr() + self.tail_heads * head_bytes
         self.runs[self.tail_runs, 1] = values.data_ptr() + self.tail_heads * head_bytes
@@ -69,9 +77,10 @@ class HeadTable:
 
 
 def can_read(segment: RowSegment | Ragged, channels: int) -> bool:
-    """Return True if the C functions read a segment of heads of ``channels`` channels.
+    """Return True if the C functions can read a segment of a model whose heads have ``channels`` channels.
 
-    It then has keys and values in fp32, token behind token, and no logits that heads share. Keys may be thin.
+    They need keys and values in fp32, with a head's tokens one behind the other, and no heads that share logits. Keys
+    may be thin, values may not.
     """
     k, v = segment.k, segment.v
     if segment.value_channels is not None or segment.shared is not None or v.shape[-1] != channels:
@@ -87,9 +96,11 @@ def can_read(segment: RowSegment | Ragged, channels: int) -> bool:
 def build_head_table(
     groups: Sequence[tuple[Entries, Sequence[RowSegment | Ragged]]], query_heads: int, kv_heads: int, channels: int
 ) -> HeadTable:
-    """Return the table of the entries of ``groups``. The C functions read their segments (``can_read``).
+    """Return the table of the heads of all ``groups``, each a pair (entries, segments).
 
-    query_heads, kv_heads, channels: those of a row, also for entries that are single heads.
+    Every segment must be one that the C functions can read (``can_read``).
+
+    query_heads, kv_heads, channels: the numbers of a whole row, also for entries that are single heads.
     """
     heads: list[tuple[int, int, int, int]] = []
     runs: list[TokenRun] = []
@@ -103,31 +114,32 @@ def build_head_table(
             runs_of_segment, tensors = _runs_of(segment)
             runs_by_segment.append(runs_of_segment)
             stored += tensors
-        # the heads that a row stores in the finest of its segments
-        of_row = max([kv_heads] + [segment.heads for segment in segments])
+        # segments of a row may store different numbers of heads; the table has the heads of the segment with most
+        heads_of_row = max([kv_heads] + [segment.heads for segment in segments])
         if entries.heads is not None:
-            of_row = entries.stored
-        group = query_heads // of_row
+            heads_of_row = entries.stored
+        group = query_heads // heads_of_row
         for place, row in enumerate(entries.rows.tolist()):
-            numbers = range(of_row)
+            heads_of_entry = range(heads_of_row)
             if entries.heads is not None:
-                head = int(entries.heads[place])
-                numbers = range(head, head + 1)
-            for number in numbers:
+                only_head = int(entries.heads[place])
+                heads_of_entry = range(only_head, only_head + 1)
+            for head in heads_of_entry:
                 first_run, tokens = len(runs), 0
                 for segment, runs_of_segment in zip(segments, runs_by_segment, strict=True):
                     # an entry that is a single head has one stored head in each segment
-                    of_segment = 0
+                    segment_head = 0
                     if entries.heads is None:
-                        of_segment = number // (of_row // segment.heads)
-                    run = runs_of_segment[place][of_segment]
+                        segment_head = head // (heads_of_row // segment.heads)
+                    run = runs_of_segment[place][segment_head]
                     if run.tokens:
                         runs.append(run)
                         tokens += run.tokens
                 tail_runs.append(len(runs))
+                # point_to_tail fills in this run at every step
                 runs.append(TokenRun(keys=0, values=0, tokens=0, key_width=channels, key_channels=0))
-                tail_heads.append(row * kv_heads + number // (of_row // kv_heads))
-                heads.append((row * query_heads + number * group, group, first_run, len(runs) - first_run))
+                tail_heads.append(row * kv_heads + head // (heads_of_row // kv_heads))
+                heads.append((row * query_heads + head * group, group, first_run, len(runs) - first_run))
                 longest = max(longest, tokens)
     return HeadTable(
         heads=torch.tensor(heads),
@@ -142,7 +154,7 @@ def build_head_table(
 
 
 def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[TokenRun]], list[Tensor]]:
-    """Return the run of each entry and stored head, and the tensors whose memory the runs name."""
+    """Return (runs, tensors) of a segment: the run of each entry's each stored head, and the tensors they point to."""
     k, v = segment.k, segment.v
     tensors = [k, v]
     channels: Tensor | None = None
@@ -163,7 +175,7 @@ def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[TokenRun]], list[T
         value_offsets = _head_offsets(v)
     runs = []
     for entry, entry_counts in enumerate(counts):
-        of_entry = []
+        runs_of_entry = []
         for head, tokens in enumerate(entry_counts):
             run = TokenRun(
                 keys=k.data_ptr() + key_offsets[entry][head] * k.element_size(),
@@ -172,8 +184,8 @@ def _runs_of(segment: RowSegment | Ragged) -> tuple[list[list[TokenRun]], list[T
                 key_width=k.shape[-1],
                 key_channels=0 if channels is None else channels[entry, head].data_ptr(),
             )
-            of_entry.append(run)
-        runs.append(of_entry)
+            runs_of_entry.append(run)
+        runs.append(runs_of_entry)
     return runs, tensors
 
 

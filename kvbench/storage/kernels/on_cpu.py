@@ -35,14 +35,14 @@ INTERFACE = 4
 WIDTH, TOKENS = 16, 32
 """The C functions pad channels to a multiple of WIDTH, and read up to TOKENS tokens at a time."""
 BYTES_A_THREAD = 2**18
-"""A thread of its own reads at least so many bytes of codes: to start it costs as much as reading some ten thousand."""
+"""The least bytes of codes for which a thread is started. To start one costs as much as reading some ten thousand."""
 
 EXACT_BYTES_A_THREAD = 2**20
-"""The same for exact keys and values, which are read without being unpacked."""
+"""The least bytes of exact keys and values for which a thread is started. They are read faster than codes."""
 
 
 class _PackedArgument(ctypes.Structure):
-    """The C functions' ``struct packed``."""
+    """The C functions' ``struct packed``: packed keys or values. Its source in kvbench-kernels explains the fields."""
 
     _fields_ = (
         ("codes", ctypes.c_void_p),
@@ -65,7 +65,7 @@ class _PackedArgument(ctypes.Structure):
 
 
 class _RingArgument(ctypes.Structure):
-    """The C functions' ``struct ring``."""
+    """The C functions' ``struct ring``: exact tokens, and each head's numbers of packed and of all tokens."""
 
     _fields_ = (
         ("keys", ctypes.c_void_p),
@@ -95,7 +95,7 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
     if library is None or key_levels is None or value_levels is None:
         return None
     flat_query = (flat_query * scale).contiguous()
-    # packed keys may have a basis of their own, and some of the channels
+    # packed keys may keep some of the channels, and may be rotated: the query for them is picked and rotated alike
     packed_query = flat_query
     if keys.channels is not None:
         # each head is a row of its own
@@ -104,7 +104,8 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         packed_query = packed_query @ old_keys.rotation
     packed_query = _pad_channels(packed_query)
     out = torch.empty_like(flat_query)
-    # so may packed values; where they have not, one sum holds exact and packed ones
+    # if packed values keep some channels or are rotated, their sum is taken apart and turned into whole heads below;
+    # else one tensor takes the sums of exact and of packed values
     apart = values.channels is not None or old_values.rotation is not None
     packed_out = out
     if apart:
@@ -117,17 +118,19 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         tensors=(flat_query, packed_query, out, packed_out),
     )
     if apart:
-        part = packed_out[..., : value_levels.channels]
+        from_packed = packed_out[..., : value_levels.channels]
         if old_values.rotation is not None:
-            part = part @ old_values.rotation.T
+            from_packed = from_packed @ old_values.rotation.T
         if values.channels is not None:
-            part = spread_channels(part[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[:, :, 0]
-        out += part
+            from_packed = spread_channels(from_packed[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[
+                :, :, 0
+            ]
+        out += from_packed
     return out.view(query.shape)
 
 
 def _padded_width(channels: int) -> int:
-    """Return the number of channels with those that fill it up to a multiple of WIDTH."""
+    """Return ``channels`` rounded up to a multiple of WIDTH."""
     return channels + -channels % WIDTH
 
 
@@ -144,7 +147,13 @@ def _attend_heads(
     halves: tuple[PackedHalf, PackedHalf],
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Call the C function for all heads. ``tensors`` are the queries, those of packed keys, and the two outputs."""
+    """Call the C ``function`` for all heads, in threads if there is much to read.
+
+    key_levels, value_levels: the packed keys and values.
+    halves: (keys, values), which also hold the exact tokens.
+    tensors: (queries of exact keys, queries of packed keys, output over exact values, output over packed values). The
+        function writes the outputs.
+    """
     keys, values = halves
     query, packed_query, out, packed_out = tensors
     packed_keys, keys_alive = _argument_of(key_levels)
@@ -153,10 +162,11 @@ def _attend_heads(
     # every head of a row has as many tokens as its row
     counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
     ring_keys, ring_values = keys.ring.contiguous().flatten(0, 1), values.ring.contiguous().flatten(0, 1)
-    each = _heads_of_a_thread(packed_keys)
-    scratch = query.new_empty(-(-len(query) // each), query.shape[1], max(keys.total))
+    thread_heads = _heads_of_a_thread(packed_keys)
+    # each thread has memory of its own for the logits of one head; -(-a // b) is a / b rounded up
+    scratch = query.new_empty(-(-len(query) // thread_heads), query.shape[1], max(keys.total))
     calls = []
-    for thread, first in enumerate(range(0, len(query), each)):
+    for thread, first in enumerate(range(0, len(query), thread_heads)):
         ring = _RingArgument(
             keys=ring_keys[first].data_ptr(),
             values=ring_values[first].data_ptr(),
@@ -167,8 +177,8 @@ def _attend_heads(
             tokens=counts[2, first:].data_ptr(),
         )
         call = (
-            _argument_of_heads(packed_keys, first, each),
-            _argument_of_heads(packed_values, first, each),
+            _argument_of_heads(packed_keys, first, thread_heads),
+            _argument_of_heads(packed_values, first, thread_heads),
             ctypes.byref(ring),
             query[first].data_ptr(),
             packed_query[first].data_ptr(),
@@ -180,20 +190,22 @@ def _attend_heads(
         )
         calls.append(call)
     _call_in_threads(function, calls)
+    # until here the calls read the memory of these tensors
     del keys_alive, values_alive
 
 
 def reads_exact(query: Tensor) -> bool:
-    """Return True if ``attend_exact`` serves query [B, Hq, T, D]: one new token each, in fp32."""
+    """Return True if ``attend_exact`` can attend query [B, Hq, T, D]: one new token in each row, in fp32 on a CPU."""
     if query.device.type != "cpu" or query.dtype != torch.float32 or query.shape[2] > 1 or query.shape[3] % WIDTH:
         return False
     return kernels.enabled() and installed()
 
 
 def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out: Tensor) -> None:
-    """Write the attention of query [B, Hq, 1, D] over the tokens of a table's heads to their places in ``out``.
+    """Write to ``out`` the attention of query [B, Hq, 1, D] over the tokens of all heads in ``table``.
 
-    ``out`` is contiguous and has the shape of ``query``. ``reads_exact`` is True for the query.
+    ``out`` is contiguous and has the shape of ``query``. Query heads without a head in the table are left as they are.
+    ``reads_exact`` must be True for the query.
     """
     library = _library()
     assert library is not None
@@ -201,14 +213,14 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     channels = query.shape[3]
     count = len(table.heads)
     threads = max(1, min(torch.get_num_threads(), count, table.stored_bytes // EXACT_BYTES_A_THREAD))
-    each = -(-count // threads)
+    thread_heads = -(-count // threads)
     scratch = query.new_empty(threads, table.most_queries, table.longest + table.tail_tokens)
     thin_query = query.new_empty(threads, table.most_queries, exact_heads.MOST_CHANNELS)
     calls = []
-    for thread, first in enumerate(range(0, count, each)):
+    for thread, first in enumerate(range(0, count, thread_heads)):
         call = (
             table.heads[first].data_ptr(),
-            min(each, count - first),
+            min(thread_heads, count - first),
             table.runs.data_ptr(),
             flat_query.data_ptr(),
             channels,
@@ -221,9 +233,9 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
 
 
 def logits(query: Tensor, keys: Packed) -> Tensor | None:
-    """Return q.k [N, R, L] of query [N, R, C] fp32 and packed keys [..., L, C], or None if no function serves.
+    """Return q.k [N, R, L] of query [N, R, C] fp32 and packed keys [..., L, C]; None if no function serves.
 
-    Keys that are rotated meet a query in their own basis.
+    If the keys are rotated, ``query`` must be rotated in the same way.
     """
     levels, library = _levels_for(query, keys), _library()
     if library is None or levels is None:
@@ -237,9 +249,9 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
 
 
 def weigh(probs: Tensor, values: Packed) -> Tensor | None:
-    """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32, or None if no function serves.
+    """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32; None if no function serves.
 
-    Values that are rotated stay in their own basis.
+    If the values are rotated, so is the result.
     """
     levels, library = _levels_for(probs, values), _library()
     if library is None or levels is None:
@@ -253,11 +265,11 @@ def weigh(probs: Tensor, values: Packed) -> Tensor | None:
 
 
 def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
-    """Return the numbers of ``packed`` if the C functions multiply them and x [N, R, .], else None."""
-    # half precision is PyTorch's, since its rounding has rules of its own
+    """Return the codes and scales of ``packed`` if the C functions can multiply it with x [N, R, .], else None."""
+    # half precision is left to PyTorch, because it is rounded by rules that the C functions do not follow
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return None
-    # a few new tokens: products of many queries are faster by PyTorch, which unpacks once for all of them
+    # products of many queries are faster by PyTorch, which unpacks once for all of them
     if x.shape[1] > kernels.MOST_QUERIES or not kernels.enabled():
         return None
     library = _library()
@@ -273,8 +285,11 @@ def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
 
 
 def _argument_of(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
-    """Return the C argument of packed tokens, and the tensors whose memory it names: they must outlive the call."""
-    # the leading axes end before [steps, bytes, C], or before [steps, bytes]
+    """Return (argument, tensors): packed tokens as the C functions take them, and the tensors to which they point.
+
+    The caller must keep the tensors alive until the call returns.
+    """
+    # rows and heads become one axis; behind it codes are [steps, bytes, C] by channel, or [steps, bytes] by token
     codes = levels.codes.flatten(0, -4 if levels.by_channel else -3)
     scale = levels.scale.flatten(0, -3).contiguous()
     alive = [scale]
@@ -311,17 +326,17 @@ def _argument_of(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
 
 
 def _heads_of_a_thread(argument: _PackedArgument) -> int:
-    """Return how many heads one thread reads: all, unless there are so many codes that more threads pay."""
+    """Return how many heads one thread reads: all, unless there are enough codes for several threads."""
     size = argument.heads * argument.steps * argument.step_bytes
     threads = max(1, min(torch.get_num_threads(), argument.heads, size // BYTES_A_THREAD))
     return -(-argument.heads // threads)
 
 
 def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> object:
-    """Return a reference to the argument's heads from ``first`` on, at most ``count``."""
+    """Return a C reference to an argument with only the heads from ``first`` on, at most ``count`` of them."""
     part = _PackedArgument.from_buffer_copy(argument)
     part.heads = min(count, argument.heads - first)
-    # without packed tokens there is no memory; a float of C has 4 bytes
+    # without packed tokens there is no memory to point to; the offset is in bytes, and a float of C has 4
     if argument.steps:
         part.codes = argument.codes + first * argument.head_bytes
         offset = first * argument.steps * argument.scales * 4
@@ -332,40 +347,43 @@ def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> obj
 
 
 def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> list[tuple[object, ...]]:
-    """Return the arguments of each thread's call, which reads heads of x [N, R, .] and writes heads of out."""
-    each = _heads_of_a_thread(argument)
+    """Return each thread's arguments for a call that reads some heads of x [N, R, .] and writes those of ``out``."""
+    thread_heads = _heads_of_a_thread(argument)
     calls: list[tuple[object, ...]] = []
-    for first in range(0, argument.heads, each):
+    for first in range(0, argument.heads, thread_heads):
         calls.append(
-            (_argument_of_heads(argument, first, each), x[first].data_ptr(), x.shape[1], out[first].data_ptr())
+            (_argument_of_heads(argument, first, thread_heads), x[first].data_ptr(), x.shape[1], out[first].data_ptr())
         )
     return calls
 
 
 def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
-    """Call a C function once for each of ``calls``, in threads if there are several."""
+    """Call a C function once for each of ``calls``, which are its arguments; in threads if there are several calls."""
     if len(calls) == 1:
         function(*calls[0])
         return
-    # ctypes gives up the interpreter's lock while a function runs
+    # threads help because ctypes gives up the interpreter's lock while a C function runs
     for running in [_thread_pool().submit(function, *call) for call in calls]:
         running.result()
 
 
 @functools.cache
 def _thread_pool() -> ThreadPoolExecutor:
-    """Return the threads that share the heads of large calls."""
+    """Return the pool of threads that share the heads of large calls. It is made once."""
     return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvbench-kernels")
 
 
 def installed() -> bool:
-    """Return True if the functions can be called here."""
+    """Return True if the C functions can be called here."""
     return _library() is not None
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the compiled functions; None if kvbench-kernels is not installed or is of another version."""
+    """Return the compiled C functions, or None if kvbench-kernels is not installed.
+
+    Returns None with a warning if the package does not load or has another version of the interface.
+    """
     if importlib.util.find_spec("kvbench_kernels") is None:
         return None
     try:

@@ -50,12 +50,14 @@ def attend(
     cut: Splits,
     parts: Parts,
 ) -> None:
-    """Write into ``parts`` the attention of query [U, Hq, T, D] of the newest T tokens, contiguous, over each split.
+    """Write into ``parts`` the attention of the newest T tokens over each split of the packed and exact tokens.
 
+    query: [U, Hq, T, D], contiguous, the queries of the newest tokens.
     scale: the factor of q.k.
     keys, values: the packed and exact keys and values of the rows.
     counts: [3, U] int32, each row's numbers of all tokens, of packed keys, and of packed values.
     cut: how the tokens are cut into splits.
+    parts: one partial result for each split of ``cut``.
     """
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
@@ -115,7 +117,10 @@ def attend(
 
 
 def _strides(x: MinMax) -> tuple[int, int, int, int]:
-    """Return strides in elements: codes by row and by head, then scales by row and by head. Minima lie like scales."""
+    """Return (stride of codes by row, of codes by head, of scales by row, of scales by head), in elements.
+
+    Minima lie in memory as scales do.
+    """
     return (x.codes.stride(0), x.codes.stride(1), x.scale.stride(0), x.scale.stride(1))
 
 
@@ -138,8 +143,8 @@ def _unpack_plane(
 ) -> Any:
     """Return the codes of BITS (1, 2, 4 or 8) bits at ``index`` in a run, or 0 where not ``inside``.
 
-    A run holds SIZE codes in ``width`` bytes that lie ``step`` apart. Code i is in byte i mod width, and its lowest bit
-    is bit i // width * BITS of that byte.
+    ``run`` points to the first byte. A run holds SIZE codes in ``width`` bytes that lie ``step`` apart. Code i is in
+    byte i mod width, and its lowest bit is bit i // width * BITS of that byte.
     """
     width: tl.constexpr = (SIZE * BITS + 7) // 8
     # kvbench.kv.packed.pack writes this layout under the name ``runs``
@@ -158,6 +163,8 @@ def _dequantise(
     FORM: tl.constexpr,
 ) -> Any:
     """Return the numbers [N, C] fp32 of tokens [N] and channels [C]: code * scale + minimum, or 0 where not ``inside``.
+
+    ``codes``, ``scale`` and ``low`` point to the head's first codes, scales and minima (or zero points).
 
     FORM is a tuple of seven constants:
     bits, group: the bits of a code, and the elements that share a scale.

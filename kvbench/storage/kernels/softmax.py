@@ -1,8 +1,8 @@
-"""One softmax over several splits of tokens: cutting a run, the softmax over a split, and merging splits.
+"""The softmax of Triton's kernels, computed split by split: cutting tokens into splits, a split's softmax, and merging.
 
 A split's partial result is the output of its own softmax and the logarithm of its sum of exponentials (log-sum-exp,
 lse). Attention over all splits is the mean of their outputs weighted by exp(lse), as in flash-decoding.
-Q: rows of queries, batch x query heads x new tokens.
+Shapes: Q rows of queries (batch x query heads x new tokens), S splits, D head dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 WAVES = 2  # a run is cut so that each of the device's processors gets about this many programs
 LEAST_SPAN = 256  # a split has at least this many tokens, because a shorter split is not worth its launch
-MOST_SPLITS = 64
+MOST_SPLITS = 64  # a run is cut into at most this many splits
 TILE_BYTES = 2**14  # one program loads at most this many bytes of keys (or of values) at once
 
 
@@ -48,7 +48,7 @@ def cut_runs(longest: int, programs: int, token_bytes: int, processors: int) -> 
 
 
 def cut_tokens(query: Tensor, heads: int, longest: int) -> Splits:
-    """Return how to cut up to ``longest`` tokens of each of ``heads`` stored heads for query [B, Hq, T, D]."""
+    """Return how to cut the tokens that query [B, Hq, T, D] attends: up to ``longest`` in each of ``heads`` heads."""
     # tokens of any format are converted to the query's type when they are read
     token_bytes = query.element_size() * power_of_two(query.shape[3], 16)
     return cut_runs(longest, len(query) * heads, token_bytes, count_processors(query.device))
@@ -148,7 +148,7 @@ def store_split(
 
 @triton.jit
 def find_places(channels: tl.tensor, head: tl.tensor, C: tl.constexpr, BLOCK_C: tl.constexpr, D: tl.tensor) -> Any:
-    """Return where a head's C kept channels have each dimension of D [BLOCK_D]: its index, or -1 if it is not kept."""
+    """Return for each dimension of D [BLOCK_D] its index among a head's C kept channels, or -1 if it is not kept."""
     c = tl.arange(0, BLOCK_C)
     ids = tl.load(channels + head * C + c, mask=c < C, other=-1)
     # at most one channel matches, so the sum is its index + 1, or 0 for no match
@@ -167,13 +167,13 @@ class Parts:
 
     @classmethod
     def room(cls, count: int, query: Tensor) -> Parts:
-        """Return uninitialised partial results of ``count`` splits for query [B, Hq, T, D]."""
+        """Return room, with undefined numbers, for the results of ``count`` splits for query [B, Hq, T, D]."""
         rows = query.shape[:3].numel()
         out = query.new_empty(count, rows, query.shape[3], dtype=torch.float32)
         return cls(out, query.new_empty(count, rows, dtype=torch.float32))
 
     def upto(self, first: int, count: int) -> Parts:
-        """Return views of ``count`` splits, beginning with split ``first``."""
+        """Return views of the partial results of ``count`` splits, beginning with split ``first``."""
         return Parts(self.out[first : first + count], self.lse[first : first + count])
 
     def merged(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,9 +208,10 @@ def _merge(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Merge ``count`` splits for one of ``rows`` queries: sum_s exp(lse_s) out_s / sum_s exp(lse_s).
+    """Merge the ``count`` splits of one of ``rows`` queries.
 
-    It reads split_out [count, rows, D] and split_lse [count, rows], and writes out [rows, D] and lse [rows].
+    Reads split_out [count, rows, D] and split_lse [count, rows]. Writes the attention, which is
+    sum_s exp(lse_s) out_s / sum_s exp(lse_s), to out [rows, D], and its lse, log(sum_s exp(lse_s)), to lse [rows].
     """
     row = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
