@@ -45,13 +45,16 @@ def default_rows(device: torch.device) -> int:
 class Answer:
     """One row's tokens with the measurements of their decoding. A batch fills it while the row is answered.
 
+    tokens: the answer's token ids so far.
     held: for each layer, the most tokens that a head held before the row ended.
-    attended: the tokens attended, as the mean over steps, heads and masked layers; None if the method masks nothing.
+    attended: how many tokens were attended, as the mean over steps, heads and masked layers; None if the method masks
+        nothing.
     seconds: the row's share of the time of its steps.
     rows: the most rows that ran at once, this row included.
-    stored: the row's storage when it ended; None if it read nothing but its prompt.
-    finite: False if the logits that choose its tokens were not finite.
-    factor: all storage of its batch divided by the payload of the rows in it, when the row ended.
+    stored: the bytes that the row held when it ended; None if it read nothing but its prompt.
+    finite: False if the logits that choose its tokens were not finite. The answer then ends.
+    factor: the bytes of all storage of the batch, over the payload bytes of its rows, when the row ended; None where
+        ``stored`` is.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -68,9 +71,12 @@ class Answer:
 class AnsweringRow(Generic[Key]):
     """A row that is being answered.
 
+    key: the caller's name for the row.
+    chain: the methods that compressed the row's cache.
+    ending: the rules that choose its tokens and end its answer.
     cache: the cache to start from, until the batch holds it.
-    answer: the row's tokens so far, and their measurements. It is whole once the row has ended.
-    settled: whether the row has ended and the storage that it took is in ``answer``.
+    answer: the row's tokens so far, and their measurements. It is complete once the row has ended.
+    settled: True if the row has ended and ``answer`` has the measurements of its storage.
     draw: the generator of the row's random draws; None if the likeliest token is taken.
     tally: the mean number of tokens attended, one tensor [] for each step under a method that masks.
     entry: the number of the group of rows with which this row entered the batch.
@@ -94,27 +100,30 @@ class AnsweringRow(Generic[Key]):
         return not self.answer.finite or self.ending.over(self.answer.tokens)
 
     def give_up_cache(self) -> PromptCache:
-        """Return the cache and drop it here, so that the batch can free it layer by layer."""
+        """Return the cache and drop the row's own reference to it, so that the batch can free it layer by layer."""
         cache, self.cache = self.cache, None
         assert cache is not None
         return cache
 
 
 def stack_layers(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Stack one tensor [B] per layer, each on its layer's device, into [layers, B] on ``device``."""
+    """Return ``values``, one tensor [B] for each layer on that layer's device, as [layers, B] on ``device``."""
     return torch.stack([v.to(device) for v in values])
 
 
 class DecodeBatch(Generic[Key]):
-    """Rows whose chains change the model alike, identified by the caller's keys.
+    """Rows that are answered together. Their chains change the model alike, and the caller's keys identify them.
 
     ``len()`` is the number of unfinished rows. Rows that entered together are stored together. An ended row is fed on
     until ENDED_SHARE of the rows of its group have ended. All ended rows of the group then leave at once. A cache is
     released when the batch holds it, so that its layers are freed one by one if nothing else refers to them. After any
     exception of ``advance`` the batch is unusable. Its rows must then begin again from their caches in another batch.
 
+    entering: the rows that start at the next step.
+    rows: the B rows that are stored in ``layers``, some of which may have ended.
+    layers: the storage of these rows.
+    entries: how many groups of rows have entered.
     next: [3, B], each row's next token, its position, and the last position of the row's answer.
-    entries: how many groups have entered.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -134,7 +143,7 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def adapts(self) -> bool:
-        """True if the model is changed for these rows. It stays changed until all have ended, and no row can enter."""
+        """True if the model is changed for these rows. It then stays so until all have ended, and no row can enter."""
         return any(row.chain.adaptation for row in self.entering + self.rows)
 
     @property
@@ -146,7 +155,7 @@ class DecodeBatch(Generic[Key]):
         return not self.adapts and len(entries) < MOST_ENTRIES
 
     def enter(self, rows: Sequence[tuple[Key, PromptCache, Ending]]) -> None:
-        """Add rows. They start together at the next step."""
+        """Add rows, each given as (key, cache, ending). They start together at the next step."""
         if not self.open:
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
@@ -157,14 +166,17 @@ class DecodeBatch(Generic[Key]):
             self.entering.append(AnsweringRow(key, cache.chain, ending, cache=cache, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:
-        """Step until a row ends, or until all end if the model is adapted to them. Return (key, answer) of each."""
+        """Step until a row ends, or until all end if the model is changed for them. Return the ended rows.
+
+        Each ended row is returned as (key, answer).
+        """
         all_rows = self.entering + self.rows
         if not all_rows:
             return []
         chain = all_rows[0].chain
         ended: list[AnsweringRow[Key]] = []
         until_all_end = self.adapts
-        walls = contained(chain.name, chain.foreign)  # such rows run alone, see Chain.batch_key
+        walls = contained(chain.name, chain.foreign)  # rows of a foreign chain run alone, see Chain.batch_key
         with walls, torch.no_grad(), adapted(self.model, chain), attached(self.model):
             while len(self) and (until_all_end or not ended):
                 start = time.perf_counter()
@@ -221,7 +233,7 @@ class DecodeBatch(Generic[Key]):
         attended = [layer.attended for layer in self.layers.with_keys if layer.attended is not None]
         mean_attended = None
         if attended:
-            # a layer is nan for rows whose method does not mask it, and nanmean leaves it out
+            # a layer has nan for rows whose method does not mask it, and nanmean leaves nan out
             mean_attended = stack_layers(attended, logits.device).nanmean(dim=0)
         for i, row in enumerate(self.rows):
             row.fed += 1
@@ -273,7 +285,7 @@ class DecodeBatch(Generic[Key]):
 
 
 def _choose_tokens(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
-    """Return the next token [B] of each row by logits [B, V], and append it to the rows that go on.
+    """Return the next token [B] of each row by logits [B, V], and append it to the answers that have not ended.
 
     A row whose logits hold NaN or +inf ends here. NaN or +inf is always the largest logit, so only that one is checked.
     """

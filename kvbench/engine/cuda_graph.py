@@ -29,10 +29,14 @@ WARM_UP = 3  # the first runs let PyTorch and its libraries allocate, and alloca
 
 
 class StillLayer(KvbenchLayer):
-    """A layer whose next token goes to slot ``place`` [1] of its tail.
+    """A layer of a decode batch as a graph runs it: the next token always goes to slot ``place`` [1] of the tail.
 
     ``place`` is a tensor, so that a replayed step reads its current number. Raises KvbenchError if the layer's steps
     are not alike.
+
+    layer: the layer of the batch.
+    rows: the storage of all its rows.
+    newest: the key and value [B, Hk, 1, D] of the newest token.
     """
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
@@ -77,16 +81,21 @@ class StillLayer(KvbenchLayer):
         return self.rows.attend_by_group(query, attend_group)
 
     def grow(self, tokens: int) -> None:
-        """Count the tokens that a replayed step has written."""
+        """Count ``tokens`` tokens, which a replayed step has written: a replay runs no Python and counts nothing."""
         self.layer.grow(tokens)
         self.rows.grow(tokens)
 
 
 class Graph:
-    """The steps of ``batch``, one new token per row. Raises KvbenchError if the batch's steps are not alike.
+    """A recorded decode step of ``batch``, which adds one new token to each row, and can be replayed.
 
-    Making the graph records a step. It leaves the batch as it was, so that plain or replayed steps can go on. No row
-    may enter or leave the batch.
+    Making the graph records the step. The batch stays as it was, so that plain or replayed steps can follow. No row may
+    enter or leave the batch afterwards. Raises KvbenchError if the batch's steps are not alike.
+
+    place: [1], the slot of the tail that the next token takes.
+    layers: the layers of the batch, as the graph runs them.
+    tokens, positions: [B, 1], the memory from which a replay reads its input.
+    replay: the function that replays the step and returns its logits.
     """
 
     def __init__(self, model: PreTrainedModel, batch: BatchLayers) -> None:
@@ -141,9 +150,10 @@ class Graph:
 
 
 def record_operations(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Record the operations of ``run``; return a function that replays them on the same memory.
+    """Record the operations of ``run``, and return a function that replays them on the same memory.
 
-    ``run`` may run several times before it is recorded.
+    The returned function returns the result of ``run``, on a GPU always in the same tensor. ``run`` may be called
+    several times before it is recorded.
     """
     if device.type != "cuda":
         run()

@@ -1,4 +1,4 @@
-"""Decode prefilled caches: many to their endings at once, or one by given tokens."""
+"""Decode prefilled caches: answer many at once, each to its ending, or let caches read given tokens."""
 
 from __future__ import annotations
 
@@ -65,23 +65,26 @@ def extend_caches(
         check_continuation(model, cache, len(ids))
     extended: dict[int, PromptCache] = {}
     for rows in group_by_batch(caches):
-        # what is evicted after a token decides what the next token reads; other methods read all tokens at once
+        # an eviction after one token decides which tokens the next one reads; other methods read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts]
         at_once = [r for r in rows if r not in one_by_one]
-        for part in _divide_by_bytes(caches, one_by_one):
-            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=1), strict=True))
+        for batch in _divide_by_bytes(caches, one_by_one):
+            extended.update(zip(batch, _extend(model, [caches[r] for r in batch], ids, size=1), strict=True))
         size = len(ids)
         if reads_one_by_one(model.config):
             size = 1
         if any(caches[r].chain.coder for r in at_once):
             size = min(size, PACKED_AT_ONCE)
-        for part in _divide_by_bytes(caches, at_once):
-            extended.update(zip(part, _extend(model, [caches[r] for r in part], ids, size=size), strict=True))
+        for batch in _divide_by_bytes(caches, at_once):
+            extended.update(zip(batch, _extend(model, [caches[r] for r in batch], ids, size=size), strict=True))
     return [extended[r] for r in range(len(caches))]
 
 
 def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list[list[int]]:
-    """Divide ``rows`` into parts of at most EXTENDED_BYTES. A row that takes more is a part of its own."""
+    """Divide ``rows``, indices of ``caches``, into parts of at most EXTENDED_BYTES of caches.
+
+    A row whose cache takes more is a part of its own.
+    """
     parts: list[list[int]] = []
     part_bytes = 0
     for row in rows:
@@ -110,7 +113,11 @@ def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, 
 
 
 def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: int = 0) -> PromptCache:
-    """Return ``cache`` with the tokens added to its row of ``batch``. ``logits`` [V] follow these tokens."""
+    """Return a copy of ``cache`` with the tokens that ``batch`` has read since it was built from it.
+
+    row: the cache's row in the batch.
+    logits: [V], the logits after the last of these tokens.
+    """
     # the batch has all layers in the model's order; local layers stand between those that methods compress
     former_layers, former_local = iter(cache.layers), iter(cache.local)
     layers: list[LayerCache] = []
@@ -125,7 +132,7 @@ def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: 
 
 
 def check_continuation(model: PreTrainedModel, cache: PromptCache, new_tokens: int) -> None:
-    """Raise UsageError unless ``cache`` belongs to this model and can take ``new_tokens`` more."""
+    """Raise UsageError unless ``cache`` belongs to this model and can read ``new_tokens`` more tokens."""
     if cache.model is not None and cache.model() is not model:
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)

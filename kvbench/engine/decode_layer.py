@@ -19,13 +19,15 @@ from kvbench.storage.format import Room, StoredRow
 class RowLayer(KvbenchLayer):
     """One layer of a decode batch of B rows.
 
-    formats: the rows of each storage format, with their places in the batch.
+    formats: pairs (places in the batch, storage), one for each group of entries that are stored together.
+    lift: the map from latents to keys and values if the layer's projections are low-rank, else None.
     attended: [B], the mean number of tokens that the last step attended, nan for rows whose method does not mask. It is
     None if no row's method masks.
     next: [B], the position of each row's next token.
+    seen: the most tokens that a row has read.
     used: how many tokens have come since the layer was built.
-    local: True for a local layer: its window of last tokens is left alone by methods.
-    sources: for each row, the head [Hq] whose output each query head takes; None if all take their own.
+    local: True for a local layer, which attends a window of tokens. Methods leave it alone.
+    sources: for each row, the heads [Hq] whose outputs its query heads take; None if all take their own.
     """
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
@@ -67,7 +69,7 @@ class RowLayer(KvbenchLayer):
         self.used, self.seen = self.used + tokens, self.seen + tokens
 
     def join(self, other: RowLayer) -> None:
-        """Append the rows of another layer. The storage of both stays where it is."""
+        """Append the rows of ``other``, the same layer of another batch. The storage of both stays where it is."""
         offset = len(self.next)
         # behind(0) keeps the entries' places, but marks that they are no longer the whole batch
         self.formats = [(entries.behind(0), stored) for entries, stored in self.formats]
@@ -77,13 +79,13 @@ class RowLayer(KvbenchLayer):
         self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        parts = []
-        # a second query after the same tokens is of a layer that shares the keys and values of this one
+        groups = []
+        # a second query after the same tokens comes from a later layer that shares this layer's keys and values
         shares = self._answered
         for entries, rows in self.formats:
             attend = rows.attend_again if shares else rows.attend
-            parts.append((entries, partial(attend, scale=entries.scale(scale), window=window)))
-        out = attend_groups(query, parts)
+            groups.append((entries, partial(attend, scale=entries.scale(scale), window=window)))
+        out = attend_groups(query, groups)
         for b, source in enumerate(self.sources):
             if source is not None:
                 # in out [B, Hq, T, D] each query head takes the output of its source head
@@ -125,7 +127,7 @@ class RowLayer(KvbenchLayer):
                 self.formats.append((staying, stored))
 
     def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
-        """Return ``cache``, from which a row was loaded, with the tokens added since then."""
+        """Return a copy of ``cache``, from which the row ``row`` was loaded, with the tokens added since then."""
         seen = cache.seen + self.used
         heads: dict[int, Segment] = {}
         for entries, stored in self.formats:

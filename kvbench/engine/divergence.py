@@ -46,7 +46,7 @@ class Divergence:
         return cls(kl=kl, log_ratio=log_ratio, shift=shift, same=same)
 
     def put(self, start: int, part: Divergence) -> None:
-        """Write the positions of ``part`` after the first ``start`` positions."""
+        """Write the values of ``part`` for the positions from ``start`` on."""
         end = start + len(part.kl)
         self.kl[start:end] = part.kl
         self.log_ratio[start:end] = part.log_ratio
@@ -55,7 +55,7 @@ class Divergence:
 
     @classmethod
     def joined(cls, parts: Sequence[Divergence]) -> Divergence:
-        """Join the positions of all parts, in order."""
+        """Return one divergence with the positions of all parts, in order."""
         return cls(
             kl=torch.cat([part.kl for part in parts]),
             log_ratio=torch.cat([part.log_ratio for part in parts]),
@@ -65,7 +65,9 @@ class Divergence:
 
 
 def compare_logits(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
-    """Return the divergence of each row's logits [B, T, V] from the full cache's [T, V]. ``targets`` [T] are true.
+    """Return the divergence of each row's logits [B, T, V] from the full cache's logits [T, V].
+
+    ``targets`` [T] are the true next tokens.
 
     With ``x = z_q - z_p`` and ``m = sum_v p(v) x(v)``, ``KL = ln sum_v p(v) exp(x(v) - m)``. In this form the
     first-order terms of the definition cancel before they are rounded. Equal logits give 0, and close logits no
@@ -81,7 +83,7 @@ def compare_logits(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
 
 
 def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
-    """Return the divergence of each row's logits [B, t, V] from the full cache's [t, V] at t <= BLOCK positions."""
+    """Return what ``compare_logits`` does for a block of t <= BLOCK positions."""
     logits = full.double()
     y = targets[:, None]
     p = logits.softmax(dim=-1)
@@ -90,7 +92,7 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
     choice = full.argmax(dim=-1)
     compared = []
     for row in rows:
-        # x = z_q - z_p; ids masked on both sides have p(v) = 0, but -inf - -inf would be nan
+        # x = z_q - z_p; ids masked in both have p(v) = 0, but -inf - -inf would be nan, so their x is set to 0
         x = row.double() - logits
         if masked.any():
             x.masked_fill_(masked & row.isneginf(), 0)
@@ -111,7 +113,8 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
 def nudge_cache(cache: PromptCache) -> PromptCache:
     """Return a full cache in which one element of each of the first layer's keys is moved by one rounding unit.
 
-    Its divergence is the effect of rounding alone on this model. Smaller divergences mean nothing: it is the floor.
+    The divergence of this cache is the effect of rounding alone on this model. It is the floor of all divergences:
+    smaller ones mean nothing.
     """
     first_layer = cache.layers[0]
     segment = first_layer.segments[0]
@@ -125,9 +128,10 @@ def nudge_cache(cache: PromptCache) -> PromptCache:
 
 
 def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptCache:
-    """Return the full cache with one layer replaced by that layer of another cache of the same prompt.
+    """Return the full cache with layer ``layer`` taken from ``cache``, a compressed cache of the same prompt.
 
-    New tokens stay exact. Raises UsageError for a method that changes more than the keys and values of prompt layers.
+    Tokens that the result reads later stay exact. Raises UsageError for a method that changes more than the keys and
+    values of the prompt's layers.
     """
     chain = cache.chain
     if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
@@ -141,7 +145,7 @@ def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptC
 
 
 def _unpack_segment(segment: Segment, name: str) -> Segment:
-    """Return a segment whose packed tokens are made exact, with the values that attention reads from the codes.
+    """Return a segment with its packed tokens made exact: they get the numbers that attention reads from the codes.
 
     Raises UsageError with the method's ``name`` for ragged heads, and for keys or values without all channels.
     """
@@ -158,7 +162,10 @@ def _unpack_segment(segment: Segment, name: str) -> Segment:
 
 @contextmanager
 def exact_head(model: PreTrainedModel) -> Iterator[None]:
-    """Compute the model's logits in fp32, whatever its dtype. Rounding logits to bf16 alone costs 1e-3 nats."""
+    """While the context is open, compute the model's logits in fp32, whatever its dtype.
+
+    Rounding logits to bf16 alone costs 1e-3 nats.
+    """
     head = model.get_output_embeddings()
     if model.dtype == torch.float32 or not isinstance(head, torch.nn.Linear):
         yield

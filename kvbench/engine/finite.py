@@ -14,8 +14,12 @@ if TYPE_CHECKING:
 
 
 def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
-    """Raise Refused unless all ``tensors`` of a prompt are finite. ``chain`` is the chain that computed them."""
-    # a chain that changes the prompt's computation may itself be at fault
+    """Raise Refused unless all ``tensors`` of a prompt are finite.
+
+    chain: the chain under which the prompt was computed.
+    name: the tensors in words, for the message.
+    """
+    # a chain with a prefill key changes the prompt's computation, and may itself be at fault
     if not all(bool(t.isfinite().all()) for t in tensors):
         raise _build_refusal(chain, f"{name} of this prompt", tensors[0].dtype, by_model=not chain.prefill_key)
 

@@ -1,4 +1,4 @@
-"""One layer of a prompt as it is passed to a chain, and the check that the chain leaves it unchanged."""
+"""One layer of a prompt as it is handed to a chain, and the check that the chain leaves it unchanged."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvbench.methods.core.chain import Chain
 
 
 class HandedLayer:
-    """The ``cache`` and ``obs`` passed to one chain: shared by kvbench's own chains, copied for foreign code.
+    """One layer's ``cache`` and ``obs`` (observation) as they are handed to one chain.
 
-    Foreign code is code that is not kvbench's own. It may write into copies at any time and in any way without reaching
-    other methods, and the check compares the copies' bits. kvbench's own stages share tensors. For them the check
-    compares each tensor's version: PyTorch increments it at every write in place.
+    A foreign chain, whose code is not all kvbench's own, gets copies. It may write into them at any time and in any way
+    without reaching other methods, and ``check`` compares their bits with the originals. kvbench's own chains share the
+    tensors. For them ``check`` compares each tensor's version, which PyTorch increments at every write in place.
     """
 
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
@@ -36,7 +36,7 @@ class HandedLayer:
         self._versions = [_count_writes(t) for _, t in self._tensors]
 
     def check(self) -> None:
-        """Raise Refused with the name of the first changed tensor, unless all tensors are unchanged."""
+        """Raise Refused, with the name of the first changed tensor, if the chain has changed a tensor."""
         changed_names: list[str] = []
         if self._copies:
             for (name, t), copy in zip(self._tensors, self._copies, strict=True):
@@ -55,7 +55,7 @@ class HandedLayer:
 
 
 def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name for messages, tensor) for all tensors that a chain receives, except those in ``scratch``."""
+    """Yield (name for messages, tensor) for all tensors that a chain receives, except those in ``obs.scratch``."""
     for segment in cache.segments:
         yield "keys", segment.k
         yield "values", segment.v
@@ -68,21 +68,21 @@ def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Te
 
 
 def _find_tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in a value of Observation."""
+    """Yield the tensors in the value of a field of Observation."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, LayerCache):
         yield from value.tensors()
     elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _find_tensors(part)
+        for item in value.values():
+            yield from _find_tensors(item)
     elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _find_tensors(part)
+        for item in value:
+            yield from _find_tensors(item)
 
 
 def _count_writes(t: Tensor) -> int:
-    """Return how often a tensor was written in place, or 0 for inference tensors: PyTorch counts no writes there."""
+    """Return how often a tensor was written in place; 0 for inference tensors, whose writes PyTorch does not count."""
     if t.is_inference():
         return 0
     return t._version

@@ -45,10 +45,12 @@ READS = "reads one prompt whole, then one token a step"  # every refusal gives t
 class TransformersCache(HFCache):
     """The cache of one prompt under one method, for ``model.generate(..., cache=cache)``.
 
+    chain: the method, or the combination of methods.
+    model: a weak reference to the model for which the cache was made.
     state: the compressed cache of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: [n], the tokens read so far. The last token of an answer is read with the next turn.
-    measured: the audited tokens and bytes of the compressed prompt.
-    prefix: the first tokens of the last prompt, if prompts that begin alike share them.
+    measured: the audited tokens and bytes of the compressed prompt; None before the first prompt.
+    prefix: the first tokens of the last prompt, which prompts that begin alike share; None: every prompt is read whole.
     """
 
     def __init__(self, model: PreTrainedModel, chain: Chain, prefix: SharedPrefix | None = None) -> None:
@@ -83,13 +85,13 @@ class TransformersCache(HFCache):
         self.close()
 
     def reset(self) -> None:
-        """Forget everything, so that another prompt can be read."""
+        """Forget the text read so far, so that another prompt can be read."""
         self.state: PromptCache | None = None
         self.measured: MeasuredBytes | None = None
         self.ids = torch.empty(0, dtype=torch.int64)
 
     def close(self) -> None:
-        """Free the cache. When the last open cache of a model closes, the model gets its own ``generate`` back."""
+        """Free the cache. If it was the model's last open cache, the model gets its own ``generate`` back."""
         self.reset()
         model = self.model()
         if model is None or self not in _OPEN.get(model, ()):
@@ -102,7 +104,7 @@ class TransformersCache(HFCache):
                 vars(model)["generate"] = former
 
     def read(self, input_ids: Tensor | Sequence[int]) -> None:
-        """Read a prompt, or the text so far with more text after it, without an answer."""
+        """Read ``input_ids`` without an answer: a first prompt, or the text read so far with more text after it."""
         # only one thread at a time may change a model's attention
         with TURN:
             model = self.model()
@@ -111,7 +113,10 @@ class TransformersCache(HFCache):
             self.take(model, new_ids)
 
     def take(self, model: PreTrainedModel, new_ids: Tensor) -> Tensor:
-        """Read a prompt [n] and audit its cache, or read more text after it. Return the logits [V] that follow."""
+        """Read the new tokens ``new_ids`` [n], and return the logits [V] after the last of them.
+
+        The first tokens are the prompt: they are compressed, and the cache is audited. Later tokens follow it.
+        """
         if self.state is None:
             (state,) = prefill_chains(model, new_ids, [self.chain], prefix=self.prefix)
             with contained(self.chain.name, self.chain.foreign):
@@ -123,7 +128,7 @@ class TransformersCache(HFCache):
         return state.logits
 
     def nbytes(self) -> int:
-        """Return the bytes of keys, values, their overhead and states after the last turn."""
+        """Return the bytes that the cache takes after the last turn: keys, values, their overhead, and states."""
         if self.state is None:
             return 0
         return self.state.nbytes()
@@ -164,8 +169,9 @@ class TransformersCache(HFCache):
 class GeneratedTurn:
     """One call of ``generate``. Its first forward pass reads ``new_ids`` [n], each later pass one token of the answer.
 
+    has_read: True once the first forward pass has read ``new_ids``.
     room: how many tokens the decode batch has room for.
-    contexts: open while the decode batch is in use and the model is changed for it.
+    contexts: the contexts in which the model is changed for the decode batch. They are open while the batch is in use.
     batch: the layers of the decode batch; None while there is none.
     fed: the tokens [1] that the decode batch has read.
     logits: [V], the logits of the next token.
@@ -228,7 +234,10 @@ class GeneratedTurn:
         return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
 
     def _decode(self, input_ids: Tensor) -> None:
-        """Feed one token [1, 1] to the decode batch. A full batch is settled first, and a larger batch replaces it."""
+        """Feed one token [1, 1] to the decode batch, and set ``logits``.
+
+        A full batch is settled first, and a larger batch replaces it.
+        """
         cache, model, chain = self.cache, self.model, self.cache.chain
         # an answer that is longer than expected goes on in a batch with twice the room
         if len(self.fed) == self.room:
@@ -313,7 +322,10 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
 
 @contextmanager
 def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
-    """Redirect the forward passes of a turn to the turn. Passes that kvbench itself calls still use the model."""
+    """While the context is open, redirect forward passes with the turn's cache to the turn.
+
+    Passes with other caches, such as kvbench's own, still use the model.
+    """
     # a ``forward`` in the object's own attributes comes from another library, and hides the class's
     former, forward = vars(model).get("forward"), model.forward
 
@@ -334,7 +346,10 @@ def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterato
 
 
 def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, input_ids: Any) -> Tensor:
-    """Return the tokens [n] of a prompt that the cache has not read. Raises UsageError for another model or text."""
+    """Return the tokens [n] of the text ``input_ids`` that the cache has not read yet.
+
+    Raises UsageError if the cache belongs to another model, or if the text does not continue the text read so far.
+    """
     check_precision()
     if model is None or cache not in _OPEN.get(model, ()):
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
@@ -361,9 +376,9 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
 def _count_room(
     cache: TransformersCache, new_ids: Tensor, configs: Sequence[Any], options: Mapping[str, object]
 ) -> int:
-    """Return how many tokens of an answer will be fed: all except its last.
+    """Return for how many tokens of an answer to make room: all except the last, which is never fed.
 
-    Options of ``generate`` come before its configurations. If none of them states a number, it is ROOM.
+    The answer's length is taken from the ``options`` of ``generate``, else from its ``configs``, else it is ROOM.
     """
     sizes: list[int | None] = []
     if options.get("max_new_tokens") is not None:

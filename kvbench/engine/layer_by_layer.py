@@ -41,7 +41,7 @@ class CompressedLayers:
             return
         for stage in self._first_stages:
             dense = self.chain.run(stage, dense, obs)
-        # another layer changes the shares of all layers, so that earlier layers may be trimmed again
+        # each new layer changes the shares of all layers, so that earlier layers may be trimmed again
         untrimmed = [*self.caches, dense]
         self.caches = balancer.rebalance(untrimmed, obs.n_layers)
         if self.chain.foreign:
@@ -68,8 +68,8 @@ class CompressedLayers:
     def finish_replay(self, received: Sequence[Tensor] | None) -> None:
         """Compress the layers, which hold all tokens until now, after the model has read the prompt again.
 
-        ``received`` has for each layer the attention [Hq, n] that its tokens received in the further passes. It is None
-        if there were no such passes, because all tokens stay.
+        received: for each layer, the attention [Hq, n] that its tokens received in the further passes; None if there
+            were no such passes, because all tokens stay.
         """
         dense_layers, selector = self.caches, self.chain.replayer
         if received is not None and selector is not None:
@@ -92,7 +92,11 @@ class CompressedLayers:
         self._compare(obs.layer, self.caches[-1], source, all_read=obs.positions is None)
 
     def _compare(self, layer: int, cache: LayerCache, source: Segment, all_read: bool) -> None:
-        """Record in ``mismatch`` how a layer differs from ``source``, unless a stage changes keys and values."""
+        """Record in ``mismatch`` how a layer's cache differs from ``source``, the keys and values that it must hold.
+
+        Nothing is compared if a stage of the chain is meant to change keys and values. ``all_read`` is True if the
+        layer has read all tokens of the prompt.
+        """
         if self.mismatch or any(stage.changes for stage in self.chain.stages):
             return
         difference = find_mismatch(cache, source, all_read)
@@ -123,7 +127,10 @@ class CompressedLayers:
 
 
 def _select_source(cache: LayerCache, dense: Segment, obs: Observation) -> Segment:
-    """Return the segment that a layer's cache must equal: the prompt's keys and values, or its latents if stored."""
+    """Return the segment whose numbers a layer's cache must hold: the prompt's keys and values, or its latents.
+
+    dense: the prompt's keys and values. The latents of ``obs`` count if the cache stores latents.
+    """
     if obs.latents is None or not any(segment.latent for segment in cache.segments):
         return dense
     latent_k, latent_v = obs.latents

@@ -29,11 +29,11 @@ CHUNK_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Forced:
-    """The result of teacher forcing one cache by the T tokens of a text.
+    """The result of teacher forcing one cache: feeding it the T tokens of a text, whatever it would have predicted.
 
-    losses: [T] fp32 on the CPU, the negative log likelihood of each token.
+    losses: [T] fp32 on the CPU, the negative log likelihood of each token, in nats.
     held: for each layer, the most tokens that a head held.
-    stored: the payload bytes of each layer after the last token.
+    stored: the bytes of each layer after the last token that was fed.
     divergence: the divergence from a reference at all tokens but the first. The prompt's own logits predict the first.
     """
 
@@ -44,7 +44,7 @@ class Forced:
 
 
 def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor, chunk: int) -> list[Forced]:
-    """Return the losses of ``tokens`` [T] after each cache, in order. ``chunk`` tokens are fed at a time.
+    """Return the losses of the text ``tokens`` [T] after each cache, in order. ``chunk`` tokens are fed at a time.
 
     Caches are not changed. Caches whose chains change the model alike are rows of one batch. Raises UsageError unless
     all caches have read equally many tokens, as caches of one prompt have.
@@ -63,12 +63,15 @@ def diverge(
     tokens: Tensor,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[list[Forced], Divergence]:
-    """Return (losses and divergence from ``full`` of ``tokens`` [T] after each cache, the divergence floor).
+    """Compare each cache with the full cache ``full`` on a text ``tokens`` [T] that follows the prompt.
 
-    ``full`` and its copy by ``nudge_cache`` are rows of each batch in which no chain changes the model, so that both
-    sides round alike. If ``full`` is among the caches, its result is taken from its own row. Rows that evict are fed
-    token by token, like answers. All others are fed in chunks, with the same result. The output head is computed in
-    fp32.
+    Returns (results, floor). ``results`` has the losses and the divergence from ``full`` of each cache, in order.
+    ``floor`` is the divergence that rounding alone causes.
+
+    ``full`` and its copy by ``nudge_cache`` are rows of each batch in which no chain changes the model, so that
+    compared rows round alike. If ``full`` is among the caches, its result is taken from its own row. Rows that evict
+    are fed token by token, like answers. All others are fed in chunks, with the same result. The output head is
+    computed in fp32.
 
     Logits exist for one chunk at a time and take at most ``chunk_bytes``. If chains change the model, the [T, V] logits
     of ``full`` are kept for comparison.
@@ -81,7 +84,7 @@ def diverge(
         if rows or not one_by_one:
             limit = chunk_bytes
             if one_by_one:
-                limit = 0
+                limit = 0  # a chunk then has one token
             exact, forced, floor = _diverge_together(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
             results.update(zip(rows, forced, strict=True))
     for i, cache in enumerate(caches):
@@ -94,8 +97,9 @@ def diverge(
 def _diverge_together(
     model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, chunk_bytes: int
 ) -> tuple[Forced, list[Forced], Forced]:
-    """Return the results of the full cache, of each cache, and of the nudged full cache.
+    """Return (result of the full cache, results of ``caches`` in order, result of the nudged full cache).
 
+    ids: [T], the tokens that are fed after each cache.
     The logits of a chunk take at most ``chunk_bytes``. A chunk has at least one token, even if its logits take more.
     """
     rows = [full, *caches, nudge_cache(full)]
@@ -112,8 +116,8 @@ def _diverge_together(
             if len(groups) > 1:
                 references[start] = reference
             targets = ids[start + 1 : start + 1 + len(reference)]
-            for divergence, part in zip(divergences, compare_logits(reference, logits, targets), strict=True):
-                divergence.put(start, part)
+            for divergence, compared in zip(divergences, compare_logits(reference, logits, targets), strict=True):
+                divergence.put(start, compared)
 
         with exact_head(model):
             forced_rows = _force(model, [rows[r] for r in group], ids, chunk=chunk, on_logits=compare_chunk, alone=True)
@@ -140,7 +144,10 @@ def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | S
 
 
 def _check_continuation(model: PreTrainedModel, caches: Sequence[PromptCache], tokens: Tensor) -> Tensor:
-    """Return ``tokens`` [T] on the model's device. Raises UsageError unless they can continue all caches."""
+    """Return ``tokens`` [T] on the model's device.
+
+    Raises UsageError unless the model can read them after all caches, and all caches have read equally many tokens.
+    """
     if len({cache.seen for cache in caches}) > 1:
         raise UsageError("teacher forcing continues caches that have read equally many tokens")
     read = caches[0].seen
@@ -158,7 +165,9 @@ def _force(
     on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
     alone: bool = False,
 ) -> list[Forced]:
-    """Return the losses of ``ids`` [T] after each cache of one batch. All chains must change the model alike.
+    """Return the result of feeding ``ids`` [T] after each cache, in one batch. All chains must change the model alike.
+
+    The results have no divergence.
 
     chunk: how many tokens are fed at a time.
     on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens.
@@ -196,6 +205,6 @@ def _force(
 
 
 def _compute_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return negative log likelihoods [B, t] of targets [t] under logits [B, t, V], in fp32."""
+    """Return the negative log likelihoods [B, t] of targets [t] under logits [B, t, V], in fp32."""
     logp = logits.float().log_softmax(dim=-1)
     return -logp.gather(2, targets.expand(len(logits), -1)[..., None])[..., 0]

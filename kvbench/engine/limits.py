@@ -1,4 +1,4 @@
-"""The lengths of text that a model or a method cannot read, with the reasons."""
+"""Limits on the texts that a model reads: checks of lengths and settings, with reasons in their errors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LEAST_PIECE = 16
 
 
 def tokens_of(key: str, value: Any) -> int:
-    """Return the number of tokens in ``value``, the value of option ``key``: an int, also of torch or NumPy.
+    """Return ``value``, a number of tokens that the user gave as option ``key``, as an int.
 
-    Raises UsageError for anything else.
+    Scalars of torch or NumPy are taken as well. Raises UsageError for anything else, and for numbers below 1.
     """
     count = value
     if hasattr(value, "tolist"):
@@ -35,7 +35,7 @@ def tokens_of(key: str, value: Any) -> int:
 
 
 def check_precision() -> None:
-    """Raise UsageError under torch.autocast: layers would compute in other dtypes than caches declare."""
+    """Raise UsageError if torch.autocast is on: layers would compute in other dtypes than caches declare."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if kinds:
         raise UsageError(
@@ -45,9 +45,9 @@ def check_precision() -> None:
 
 
 def find_longest_text(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a text that the model can read here; None for models without such an end.
+    """Return the most tokens of a text that the model can read in kvbench; None if it has no such limit.
 
-    It is the end of a table of learned positions (OPT), or the number of tokens that an indexer chooses.
+    The limit is the size of a table of learned positions (OPT), or the number of tokens that an indexer chooses.
     """
     reach = indexer_reach(model.config)
     if reach is not None:
@@ -76,7 +76,10 @@ def check_capacity(model: PreTrainedModel, tokens: int) -> None:
 
 
 def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) -> None:
-    """Warn of a text longer than the model was made for, at the caller ``stacklevel`` frames up."""
+    """Warn if a text of ``tokens`` tokens is longer than the model was made for.
+
+    ``stacklevel`` is that of ``warnings.warn``, counted from the caller: 1 names the caller's own line.
+    """
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"
@@ -84,7 +87,7 @@ def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) ->
 
 
 def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
-    """Raise UsageError if a text of ``tokens`` tokens outgrows the model's sliding window and is to be compressed."""
+    """Raise UsageError if a text of ``tokens`` tokens outgrows the model's sliding window and a chain compresses it."""
     # beyond the window the model forgets tokens by itself, and no budget accounts for that
     window = sliding_window(model.config)
     compressing = [chain.name for chain in chains if chain.stages]
@@ -96,7 +99,7 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
 
 
 def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
-    """Raise UsageError if the rotation of keys changes after the first ``read`` tokens of a text of ``tokens``."""
+    """Raise UsageError if the rotation of keys changes while a text grows from ``read`` to ``tokens`` tokens."""
     if beyond_turn(model, tokens) and not beyond_turn(model, read):
         turn = traits.turning_point(model.config)
         raise UsageError(

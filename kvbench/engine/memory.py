@@ -35,9 +35,9 @@ OUT_OF_MEMORY = (
 
 
 def process_memory(key: str) -> int:
-    """Return the bytes of this process that Linux names ``key``.
+    """Return how many bytes of memory this process takes, by the measure that Linux names ``key``.
 
-    VmRSS are the bytes resident now, VmHWM the most that were ever resident, VmData the process's own data.
+    VmRSS counts the bytes resident now, VmHWM the most that were ever resident, VmData the process's own data.
     """
     status = Path("/proc/self/status")
     lines: list[str] = []
@@ -50,13 +50,16 @@ def process_memory(key: str) -> int:
 
 
 def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
-    """Return each device's share of a model's attention layers. It is also the device's share of the model's caches."""
+    """Return each device's share of a model's attention layers, which is also its share of the model's caches."""
     devices = [next(module.parameters()).device for module in attention_modules(model)]
     return {device: count / len(devices) for device, count in Counter(devices).items()}
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this process can still allocate on ``device``: a GPU, or the machine and control group."""
+    """Return the bytes that this process can still allocate on ``device``.
+
+    On a CPU, the machine's free memory and the limits of control groups (of a container, for example) both count.
+    """
     if device.type == "cuda":
         device_free, _ = torch.cuda.mem_get_info(device)
         # memory that PyTorch has reserved but does not use is free for our tensors as well
@@ -65,7 +68,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _read_machine_free_bytes() -> int:
-    """Return the machine's free bytes: Linux's number, else half of the memory, else a guess of 4 GiB."""
+    """Return the machine's free bytes: the number that Linux states, else half of the memory, else a guess of 4 GiB."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -76,7 +79,7 @@ def _read_machine_free_bytes() -> int:
 
 
 def _read_group_free_bytes() -> Iterator[int]:
-    """Yield how many bytes each Linux control group (versions 2 and 1) leaves below its limit; at least one number."""
+    """Yield how many bytes each Linux control group (versions 2 and 1) still allows. At least one number is yielded."""
     for limit_file, usage_file in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -94,10 +97,12 @@ def cache_limit(
     shares: Mapping[torch.device, float],
     count_free: Callable[[torch.device], int] = free_bytes,
 ) -> int:
-    """Return the bytes that caches may take: ``gib`` if the user gave it, else a share of the memory free now.
+    """Return the bytes that caches may take: ``gib`` GiB if the user gave it, else a share of the memory free now.
 
-    ``shares`` is the part of every cache on each device, ``count_free`` returns the free bytes of a device. The device
-    with the least room for its part decides.
+    The device with the least room for its part of the caches decides.
+
+    shares: for each device, the share of every cache that it holds.
+    count_free: returns the free bytes of a device.
     """
     if gib is not None:
         return int(gib * GIB)
@@ -112,7 +117,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release() -> None:
-    """Free the memory that a failed allocation left behind."""
+    """Free memory that is no longer used, after an allocation has failed."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

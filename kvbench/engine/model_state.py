@@ -13,7 +13,10 @@ STRIDE = 61
 
 
 def state_of(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return the model's configuration, the names, types, shapes and sums of its weights and buffers, and its hooks."""
+    """Return a snapshot of a model, which differs from an earlier one if something has changed the model.
+
+    It is (configuration, (name, dtype, shape, device) of each weight and buffer, sums of their bits, hooks).
+    """
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters())
     tensors.extend(model.named_buffers())
     kinds = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
@@ -24,7 +27,7 @@ def state_of(model: PreTrainedModel) -> tuple[object, ...]:
         sums.append(bits[::STRIDE].sum(dtype=torch.int64))
     hooks = []
     for module in model.modules():
-        # an own ``forward`` attribute is another way to change a module
+        # hooks change what a module computes, and so does a ``forward`` in its own attributes
         forward = module.__dict__.get("forward")
         hooks.append((id(forward), list(module._forward_pre_hooks), list(module._forward_hooks)))
     return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums], hooks

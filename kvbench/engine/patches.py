@@ -1,4 +1,4 @@
-"""The model as a chain's stages change it, while a context is open."""
+"""Changing the model as a chain's stages ask, and grouping caches whose chains change it alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 
 @contextmanager
 def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
-    """Change the model by the ``adapt`` methods of the chain's stages. On exit it is always restored."""
+    """While the context is open, change the model by the ``adapt`` methods of the chain's stages."""
     with ExitStack() as stack:
         for stage in chain.adaptation:
             stack.enter_context(stage.adapt(model))
@@ -21,7 +21,7 @@ def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
 
 
 def group_by_batch(caches: Sequence[PromptCache]) -> list[list[int]]:
-    """Group the indices of caches by equal ``batch_key``. The caches of a group can be rows of one batch."""
+    """Return the indices of caches, grouped by ``batch_key``. The caches of a group can be rows of one batch."""
     # groups come in the order of their first caches
     groups: dict[object, list[int]] = {}
     for i, cache in enumerate(caches):

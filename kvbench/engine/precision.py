@@ -17,17 +17,17 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.core.chain import Chain
 
 TRIED_S = 0.2
-"""How long products are timed, in seconds."""
+"""How long matrix products are timed, in seconds."""
 FASTER = 1.2
-"""A dtype is called faster if its products take at most 1 / FASTER of the other's time. Less may be noise."""
+"""A dtype counts as faster if its products take at most 1 / FASTER of the other dtype's time. Less may be noise."""
 
 
 class Rounding(TypedDict):
-    """The effect of half precision alone: logits after some prompts, compared with the same weights in fp32.
+    """The effect of half precision alone: logits after some prompts, compared with those of the same weights in fp32.
 
     prompts: the number of prompts.
-    same: the number of prompts after which the first choice is the same.
-    largest: the largest difference of a logit.
+    same: the number of prompts after which both have the same likeliest token.
+    largest: the largest absolute difference of a logit.
     """
 
     prompts: int
@@ -37,16 +37,16 @@ class Rounding(TypedDict):
 
 @cache
 def measure_bf16_speed() -> float:
-    """Return the time of products in fp32 on this CPU over that in bf16, tried once in a process.
+    """Return how many times as long a matrix product takes in fp32 as in bf16 on this CPU. It is timed once a process.
 
-    Units such as AMX make bf16 faster on many CPUs, but not on all that have one.
+    Units such as AMX make bf16 faster on many CPUs, but not on all that have such a unit.
     """
-    # a prompt of 256 tokens times a matrix as models of a billion parameters have it
+    # the factors are 256 tokens of a prompt, and a matrix of the size that models of a billion parameters have
     tokens, weights = torch.randn(256, 2048), torch.randn(2048, 2048)
     seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
     factors = {dtype: (tokens.to(dtype), weights.to(dtype)) for dtype in seconds}
     end = time.perf_counter() + TRIED_S
-    # the first product of a dtype prepares it, so that at least two are needed
+    # the first product of a dtype also pays for its preparation, so at least two are needed
     while time.perf_counter() < end or len(seconds[torch.bfloat16]) < 2:
         for dtype, times in seconds.items():
             start = time.perf_counter()
@@ -57,7 +57,7 @@ def measure_bf16_speed() -> float:
 
 
 def explain_dtype(setting: str, dtype: str, device: torch.device) -> str:
-    """Return a run's dtype with its reason, in one line. ``setting`` is the user's dtype=."""
+    """Return a line that states a run's ``dtype`` with its reason. ``setting`` is the user's dtype= option."""
     is_auto = setting == "auto"
     if device.type != "cpu":
         if is_auto:
@@ -88,9 +88,9 @@ def has_better_dtype(setting: str, dtype: str, device: torch.device) -> bool:
 def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Rounding | None:
     """Return how the full cache's logits after ``prompts`` [n] differ from the logits of the same weights in fp32.
 
-    Returns None for a model in fp32, or if memory cannot hold the model at twice its size.
+    Returns None for a model in fp32, for one that is spread over devices, or if memory cannot hold its fp32 weights.
     """
-    # the same model is measured in both dtypes, and its weights take twice their bytes in fp32
+    # the same model object is measured in both dtypes, and its weights take twice their bytes in fp32
     half, device = model.dtype, model.device
     weight_bytes = sum(p.nbytes for p in model.parameters())
     if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weight_bytes > free_bytes(device):
@@ -108,7 +108,7 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
 
 
 def describe_rounding(comparison: Rounding, dtype: str) -> str:
-    """Describe the result of ``compare_rounding`` in a few sentences."""
+    """Return the result of ``compare_rounding`` for a run in ``dtype`` as a few sentences."""
     n = comparison["prompts"]
     tasks = "task"
     if n > 1:
@@ -129,7 +129,7 @@ def _compute_last_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 @contextmanager
 def _in_fp32(model: PreTrainedModel, half: torch.dtype) -> Iterator[None]:
-    """Convert the weights of dtype ``half`` to fp32, which represents them exactly. On exit they are restored."""
+    """While the context is open, hold the weights of dtype ``half`` in fp32, which represents them exactly."""
     weights = [p for p in model.parameters() if p.dtype == half]
     try:
         for p in weights:

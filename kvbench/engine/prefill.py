@@ -51,7 +51,7 @@ def prefill_chains(
     lengths: Sequence[int] | None = None,
     prefix: SharedPrefix | None = None,
 ) -> list[PromptCache]:
-    """Return one cache per chain, in order, from as few passes over ``input_ids`` [n] as possible.
+    """Read the prompt ``input_ids`` [n], and return the cache of each chain, in order, with as few passes as possible.
 
     One pass serves all chains with the same ``prefill_key`` that can read the same number of tokens.
 
@@ -82,9 +82,12 @@ def prefill_chains(
 def _check_readable(
     model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int], tokenizer: Any
 ) -> None:
-    """Refuse prompts of ``ids`` tokens that are too long, and chains that the model cannot run.
+    """Raise UsageError if a prompt is too long for the model or a chain, and Refused if a chain cannot run on it.
 
-    Nothing is read before. Raises UsageError, and Refused for a chain.
+    The checks come before any token is read.
+
+    ids: the number of the prompt's tokens.
+    lengths: for each chain, how many of these tokens its cache covers.
     """
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
@@ -105,9 +108,12 @@ def _check_readable(
 def _group_by_pass(
     model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int]
 ) -> list[list[int]]:
-    """Return the chains' places in ``chains``, a list for each pass: of one prefill key and number of tokens to read.
+    """Return the indices of ``chains`` in groups. One pass of the model can serve all chains of a group.
+
+    The chains of a group have the same prefill key, and their passes read the same number of tokens.
 
     ids: the number of the prompt's tokens.
+    lengths: for each chain, how many of these tokens its cache covers.
     """
     passes: dict[tuple[str, int], list[int]] = {}
     for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
@@ -119,11 +125,14 @@ def _group_by_pass(
 
 
 def _must_end_with_cache(model: PreTrainedModel, chain: Chain, n: int) -> bool:
-    """Return True if a pass for a chain must end with the last of its cache's ``n`` tokens."""
+    """Return True if the pass for a chain must end with the last of the ``n`` tokens that the chain's cache covers.
+
+    All other caches can be cut out of a pass over a longer prompt.
+    """
     # in a longer pass, such chains would see or change more than the first n tokens
     if chain.prefill_key or chain.replayer or chain.foreign or chain.needs(n).call:
         return True
-    # a state at the end of a longer prompt cannot be taken back
+    # a state at the end of a longer prompt cannot be cut back to n tokens
     return bool(state_layers(model.config))
 
 
@@ -139,6 +148,7 @@ class _Reading:
 class _PassReceiver:
     """Receive the layers of one pass, hand each to every chain of the pass, and count the seconds that this takes.
 
+    members: the chains of the pass, each as (chain, number of tokens that its cache covers).
     layers: the compressed layers of each chain.
     local: the local layers by number of tokens. All chains share them.
     states: the states at the end of the prompt, of the layers that hold a state. All chains share them.
@@ -169,7 +179,7 @@ class _PassReceiver:
                 positions=obs.positions,
                 length=obs.length,
             )
-            # the time of the shared dense cache is counted for no chain
+            # the time of the shared dense cache is charged to no chain
             with _clock(k.device, self.spent, -1):
                 shared_cache = obs.once((ops.dense, heads), dense)
                 handed = HandedLayer(chain, shared_cache, obs)
@@ -182,11 +192,11 @@ class _PassReceiver:
                 self.layers[i].compare_newest(shared_cache.segments[0], obs)
 
     def on_local(self, layer: LayerCache, n: int) -> None:
-        """Take the next local layer of the first n tokens."""
+        """Keep the next local layer, as it is after the first n tokens."""
         self.local.setdefault(n, []).append(layer)
 
     def on_states(self, states: tuple[LayerState, ...]) -> None:
-        """Take the states at the end of the prompt."""
+        """Keep the states at the end of the prompt."""
         self.states = states
 
     def build_caches(
@@ -229,7 +239,10 @@ class _PassReceiver:
 def _run_shared_pass(
     model: PreTrainedModel, ids: Tensor, chains: Sequence[Chain], lengths: Sequence[int], reading: _Reading
 ) -> list[PromptCache]:
-    """Return one cache per chain from one prefill. All chains must compute the prompt alike."""
+    """Return the cache of each chain, in order, from one pass over ``ids`` [n]. All chains must compute it alike.
+
+    ``lengths`` has for each chain how many of the tokens its cache covers; the largest is n.
+    """
     needs_by_length: dict[int, Needs] = {}
     for n in sorted(set(lengths)):
         needs_by_length[n] = Needs.union(
@@ -278,9 +291,9 @@ def _run_shared_pass(
 
 
 def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokenizer: Any) -> None:
-    """Read the prompt again for chains that score tokens by it.
+    """Read the prompt ``ids`` [n] again for chains that score tokens by further passes over it, and finish the chains.
 
-    Equal passes are made once. Their seconds count for the first chain that needs them.
+    Equal passes are made once. Their seconds are charged to the first chain that needs them.
     """
     received: dict[Replay, list[Tensor]] = {}
     for i, compressed in enumerate(receiver.layers):
@@ -301,7 +314,7 @@ def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver,
 
 @contextmanager
 def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
-    """Add the seconds for which the context is open to ``spent[i]``."""
+    """Add to ``spent[i]`` the seconds for which the context is open, with the work of ``device`` in that time."""
     synchronise(device)
     start = time.perf_counter()
     yield
@@ -310,7 +323,7 @@ def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
 
 
 def make_observer(model: PreTrainedModel) -> Observe:
-    """Return a function that reads windows of ids, for stages that are calibrated on ``model``."""
+    """Return a function that reads windows of token ids with ``model``, by which stages are calibrated on the model."""
 
     def observe_window(window: Tensor, needs: Needs, on_layer: OnLayer) -> object:
         return observe_prompt(model, prepare_ids(model, window), needs, on_layer)
@@ -319,7 +332,10 @@ def make_observer(model: PreTrainedModel) -> Observe:
 
 
 def prepare_ids(model: PreTrainedModel, input_ids: Tensor | Sequence[int]) -> Tensor:
-    """Return one unpadded prompt [n] or [1, n] as int64 [n] on the model's device. Several prompts are refused."""
+    """Return one unpadded prompt [n] or [1, n] as int64 [n] on the model's device.
+
+    Raises UsageError for anything else, such as several prompts, and for ids outside the vocabulary.
+    """
     traits.check_is_model(model)
     kind = type(input_ids).__name__
     try:

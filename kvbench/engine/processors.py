@@ -21,7 +21,7 @@ def allowed() -> int:
 
 
 def within_quota(processors: int, control_group: Path = CONTROL_GROUP) -> int:
-    """Return how many of ``processors`` the quota of a control group leaves; at least 1."""
+    """Return how many of ``processors`` a process may use under the quota of a control group; at least 1."""
     count = float(processors)
     # version 2 writes quota and period into one file, as "QUOTA PERIOD"
     for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):

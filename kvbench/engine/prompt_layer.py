@@ -23,33 +23,41 @@ from kvbench.storage import split
 FLASH_WIDTH = 256  # the most channels of a head that PyTorch's flash attention takes on a GPU
 EXACT = 0  # stands for unquantised keys among the bit widths of column sums
 GROUPED_BY = 5  # CHAI groups heads by their attention to the first five tokens (arXiv 2403.08058)
+# maps a layer's keys and values [Hk, n, D] to those that the prompt's attention reads (Chain.read)
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# maps the first queries and keys to each query head's leading head [Hq], or None (HeadSharer.leads)
 Share = Callable[..., Tensor | None]
+# maps keys to (first token, tokens kept before it) of each block in which the prompt is read (BlockReader.blocks)
 Blocks = Callable[[Tensor], list[tuple[int, Tensor]]]
 
 
 @dataclass(frozen=True)
 class LayerStart:
-    """A layer of a prompt's first p tokens, which were read earlier, with the statistics that stages need.
+    """One layer of a prompt's first p tokens, which were read earlier, with the statistics that stages need.
 
-    queries: the queries of each piece, in order. Together they end with the query of token p - 1.
-    colsums: column sums by the bit width of the keys. EXACT stands for unquantised keys.
+    keys, values: those of the p tokens.
+    hidden: the input of the attention module; None if no stage needs it.
+    first_q: the first queries, as many as stages need; None if no stage needs them.
+    queries: the last queries of each piece in which the tokens were read, in order. The last is that of token p - 1.
+    colsums: the attention that each token received from all queries, by the bit width of the keys. EXACT stands for
+        unquantised keys.
     """
 
     keys: Tensor  # [Hk, p, D]
     values: Tensor  # [Hk, p, D]
-    hidden: Tensor | None  # [p, d], input of the attention module
-    first_q: Tensor | None  # [Hq, w0, D], as many as stages need
+    hidden: Tensor | None  # [p, d]
+    first_q: Tensor | None  # [Hq, w0, D]
     queries: tuple[Tensor, ...]  # [Hq, w, D] each
     colsums: Mapping[int, Tensor]  # [Hq, p]
 
 
 @dataclass(frozen=True)
 class LayerPlace:
-    """The place of a layer in a pass over a prompt, as observations name it.
+    """Which layer of which prompt a layer is, as observations state it.
 
-    number, layers: the layer's number among those that methods compress, and how many there are.
-    prompts: the CRC-32 of the prompt's first tokens, by their number.
+    number: the layer's number among the layers that methods compress.
+    layers: how many layers methods compress.
+    prompts: the CRC-32 of the prompt's first m tokens, for each number m that is observed.
     """
 
     number: int
@@ -60,12 +68,14 @@ class LayerPlace:
 class PromptLayer(KvbenchLayer):
     """One layer while the prompt is read: causal attention, and the statistics that stages need.
 
-    needs: for each number of first tokens, the statistics that stages need of them. Local layers have none.
+    needs: the statistics that stages need of the prompt's first m tokens, for each number m that is observed. Empty for
+        a local layer.
     place: where the layer stands; None for a local layer.
     plain: True if attention is computed by fp32 softmax rows instead of PyTorch's fused attention.
     read: a function that returns the keys and values to attend; None: the layer's own.
-    share: ``HeadSharer.leads`` of this layer. It returns the query head whose logits each head takes.
-    blocks: ``BlockReader.blocks`` of this layer.
+    share: the function that decides which query heads share logits; None: none do.
+    blocks: the function that divides the prompt into blocks, each of which sees only some earlier tokens; None: the
+        prompt is read whole.
     start: the tokens that were read earlier. The tokens of this pass follow them.
     lends: True if later layers of the model share this layer's keys and values.
     chunk: the tokens of a chunk if the layer attends chunks; None: it attends all tokens, or a window.
@@ -93,11 +103,12 @@ class PromptLayer(KvbenchLayer):
         self.start = start
         self.lends = lends
         self.chunk = chunk
-        self.lent: tuple[Tensor, Tensor] | None = None  # keys and values [Hk, n, D] for layers that share them
+        # keys and values [Hk, n, D] for later layers that share them, once this layer has ended
+        self.lent: tuple[Tensor, Tensor] | None = None
         self.seen = 0
         if start is not None:
             self.seen = start.keys.shape[1]
-        # by the number of tokens; the pass adds what the layer itself does not know
+        # observations by the number of tokens; the pass adds the parts that the layer itself does not know
         self.observed: dict[int, Observation] = {}
         # seconds of column sums by (number of tokens, bit width of the keys); EXACT stands for unquantised keys
         self.colsums_s: dict[tuple[int, int], float] = {}
@@ -129,15 +140,15 @@ class PromptLayer(KvbenchLayer):
         if fused is not None:
             out, lse = fused
         for n, needs in self.needs.items():
-            # q holds the queries n_earlier .. n - 1 of the first n tokens
-            part_lse = None
+            # of the first n tokens, q holds the queries n_earlier .. n - 1
+            first_lse = None
             if lse is not None:
-                part_lse = lse[:, : n - n_earlier]
-            part_read_keys = None
+                first_lse = lse[:, : n - n_earlier]
+            first_read_keys = None
             if read_keys is not None:
-                part_read_keys = read_keys[:, :n]
+                first_read_keys = read_keys[:, :n]
             self.observed[n] = self._observe_tokens(
-                n, needs, q[:, : n - n_earlier], keys=keys[:, :n], scale=scale, lse=part_lse, read_keys=part_read_keys
+                n, needs, q[:, : n - n_earlier], keys=keys[:, :n], scale=scale, lse=first_lse, read_keys=first_read_keys
             )
         if out is not None:
             return out[None]
@@ -145,19 +156,19 @@ class PromptLayer(KvbenchLayer):
 
     def _attend_chunks(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, chunk: int) -> Tensor:
         """Return the attention [1, Hq, n, D] of q [Hq, n, D]: each chunk of tokens attends itself causally."""
-        parts = []
+        outputs = []
         for start in range(0, q.shape[1], chunk):
             span = slice(start, start + chunk)
-            part = self._attend_without_lse(
+            chunk_out = self._attend_without_lse(
                 q[:, span], keys[:, span], values[:, span], scale=scale, window=None, blocks=[]
             )
-            parts.append(part)
-        return torch.cat(parts, dim=2)
+            outputs.append(chunk_out)
+        return torch.cat(outputs, dim=2)
 
     def _attend_lent(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention [1, Hq, n, D] of a later layer that shares this one's keys and values.
+        """Return the attention [1, Hq, n, D] of a later layer that shares this layer's keys and values.
 
-        No statistics are taken of it: methods choose by the queries of the layer that holds keys and values.
+        No statistics are taken of the later layer: methods choose by the queries of the layer that holds the keys.
         """
         assert self.lent is not None
         keys, values = self.lent
@@ -178,7 +189,12 @@ class PromptLayer(KvbenchLayer):
         window: int | None,
         blocks: list[tuple[int, Tensor]],
     ) -> Tensor:
-        """Return the attention [1, Hq, w, D] of the last w tokens, q [Hq, w, D], over keys and values [Hk, n, D]."""
+        """Return the attention [1, Hq, w, D] of the last w of n tokens, without its log-sum-exp.
+
+        q: [Hq, w, D], the queries of the last w tokens.
+        keys, values: [Hk, n, D], those of all n tokens.
+        blocks: the blocks in which the prompt is read; [] reads it whole.
+        """
         n_earlier = keys.shape[1] - q.shape[1]
         if blocks:
             return attend_in_blocks(q, keys, values, scale, blocks)[None]
@@ -193,7 +209,7 @@ class PromptLayer(KvbenchLayer):
             return attend_rows(q, keys, values, scale, window)[None]
         values = values_or_keys(keys, values)
         if q.is_cuda and q.shape[2] > FLASH_WIDTH:
-            # PyTorch's kernels for wider heads know no groups, and the one that does holds all logits
+            # of PyTorch's kernels for wider heads, only one knows grouped heads, and it holds all logits in memory
             keys = _repeat_for_query_heads(keys, len(q))
             values = _repeat_for_query_heads(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. n_earlier + i.
@@ -215,8 +231,8 @@ class PromptLayer(KvbenchLayer):
     ) -> tuple[Tensor, Tensor] | None:
         """Return (attention [Hq, w, D], log-sum-exp [Hq, w] of each row of logits) by fused attention.
 
-        Column sums need the log-sum-exp, and pieces of a prompt are joined by it. Returns None if neither applies, or
-        if fused attention cannot serve.
+        The log-sum-exp is needed for column sums, and to join this pass with tokens that were read earlier. Returns
+        None if neither applies, or if fused attention cannot serve. Arguments are as in ``_attend_without_lse``.
         """
         n_earlier = keys.shape[1] - q.shape[1]
         needed = bool(n_earlier) or any(needs.colsums for needs in self.needs.values())
@@ -242,8 +258,10 @@ class PromptLayer(KvbenchLayer):
     ) -> Observation:
         """Return the layer's observation after the first n tokens, with the statistics that stages need of them.
 
-        q [Hq, w, D] are the queries read now, the last w of the n tokens. keys [Hk, n, D] are the keys that they
-        attend. ``read_keys`` are the same keys if the layer's own keys differ from them, else None.
+        q: [Hq, w, D], the queries of the tokens read in this pass, which are the last w of the n tokens.
+        keys: [Hk, n, D], the keys that these queries attend.
+        lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
+        read_keys: ``keys`` if they differ from the layer's own keys, else None.
         """
         last_q, first_q, exact_sums = None, None, None
         if needs.last_q:
@@ -285,8 +303,9 @@ class PromptLayer(KvbenchLayer):
     ) -> Tensor:
         """Return the attention [Hq, n] that each token received from all queries, and record the seconds that it took.
 
-        query [Hq, w, D] are the last w queries. ``start`` has the sums over earlier queries. ``place`` is the pair of
-        the number of tokens n and the bit width of the keys.
+        query: [Hq, w, D], the last w queries. ``self.start`` has the sums over earlier queries.
+        place: (number of tokens n, bit width of the keys), under which sums and seconds are kept.
+        lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
         """
         synchronise(query.device)
         start = time.perf_counter()
@@ -299,7 +318,7 @@ class PromptLayer(KvbenchLayer):
         return sums
 
     def states(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] has the states of the tokens read now.
+        """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] has those of the tokens read in this pass.
 
         If no stage needs hidden states, earlier ones were not kept, and the result is ``hidden``.
         """
@@ -321,7 +340,7 @@ class PromptLayer(KvbenchLayer):
 
 
 def _repeat_for_query_heads(t: Tensor, heads: int) -> Tensor:
-    """Return keys or values t [Hk, n, D] as [heads, n, D]; a view if there is one kv head."""
+    """Return keys or values t [Hk, n, D] with each kv head repeated for its query heads, as [heads, n, D]."""
     if t.shape[0] == 1:
         return t.expand(heads, -1, -1)
     return per_head(t, heads)

@@ -1,4 +1,4 @@
-"""One pass of the model over a prompt. It hands every layer on as the layer ends."""
+"""One pass of the model over a prompt. It hands each layer's keys, values and statistics on when the layer ends."""
 
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ from kvbench.models.interface import (
 from kvbench.models.lowrank import lifts
 from kvbench.models.state_layer import in_model_order, state_layers_of
 
-OnLayer = Callable[[Observation, Tensor, Tensor], None]
-OnLocal = Callable[[LayerCache, int], None]
-OnStates = Callable[[tuple[LayerState, ...]], None]
+OnLayer = Callable[[Observation, Tensor, Tensor], None]  # takes a finished layer: its observation, keys and values
+OnLocal = Callable[[LayerCache, int], None]  # takes a finished local layer, and how many of the first tokens it covers
+OnStates = Callable[[tuple[LayerState, ...]], None]  # takes the states at the end of the prompt
 LONG = 8192
 """For prompts longer than this, MLPs compute ``MLP_TOKENS`` tokens at a time. Shorter prompts are unaffected."""
 MLP_TOKENS = 2048
+"""How many tokens of a long prompt an MLP computes at a time."""
 
 
 def observe_prompt(
@@ -65,23 +66,23 @@ def observe_prompt(
     states: Sequence[LayerState] = (),
     on_states: OnStates = lambda states: None,
 ) -> tuple[dict[int, Tensor], dict[tuple[int, int], float]]:
-    """Read ``input_ids`` [n] once. Hand every finished layer to ``on_layer``, and local layers to ``on_local``.
+    """Read ``input_ids`` [n] once, and hand every finished layer to ``on_layer``, or to ``on_local`` if it is local.
 
-    Layers are numbered without local layers.
+    Returns (logits, seconds). ``logits`` has the next token's logits [V] by the number of tokens read. ``seconds`` has
+    the seconds of column sums by (number of tokens, bit width of the keys).
+
+    Observations number the layers without local layers.
 
     needs: the statistics that stages need of all n tokens.
     plain: True attends by fp32 softmax rows instead of PyTorch's fused attention.
     chain: the chain under which the prompt is computed. Its stages may read other keys and values than are stored, drop
     hidden states, or let heads share logits. Local layers are never affected.
-    parts: further numbers of first tokens, with the statistics that stages need of them. Layers of the parts are handed
-    on as well, because later tokens do not change earlier ones. Parts require plain causal attention.
-    starts: the layers of the prompt's first tokens, if these were read earlier. They must be fewer than any number
-    wanted.
+    parts: numbers m < n, each with the statistics that stages need of the first m tokens. The layers of the first m
+        tokens are handed on as well, because later tokens do not change them. Parts require plain causal attention.
+    starts: the layers of the prompt's first tokens, if these tokens were read earlier. They must be fewer than n and
+        than each m.
     states: the states at the end of ``starts``, of the layers that hold a state.
     on_states: called with the states at the end of the prompt. A model with states can read no parts.
-
-    Returns two mappings. The first has the next token's logits [V] by the number of tokens read. The second has the
-    seconds of column sums by that number and the bit width of the keys.
     """
     n = input_ids.shape[0]
     check_capacity(model, n)
@@ -92,7 +93,7 @@ def observe_prompt(
     )
     tokens_before = prompt_pass.tokens_before
     logits_to_keep: Tensor | int = 1  # keep the last token's logits only
-    # a number would leave the last layers of Gemma 4 the last query alone, and blocks are of all queries
+    # with a number here, Gemma 4's last layers would get the last query alone, but blocks are made of all queries
     if parts or (chain is not None and chain.block_reader and sharing_layers(model.config)):
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
@@ -126,13 +127,18 @@ def observe_prompt(
 class _PromptPass:
     """One pass over a prompt: the cache layers that the model fills, and how each is handed on.
 
+    Arguments are as in ``observe_prompt``. ``needs_by_length`` has ``parts`` and, last, the needs of all tokens.
+
     layers: the layers that hold keys, local ones included, by their number in the model.
     state_layers: the layers that hold a state, in order.
-    all_layers: the layers of the whole model.
-    compressed_layers: the layers that methods compress.
+    all_layers: the layers of the whole model, in order.
+    compressed_layers: the layers that methods compress, in order.
+    numbers: the number of each compressed layer among these, by its number in the model.
+    prompts: the CRC-32 of the prompt's first tokens, by their number.
     tokens_before: how many of the prompt's first tokens were read earlier.
     tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry has no layer.
     calls: the calls of attention modules by layer of the model, if stages need them.
+    lifted: the maps from latents to keys and values if projections are low-rank, else [].
     """
 
     def __init__(
@@ -164,7 +170,6 @@ class _PromptPass:
             if hasattr(module, "inv_freq"):
                 self.inv_freq = module.get_buffer("inv_freq")
                 break
-        # numbers maps the model's layer numbers to numbers among the layers that methods compress
         self.chunk = chunk_size(model.config)
         local, lending = local_layers(model.config), lending_layers(model.config)
         self.numbers: dict[int, int] = {}
@@ -191,7 +196,10 @@ class _PromptPass:
         self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None, lends: bool) -> PromptLayer:
-        """Build a layer that methods compress, with the functions by which the chain's stages change its attention."""
+        """Return a layer that methods compress, with the functions by which the chain's stages change its attention.
+
+        number: the layer's number among those that methods compress.
+        """
         chain, shape, n = self.chain, self.shape, self.prompt_tokens
         # Stage.read returns keys and values unchanged, so only an override changes the prompt's attention
         read: Read | None = None
@@ -210,9 +218,12 @@ class _PromptPass:
         )
 
     def finish_layer(self, index: int, hidden: Tensor, on_layer: OnLayer, on_local: OnLocal) -> None:
-        """Hand a finished layer on and drop its keys and values. ``hidden`` [1, w, d] is the input of its attention.
+        """Hand a finished layer on, and drop its keys and values.
 
         Raises UsageError if the layer's keys and values do not have the shape that the model's configuration states.
+
+        index: the layer's number in the model.
+        hidden: [1, w, d], the input of its attention.
         """
         layer, shape = self.layers[index], self.shape
         states = layer.states(hidden[0])
@@ -237,7 +248,7 @@ class _PromptPass:
             return
         number = self.numbers[index]
         call = self.calls.pop(index, None)
-        # Parts come first. The last length is the whole prompt's: its part has all tokens that this layer read.
+        # the last length is the whole prompt's, and its part has all tokens that this layer read
         for length in self.needs_by_length:
             part_k, part_v = isolate_tensor(k[:, :length]), isolate_tensor(v[:, :length])
             observation = self._complete_observation(number, length, states=states, call=call)
@@ -279,11 +290,11 @@ class _PromptPass:
         )
 
     def take_states(self) -> tuple[LayerState, ...]:
-        """Return the states at the end of the prompt, in the order of the layers that hold a state."""
+        """Return a copy of the states at the end of the prompt, in the order of the layers that hold a state."""
         return tuple(layer.state() for layer in self.state_layers)
 
     def sum_seconds(self) -> dict[tuple[int, int], float]:
-        """Return the seconds of column sums over all layers, by number of tokens and bit width of the keys."""
+        """Return the seconds of column sums over all layers, by (number of tokens, bit width of the keys)."""
         seconds: dict[tuple[int, int], float] = {}
         for place in self.compressed_layers[0].colsums_s:
             seconds[place] = sum(layer.colsums_s[place] for layer in self.compressed_layers)
@@ -291,7 +302,11 @@ class _PromptPass:
 
 
 def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
-    """Return the tokens that the layer after ``obs`` reads, chosen by this layer's attention; None if it reads all."""
+    """Return the tokens that the next layer reads, as the chain chooses them; None if it reads the whole prompt.
+
+    obs: the observation of the layer that has just ended, by whose attention tokens are chosen.
+    keys: [Hk, n, D], that layer's keys.
+    """
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)

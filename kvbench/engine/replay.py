@@ -1,4 +1,4 @@
-"""Passes that read a prompt again behind its own cache, to measure the attention that each cached token receives."""
+"""Passes that read a prompt again after its own cache, to measure how much attention each cached token receives."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ MARK = "kvbench5entinel"  # stands for a user's message; the chat template write
 
 
 class ReplayLayer(KvbenchLayer):
-    """One layer of a pass. It attends the whole prompt and the pass's own tokens, and then forgets the own tokens.
+    """One layer of a pass. The pass's own tokens attend the whole prompt and themselves, and are not stored.
 
     k, v: the prompt's keys and values [Hk, n, D].
     own_k, own_v: the keys and values [Hk, t, D] of the pass's own tokens.
     span: (start, end) of the prompt's tokens that the pass repeats.
     sinks: how many of the prompt's first tokens compete for attention with the repeated tokens.
-    received: [Hq, end - start], the most attention that each repeated token receives from any query of the pass. Sinks,
-    repeated tokens and own tokens compete for it.
+    received: [Hq, end - start], the most attention that each repeated token receives from any query of the pass. The
+        softmax is over sinks, repeated tokens and own tokens only.
     """
 
     def __init__(self, k: Tensor, v: Tensor, span: tuple[int, int], sinks: int) -> None:
@@ -72,7 +72,7 @@ class ReplayLayer(KvbenchLayer):
         return out[None]
 
     def _find_received(self, q: Tensor, scale: float) -> Tensor:
-        """Return ``received`` [Hq, end - start] from the pass's queries [Hq, t, D]."""
+        """Return the field ``received`` for the pass's queries q [Hq, t, D]."""
         start, end = self.span
         # the columns are sinks, then repeated tokens, then own tokens
         competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], self.own_k], dim=1)
@@ -85,7 +85,10 @@ class ReplayLayer(KvbenchLayer):
         return most
 
     def _blocks(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of blocks of queries [Hq, t, D] whose rows over ``tokens`` take at most BLOCK_BYTES."""
+        """Yield (first, last) of blocks of the queries q [Hq, t, D], so that a block's logits fit into BLOCK_BYTES.
+
+        A block has the queries first .. last - 1, and its logits are over ``tokens`` tokens.
+        """
         # the rows of one query take fp32 [Hq, tokens]
         size = max(1, BLOCK_BYTES // (4 * q.shape[0] * tokens))
         for first in range(0, q.shape[1], size):
@@ -100,12 +103,13 @@ def replay_prompt(
     tokenizer: Any,
     states: Sequence[LayerState] = (),
 ) -> list[Tensor]:
-    """Read a prompt ``ids`` [n] again in passes, and return for each layer the attention [Hq, n] that tokens receive.
+    """Read a prompt ``ids`` [n] again in passes, and return for each layer the attention [Hq, n] of its tokens.
 
-    It is the most attention that a token receives from any query of the passes.
+    A token's number is the most attention that it receives from any query of the passes.
 
-    layers: the prompt's caches. They must hold all tokens.
+    layers: the prompt's cache in each layer. It must hold all tokens.
     passes: the passes to make.
+    tokenizer: the model's tokenizer; None is enough if the passes have no instruction.
     states: the states at the prompt's end, of the layers that hold a state. Each pass begins from a copy of them.
 
     Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
@@ -132,26 +136,26 @@ def replay_prompt(
                 logits_to_keep=1,
                 **model_cache(model.config, in_model_order(model.config, replay_layers, state_layers)),
             )
-        # low-rank projections keep their last latents until someone takes them; a pass does not need them
+        # low-rank projections keep their last latents until they are taken; a pass needs none, so they are dropped
         for lift in lifted:
             lift.k.take()
             lift.v.take()
-        for parts, replay_layer in zip(received, replay_layers, strict=True):
+        for layer_received, replay_layer in zip(received, replay_layers, strict=True):
             assert replay_layer.received is not None
-            parts.append(replay_layer.received)
-    # the spans of all passes together are the prompt
-    return [torch.cat(parts, dim=1) for parts in received]
+            layer_received.append(replay_layer.received)
+    # the spans of all passes, one after the other, are the prompt
+    return [torch.cat(layer_received, dim=1) for layer_received in received]
 
 
 def count_longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
-    """Return the most tokens that a pass reads after a prompt of n tokens."""
+    """Return the most tokens that one of ``passes`` reads after a prompt of n tokens."""
     first, later, header = _encode_instructions(tokenizer, passes.instruction)
     # the first pass has its own instruction; later passes quote the tokens before their chunk
     return min(passes.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
 
 
 def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
-    """Build the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk.
+    """Return the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk.
 
     span: the chunk's (start, end) in ``ids``.
     words: the ids of (the first pass's instruction, the later passes' instruction, the answer's header).
@@ -166,7 +170,7 @@ def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list
 
 
 def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the ids of three texts: the first pass's instruction, the later passes' instruction, an answer's header.
+    """Return the token ids of (the first pass's instruction, the later passes' instruction, an answer's header).
 
     Raises UsageError without a tokenizer, or if the instruction is a chat and the tokenizer has no chat template.
     """

@@ -1,4 +1,4 @@
-"""The first tokens of prompts that begin alike, read only once: instructions, examples, and text up to a difference.
+"""Reading the first tokens of prompts that begin alike only once: common instructions, examples and documents.
 
 Each prompt is read in pieces of equally many tokens, whether or not the last prompt has made a piece known. Results
 therefore do not depend on earlier prompts.
@@ -27,7 +27,10 @@ from kvbench.models.traits import MOVING, reads_one_by_one, rope_type
 
 
 def check_pieces(size: int | None, config: Any) -> None:
-    """Raise UsageError unless a model with this ``config`` computes a prompt in pieces as it does the whole one."""
+    """Raise UsageError unless a model with this ``config`` computes prompts in pieces as it computes whole prompts.
+
+    ``size`` is the number of tokens of a piece; None reads whole prompts, which every model can.
+    """
     if size is None:
         return
     reason = None
@@ -43,11 +46,11 @@ def check_pieces(size: int | None, config: Any) -> None:
 
 @dataclass(frozen=True)
 class PieceEnd:
-    """The state at the end of a piece, e tokens into the prompt.
+    """What is known at the end of a piece, after the prompt's first e tokens.
 
     colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () after they were dropped.
-    forward_s: the seconds of reading up to here, without column sums.
-    colsums_s: the seconds of column sums up to here, by the bit width of the keys.
+    forward_s: the seconds of reading the e tokens, without column sums.
+    colsums_s: the seconds of the column sums, by the bit width of the keys.
     states: the states of the layers that hold a state; () after the column sums were dropped.
     """
 
@@ -60,9 +63,15 @@ class PieceEnd:
 class SharedPrefix:
     """The first tokens of the last prompt, in whole pieces of ``size`` tokens, kept for the next prompt.
 
-    It keeps their keys and values and the statistics that stages need: last queries and column sums at the ends of some
-    pieces, or all queries or hidden states. The model's weights must not change before ``forget``. Raises UsageError
-    for a model that computes a prompt in pieces differently from a whole prompt.
+    Their keys and values are kept, with the statistics that stages need: last queries and column sums at the ends of
+    some pieces, or all queries or hidden states. The model's weights must not change before ``forget``. Raises
+    UsageError for a model that computes a prompt in pieces differently from a whole prompt.
+
+    needs: the statistics that were kept, the union of what all prompts needed.
+    plain: True if attention was computed by fp32 softmax rows.
+    ids: the tokens [e] of all pieces.
+    layers: each layer's keys, values and statistics of these tokens.
+    ends: the end of each piece.
     """
 
     def __init__(self, model: PreTrainedModel, size: int) -> None:
@@ -81,13 +90,15 @@ class SharedPrefix:
     def read(
         self, model: PreTrainedModel, ids: Tensor, needs: Needs, most: int, plain: bool = False
     ) -> tuple[Sequence[LayerStart], PieceEnd] | None:
-        """Return the pieces within the prompt's first ``most`` tokens. Pieces of the last prompt are not read again.
+        """Return (layers, end of the last piece) for the whole pieces within the prompt's first ``most`` tokens.
 
-        The result is (layers, end of the last piece). The end's seconds are the time of reading all pieces, whenever
-        that was. Returns None if there is no whole piece, or if stages need more first queries than a piece has.
+        Pieces that the last prompt shares are not read again. The end's seconds are the time of reading all pieces,
+        whenever that was. Returns None if there is no whole piece, or if stages need more first queries than a piece
+        has.
 
         ids: the tokens [n] of the prompt.
-        needs: the statistics that stages need of any number of its tokens.
+        needs: the statistics that stages need, whether of the whole prompt or of its first tokens.
+        plain: True attends by fp32 softmax rows instead of PyTorch's fused attention.
         """
         if model is not self.model:
             raise UsageError("this prefix was read by another model object: make one for this model")
@@ -136,10 +147,10 @@ class SharedPrefix:
             return
 
         def cut_tokens(t: Tensor, dim: int) -> Tensor:
-            part = t.narrow(dim, 0, end)
+            first_tokens = t.narrow(dim, 0, end)
             if last:
-                return part.clone()
-            return part
+                return first_tokens.clone()
+            return first_tokens
 
         shorter_layers = []
         for layer, sums in zip(self.layers, self.ends[-1].colsums, strict=False):
@@ -158,7 +169,7 @@ class SharedPrefix:
         self.layers = shorter_layers
 
     def _read_piece(self, ids: Tensor) -> None:
-        """Read the next piece of a prompt ``ids`` [n]."""
+        """Read the next piece of a prompt ``ids`` [n], and keep its tokens, layers and end."""
         end = len(self.ids) + self.size
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
@@ -205,12 +216,11 @@ class SharedPrefix:
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
 
     def _drop_statistics(self) -> None:
-        """Drop the newest end's column sums and states.
+        """Drop the newest end's column sums and states, unless a later prompt is likely to go on from this end.
 
-        They stay if prompts parted there or if its number of pieces is a power of 2.
-
-        The sums of all ends would grow with the square of the tokens. Those behind 1, 2, 4, 8 ... pieces add up to
-        twice the last.
+        They stay if the last two prompts differ after this end, or if its number of pieces is a power of 2. The sums of
+        all ends would grow with the square of the tokens. The sums after 1, 2, 4, 8 ... pieces are together only twice
+        as large as the last.
         """
         count = len(self.ends)
         is_power_of_two = count & (count - 1) == 0  # 0 counts as well: there is nothing to drop

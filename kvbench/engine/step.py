@@ -25,7 +25,7 @@ from kvbench.storage.roles import Rotary
 
 
 class StepLayers(Protocol):
-    """The layers of a model through which a step goes."""
+    """The cache layers of a whole model, which a decode step fills and attends."""
 
     def in_order(self, config: Any) -> Sequence[Any]:
         """Return all layers in the order of the model with this configuration."""
@@ -33,7 +33,7 @@ class StepLayers(Protocol):
 
 @dataclass
 class BatchLayers:
-    """The layers of a decode batch.
+    """The cache layers of a decode batch, each with all rows of the batch.
 
     with_keys: the layers that hold keys, in the model's order, local ones included.
     with_states: the layers that hold a state, in the model's order.
@@ -52,7 +52,7 @@ class BatchLayers:
         return self.with_keys[0].used
 
     def join(self, other: BatchLayers) -> None:
-        """Append the rows of another batch."""
+        """Append the rows of ``other``, another batch of the same model."""
         for layer, entering_layer in zip(self.with_keys, other.with_keys, strict=True):
             layer.join(entering_layer)
         for state, entering_state in zip(self.with_states, other.with_states, strict=True):
@@ -69,11 +69,11 @@ class BatchLayers:
 def build(
     model: PreTrainedModel, caches: Iterable[PromptCache], capacity: int, at_once: int = 1, alone: bool = False
 ) -> BatchLayers:
-    """Build the decode batch of ``caches``: one RowLayer per layer with keys, with room for ``capacity`` new tokens.
+    """Return the decode batch of ``caches``, whose rows have room for ``capacity`` new tokens.
 
-    The model must stay as the chains adapt it while the batch is used. Methods number the layers that they compress.
-    Memory never holds all layers twice: the batch copies layer by layer, and a layer without another reference is freed
-    at once. ``give_up_caches`` leaves no other references to caches.
+    The model must stay as the chains adapt it while the batch is used. Memory never holds all layers twice: the batch
+    copies layer by layer, and a layer of the caches is freed at once if nothing else refers to it. To leave no other
+    reference, pass ``give_up_caches``.
 
     at_once: the most tokens that come in one step.
     alone: True if tokens of one step are stored as if each came in a step of its own.
@@ -94,7 +94,7 @@ def build(
     local_columns = list(zip(*(cache.local for cache in rows), strict=True))
     state_columns = deque(zip(*(cache.states for cache in rows), strict=True))
     del rows
-    # a local layer's place among the layers that hold keys
+    # columns has only the layers that methods compress; local layers go to their places among all layers with keys
     local = local_layers(model.config)
     places = [i for i, index in enumerate(key_layers(model.config)) if index in local]
     for i, column in zip(places, local_columns, strict=True):
@@ -129,19 +129,19 @@ def build(
 
 
 def _give_up_columns(columns: deque[tuple[LayerState, ...]]) -> Iterator[tuple[LayerState, ...]]:
-    """Yield the columns, and remove each from the queue first."""
+    """Yield the columns in order, and remove each from the queue first, so that the caller alone refers to it."""
     while columns:
         yield columns.popleft()
 
 
 def give_up_caches(caches: list[PromptCache]) -> Iterator[PromptCache]:
-    """Yield the caches, and remove each from the list first."""
+    """Yield the caches in order, and remove each from the list first, so that the caller alone refers to it."""
     while caches:
         yield caches.pop(0)
 
 
 def find_rotary(model: PreTrainedModel) -> Rotary:
-    """Return the model's rotary frequencies. Raises UsageError for a model with learned positions (OPT)."""
+    """Return the model's rotation of keys. Raises UsageError for a model with learned positions (OPT)."""
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             return Rotary(module.inv_freq)  # type: ignore[arg-type]
@@ -151,7 +151,7 @@ def find_rotary(model: PreTrainedModel) -> Rotary:
 
 
 def step(model: PreTrainedModel, batch: StepLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:
-    """Feed ``tokens`` [B, T] at ``positions`` [B, T]. Return the logits [B, 1, V] after the last token.
+    """Feed ``tokens`` [B, T] at ``positions`` [B, T] to all rows, and return the logits [B, 1, V] after the last token.
 
     With ``whole``, return the logits [B, T, V] after each token.
     """
@@ -162,7 +162,7 @@ def step(model: PreTrainedModel, batch: StepLayers, tokens: Tensor, positions: T
     if whole:
         logits_to_keep = 0  # transformers reads 0 as all
     elif tokens.shape[1] > 1 and sharing_layers(model.config):
-        # by a number, layers that share keys would be left only the last of the new tokens (Gemma 4)
+        # with a number here, layers that share keys would get only the last of the new tokens (Gemma 4)
         logits_to_keep = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
     out = model(
         input_ids=tokens,

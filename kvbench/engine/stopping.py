@@ -16,8 +16,9 @@ class Ending:
     limit: the most tokens of an answer.
     stop: tokens that end an answer. They cannot come before ``min_new_tokens`` other tokens.
     forbid_first: tokens that cannot come first.
-    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the smallest set with mass ``top_p``. Each
-    row has a generator of its own, so that its draws do not depend on the batch.
+    temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the softmax of logits / temperature.
+    top_p: tokens are drawn from the smallest set of likeliest tokens that has this probability together.
+    seed: the seed of the row's own random generator, so that its draws do not depend on the batch.
     """
 
     limit: int
@@ -29,7 +30,7 @@ class Ending:
     seed: int = 0
 
     def over(self, tokens: Sequence[int]) -> bool:
-        """Return True if an answer of these tokens is finished."""
+        """Return True if an answer of these ``tokens`` has ended."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
     def forbidden(self, count: int) -> frozenset[int]:
@@ -43,7 +44,10 @@ class Ending:
 
 
 def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draw one token by logits [V]: softmax at ``temperature``, cut to the smallest set with mass ``top_p``."""
+    """Return a token drawn by logits [V], from the smallest set of likeliest tokens that has the mass ``top_p``.
+
+    The probabilities are softmax(logits / temperature).
+    """
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
     mass = probs.cumsum(dim=-1)  # mass[i] belongs to the i + 1 likeliest tokens
     # The smallest set with mass top_p has ``count`` tokens. Rounding may leave even the mass of all below top_p.

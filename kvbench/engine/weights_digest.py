@@ -14,13 +14,12 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.recipe import Calibration
 
 SLICE = 1024
-"""Elements of a slice. Two slices of each parameter identify a model in milliseconds. All weights would take seconds.
-"""
+"""The elements of a slice. Two slices of each parameter identify a model in milliseconds; all weights take seconds."""
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
 
 
 def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
-    """Raise UsageError for a stage that lacks the calibration it needs, or has a calibration of another model."""
+    """Raise UsageError if a stage of the chain lacks the calibration that it needs, or has one of another model."""
     # in a run the session has bound all stages; a Python user may have left the calibration out
     for stage in chain.stages:
         if stage.unbound:
@@ -33,7 +32,7 @@ def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:
 
 
 def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path | str) -> None:
-    """Raise UsageError unless the calibration was computed on this model's weights."""
+    """Raise UsageError unless the calibration was computed on this model's weights. ``where`` names it in the error."""
     if calibration.weights != digest_weights(model):
         raise UsageError(
             f"the calibration {where} was computed on other weights than this model's: delete it, or use the model "
@@ -42,7 +41,7 @@ def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path 
 
 
 def digest_weights(model: PreTrainedModel) -> str:
-    """Return a digest of the shapes and of slices of all parameters. Models that differ in training differ in it."""
+    """Return a digest of the shapes and of slices of all parameters, which differs for models trained differently."""
     # computed once for each model object, because a run checks its calibrations at every prompt
     if model not in _digests:
         sha256 = hashlib.sha256()
