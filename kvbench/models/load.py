@@ -31,7 +31,7 @@ from kvbench.models.config import ModelConfig
 from kvbench.models.config_json import check_end_ids, check_sizes
 from kvbench.models.releases import tell_untried
 
-# the files of a checkpoint, beside its weights, that decide results
+# these files of a checkpoint decide results, beside its weights
 IDENTITY_FILES = (
     "chat_template.jinja",
     "chat_template.json",
@@ -46,7 +46,7 @@ IDENTITY_FILES = (
     "merges.txt",
 )
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a tokenizer needs one."""
+"""The files that may hold a tokenizer's vocabulary. A tokenizer needs one of them."""
 EMBEDDED = Path(__file__).parent / "embedded"
 """The folder of the models that come with kvbench, such as ``tiny``."""
 SLICE = 4096  # for a fingerprint, this many bytes of a tensor are read at its beginning and in its middle
@@ -56,11 +56,11 @@ WHOLE_HASH_LIMIT = 256 * 2**20
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A checkpoint.
+    """A checkpoint that was found and checked, but whose weights are not loaded yet.
 
     location: its folder, or its id on the hub.
     revision: its commit on the hub; None for a folder.
-    config: its transformers configuration, with the run's own RoPE scaling.
+    config: its transformers configuration, with the RoPE scaling that the run asks for.
     fingerprint: a text that identifies config, tokenizer and weights.
     """
 
@@ -71,15 +71,15 @@ class ModelSource:
 
 
 def named_models() -> dict[str, dict[str, Any]]:
-    """Return {name: entry} of the entries of conf/model that name a model."""
-    # one entry is the template of all keys, and names none
+    """Return {name: entry} of the entries of conf/model that describe a model."""
+    # one entry is a template that lists all keys, and describes no model
     return {name: entry for name, entry in entries("model").items() if name != LISTED["model"]}
 
 
 def locate(cfg: ModelConfig) -> ModelSource:
-    """Return the checkpoint of a model, before anything large is read.
+    """Return the checkpoint that a run's model names. Its weights are not loaded.
 
-    Raises UsageError if kvbench cannot run it, and MissingModel if it is not on this machine.
+    Raises UsageError if kvbench cannot run the model, and MissingModel if the checkpoint is not on this machine.
     """
     if cfg.path.startswith("embedded:"):
         folder = EMBEDDED / cfg.path.removeprefix("embedded:")
@@ -92,7 +92,7 @@ def locate(cfg: ModelConfig) -> ModelSource:
     folder = Path(cfg.path).expanduser()
     try:
         exists = folder.exists()
-    except OSError:  # no file can have such a name, as it is too long
+    except OSError:  # the name is too long for a file
         exists = False
     if exists:
         manifest.check_copy(folder)
@@ -136,8 +136,8 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
     """Return the end-of-sequence ids at which ``model.generate`` stops.
 
-    They are the ids in the checkpoint's config and in its generation config, which may be absent. Each may name one id
-    or several.
+    These are the ids in the checkpoint's config and in its generation config, which may be absent. Either file may
+    state one id or several.
     """
     try:
         generation = GenerationConfig.from_pretrained(
@@ -166,7 +166,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
     With ``device_map`` accelerate spreads its layers over devices instead. Raises UsageError if the model cannot be
     loaded, and KvbenchError if it does not fit into memory.
     """
-    # errors below may come of a package that is newer than all that were tried
+    # errors below may come from a package that is newer than the newest tried release
     tell_untried()
     _silence_transformers()
     _check_device_map(cfg)
@@ -188,7 +188,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
                 local_files_only=not cfg.download,
                 **options,
             )
-        # with a device_map the layers are where they belong
+        # with a device_map, the layers are on their devices already
         if not cfg.device_map:
             model = model.to(device)
         return model.eval()
@@ -208,7 +208,10 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
-    """Raise an error if layers cannot be spread over devices: without weights to read, or without accelerate."""
+    """Raise an error if ``device_map`` is set but layers cannot be spread over devices.
+
+    Raises UsageError if there are no weights to read, and the error of ``require`` without the package accelerate.
+    """
     if not cfg.device_map:
         return
     if cfg.weights == "random":
@@ -222,7 +225,7 @@ def _check_device_map(cfg: ModelConfig) -> None:
 def load_model(
     name: str | Path, device: str | torch.device = "auto", dtype: str | torch.dtype = "auto", **knobs: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return (model, tokenizer) by name. The model is in eval mode.
+    """Load a model by name, and return (model, tokenizer). The model is in eval mode.
 
     name: an entry of conf/model such as ``tiny``, a folder with config.json and *.safetensors, or an owner/name id of
     the Hugging Face hub.
@@ -238,7 +241,7 @@ def load_model(
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
         raise unknown("option of the model", knob, allowed)
-    # the entry of conf/model overrules the name, and arguments overrule the entry, as on the command line
+    # as on the command line, the entry of conf/model overrules the bare name, and arguments overrule the entry
     settings: dict[str, Any] = {"name": str(name), "path": str(name)}
     if isinstance(name, str):
         settings |= named_models().get(name, {})
@@ -261,7 +264,10 @@ def _read_json(path: str, file: Path) -> Any:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return a device by name; ``auto`` is the first CUDA device, else the CPU. Raises UsageError if it is absent."""
+    """Return the device of a name; ``auto`` is the first CUDA device, else the CPU.
+
+    Raises UsageError for an unknown name, and for a device that this machine does not have.
+    """
     has_cuda = torch.cuda.is_available()
     if device == "auto" and has_cuda:
         return torch.device("cuda:0")
@@ -284,7 +290,8 @@ def resolve_device(device: str) -> torch.device:
 def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
     """Return 16 digits of the SHA-256 of a folder's config, tokenizer and weights, which identify the checkpoint.
 
-    Of safetensors above ``whole_limit`` bytes only the header and the beginning and middle of every tensor are read.
+    Safetensors of more than ``whole_limit`` bytes are not read whole: only their headers, and the beginning and middle
+    of every tensor, count.
     """
     digest = hashlib.sha256()
     # other files, such as a README, change no result
@@ -293,14 +300,14 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
         if not path.is_file():
             raise UsageError(f"model={folder}: {path.name} is no file")
         size = path.stat().st_size
-        # names and sizes, too: files of other names with the same bytes are another checkpoint
+        # names and sizes count as well: the same bytes in files of other names are another checkpoint
         digest.update(f"{path.name}:{size}\n".encode())
         with path.open("rb") as f:
             if size > whole_limit and path.suffix == ".safetensors":
-                for part in _read_slices(f):
-                    digest.update(part)
+                for content in _read_slices(f):
+                    digest.update(content)
             else:
-                # files may be larger than memory
+                # files may be larger than memory, so they are read block by block
                 while block := f.read(2**20):
                     digest.update(block)
     return digest.hexdigest()[:16]
@@ -308,7 +315,7 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
 
 def _read_slices(f: BinaryIO) -> Iterator[bytes]:
     """Yield the header of the safetensors file ``f``, then two slices of each tensor: its beginning and its middle."""
-    # the format: 8 bytes with the header's length, the header in JSON, then all tensors at the offsets that it says
+    # a file has 8 bytes with the header's length, the header in JSON, and then all tensors, at the header's offsets
     length = f.read(8)
     header = f.read(int.from_bytes(length, "little"))
     yield length + header
@@ -330,7 +337,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
         raise UsageError(f"model={cfg.path} is a file; give the folder that holds config.json and *.safetensors")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model={cfg.path} is not a model folder: it has no config.json")
-    # sizes come first: transformers would build a model of any that fit its types
+    # sizes are checked first, because transformers would build a model of any sizes with the right types
     check_sizes(cfg.path, _read_json(cfg.path, folder / "config.json"))
     if (folder / "generation_config.json").is_file():
         check_end_ids(cfg.path, "generation_config.json", _read_json(cfg.path, folder / "generation_config.json"))
@@ -359,7 +366,7 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
 
 
 def _check_shards(cfg: ModelConfig, folder: Path) -> None:
-    """Raise UsageError if weight files are missing that the folder's index names."""
+    """Raise UsageError if the folder's index of weight files is damaged, or names files that are missing."""
     index = folder / "model.safetensors.index.json"
     if cfg.weights != "trained" or not index.is_file():
         return
@@ -376,12 +383,15 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
 
 
 def _find_on_hub(cfg: ModelConfig) -> ModelSource:
-    """Return the checkpoint of a hub id, in the local cache or on the hub. Raises MissingModel with the remedy."""
+    """Return the checkpoint of a hub id, from the local cache, or from the hub if the run may download it.
+
+    Raises MissingModel, with the remedy, if it is not found.
+    """
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
         raise MissingModel(_absence_message(cfg, error), [cfg.path]) from None
-    # the commit identifies the files, where a branch such as "main" moves
+    # the commit identifies the files; a branch such as "main" may move to others
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(
         location=cfg.path, revision=commit, config=config_with_scaling(cfg, config), fingerprint=f"{cfg.path}@{commit}"
@@ -389,7 +399,7 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
 
 
 def _absence_message(cfg: ModelConfig, error: Exception) -> str:
-    """Return the message for a hub id that is not on this machine, or that the hub does not give out."""
+    """Return the message for a hub id that is not on this machine, or that could not be downloaded for ``error``."""
     name, where = cfg.path, ""
     if cfg.name != "hf":
         name, where = cfg.name, f" ({cfg.path})"
@@ -410,9 +420,10 @@ def _absence_message(cfg: ModelConfig, error: Exception) -> str:
 
 
 def config_with_scaling(cfg: ModelConfig, config: Any) -> Any:
-    """Return the checkpoint's config with the run's own RoPE scaling, if it asks for one.
+    """Return the checkpoint's ``config`` after checking it, with the RoPE scaling that the run asks for, if any.
 
-    Raises UsageError for a scaling that is not possible, and for a model that kvbench does not run.
+    The scaling is written into ``config`` itself. Raises UsageError for a scaling that is not possible, and for a model
+    that kvbench does not run.
     """
     if cfg.rope_scaling:
         parameters = getattr(config, "rope_parameters", None)
@@ -430,7 +441,10 @@ def config_with_scaling(cfg: ModelConfig, config: Any) -> Any:
 
 
 def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.dtype:
-    """Return the dtype to run in: the model's knob, or for ``auto`` float32 on a CPU, else the checkpoint's own."""
+    """Return the dtype to run in: the one that the user set, or for ``auto`` float32 on a CPU, else the checkpoint's.
+
+    A checkpoint that states no dtype runs in bfloat16 on a GPU.
+    """
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype)
     # CPUs without bf16 units compute half precision slowly
@@ -450,7 +464,7 @@ def _revision_option(source: ModelSource) -> dict[str, Any]:
 
 
 def _silence_transformers() -> None:
-    """Silence transformers, whose progress bars and advice would stand among kvbench's own lines."""
+    """Turn off transformers' progress bars and advice, which would mix with kvbench's own lines."""
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -2,7 +2,7 @@
 
 A low-rank module first computes latents: it multiplies its input by ``down``, for all groups of heads side by side. It
 then computes keys or values from the latents. It remembers the latents of its last call, because a cache stores them.
-The matrices count as weights, not as cache.
+The module's matrices count as weights, not as cache.
 Shapes: Hk kv heads, D head dimension, d hidden size, R latents of a projection, U rows, L tokens.
 """
 
@@ -25,7 +25,10 @@ from kvbench.models.interface import attention_modules
 class ProjectionShape:
     """The sizes of a model's key and value projections.
 
-    layers: the number of layers. heads: the kv heads Hk. head_dim: D. hidden: d, the size of the projections' input.
+    layers: the number of layers with keys and values.
+    heads: the number Hk of kv heads.
+    head_dim: the number D of channels of a head.
+    hidden: the size d of the projections' input.
     """
 
     layers: int
@@ -49,7 +52,7 @@ Linear = tuple[Tensor, Tensor | None]
 
 
 def projection_modules(attention: nn.Module) -> list[nn.Linear]:
-    """Return the linear modules that compute keys and values: [k_proj, v_proj], or GPT-NeoX's one fused module."""
+    """Return the linear modules that compute keys and values: [k_proj, v_proj], or [GPT-NeoX's fused projection]."""
     fused = getattr(attention, "query_key_value", None)
     if fused is not None:
         return [fused]
@@ -66,7 +69,10 @@ def key_value_weights(attention: nn.Module, heads: int) -> tuple[Linear, Linear]
 
 
 def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
-    """Return the rows [Hk, D, d] of keys and of values in tensors of the shapes of ``projection_modules``' weights."""
+    """Return (rows of keys, rows of values), each [Hk, D, d], of tensors that belong to an attention module's weights.
+
+    ``tensors`` has one tensor, such as a gradient, for each weight of ``projection_modules``, of the weight's shape.
+    """
     if len(tensors) == 2:
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
     # rows [Hk, 3, D, d] are the query, key and value rows of each head
@@ -75,9 +81,9 @@ def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tu
 
 
 def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """Return (weight, bias) of the query, key or value (``which`` is 0, 1 or 2) in a fused projection.
+    """Return (weight, bias) of the query, key or value projection (``which`` is 0, 1 or 2) in a fused projection.
 
-    Its rows lie head by head: the query, key and value rows of one head, then those of the next head.
+    The rows of a fused projection lie head by head: query, key and value rows of one head, then those of the next.
     """
 
     def select(t: Tensor) -> Tensor:
@@ -89,8 +95,10 @@ def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
 
 
 class LowRank(nn.Module):
-    """A projection that computes latents from its input, and then keys, or values, from the latents.
+    """A low-rank projection: it computes latents from its input, and then keys, or values, from the latents.
 
+    down, ups, ranks: the factors of the projection's weight (see ``Factors``).
+    bias: [Hk D], added to the keys or values; None: no bias.
     latent: [B, T, R], the latents of the last call; None before the first call and after ``take``.
     """
 
@@ -110,11 +118,11 @@ class LowRank(nn.Module):
     def rebuild(self, latent: Tensor) -> Tensor:
         """Return the keys or values [..., Hk D] of latents [..., R]. The keys are not rotated yet."""
         groups: list[Tensor] = []
-        for part, up in zip(latent.split(self.ranks, dim=-1), self.ups, strict=True):
+        for group_latent, up in zip(latent.split(self.ranks, dim=-1), self.ups, strict=True):
             if up is None:
-                groups.append(part)  # full rank: the latents are the outputs
+                groups.append(group_latent)  # at full rank the latents are the outputs
             else:
-                groups.append(F.linear(part, up))
+                groups.append(F.linear(group_latent, up))
         outputs = groups[0]
         if len(groups) > 1:
             outputs = torch.cat(groups, dim=-1)
@@ -123,7 +131,7 @@ class LowRank(nn.Module):
         return outputs + self.bias
 
     def take(self) -> Tensor:
-        """Return the latents [T, R] of the last call and forget them. The call must have had a single row."""
+        """Return the latents [T, R] of the last call and forget them. The call's input must have had a single row."""
         assert self.latent is not None
         latent, self.latent = self.latent[0], None
         return latent
@@ -135,8 +143,8 @@ class Fused(nn.Module):
     def __init__(self, model_projection: nn.Linear, heads: int, k_proj: LowRank, v_proj: LowRank) -> None:
         """Make the projection from its three parts.
 
-        model_projection: the model's own fused projection of ``heads`` heads. Its query rows are taken over.
-        k_proj, v_proj: compute the keys and the values.
+        model_projection: the model's own fused projection of ``heads`` heads, which gives the query rows.
+        k_proj, v_proj: the low-rank projections of keys and of values.
         """
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
@@ -146,14 +154,14 @@ class Fused(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return queries, keys and values [B, T, 3 H D] of inputs x [B, T, d], side by side for each head."""
         outputs = (F.linear(x, self.q_weight, self.q_bias), self.k_proj(x), self.v_proj(x))
-        # each head has query, key and value side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
+        # query, key and value of a head lie side by side: 3 of [..., heads, D] -> [..., heads, 3 D] -> [..., 3 H D]
         by_head = [output.unflatten(-1, (self.heads, -1)) for output in outputs]
         return torch.cat(by_head, dim=-1).flatten(-2)
 
 
 @contextmanager
 def swap_projections(model: PreTrainedModel, layers: Sequence[tuple[Factors, Factors]]) -> Iterator[None]:
-    """Replace each layer's key and value projections by low-rank ones. The model's own come back on exit.
+    """While the context is open, each layer computes keys and values by low-rank projections instead of its own.
 
     ``layers`` has (key factors, value factors) for each layer. Biases stay those of the model.
     """
@@ -224,7 +232,7 @@ class LatentLift:
 
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
-    """Return a lift for each layer while the model's projections are low-rank, else an empty list."""
+    """Return the map from latents to keys and values of each layer, or [] if the model's projections are its own."""
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
     turn = KeyRotation(rotary)
     layer_lifts = []

@@ -22,12 +22,11 @@ from kvbench.models.lowrank import ProjectionShape, head_rows, projection_module
 
 
 def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: bool) -> tuple[Tensor, Tensor | None]:
-    """Return (the mean of x x^T over all tokens [layers, d, d] fp32, Fisher values [layers, 2, Hk]).
+    """Return (mean moments [layers, d, d] fp32, Fisher values [layers, 2, Hk]) of the windows ``samples``.
 
-    Fisher values are sqrt(E[g^2]), averaged over the entries of a head's key (0) and value (1) projection. g is the
-    gradient of a window's mean loss, and E is the mean over windows. Without ``fisher`` they are None.
-
-    samples: the windows. Each is read once.
+    Moments are x x^T, and their mean is over all tokens. Fisher values are sqrt(E[g^2]), averaged over the entries of a
+    head's key projection (index 0) and value projection (index 1). g is the gradient of a window's mean loss, and E is
+    the mean over windows. Without ``fisher`` no gradients are computed, and the Fisher values are None.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
     projections = [projection_modules(attention) for attention in modules]
@@ -60,14 +59,14 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
     for i, attention in enumerate(modules):
         layer_squares = squares[i * weights_per_layer : (i + 1) * weights_per_layer]
         roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]  # sqrt(E[g^2])
-        # keys and values are treated alike: [Hk, D, d] -> [Hk]
+        # the mean over each head's entries, for keys and for values: [Hk, D, d] -> [Hk]
         head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, shape.heads)]
         fisher_layers.append(torch.stack(head_means))
     return mean, torch.stack(fisher_layers)
 
 
 def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> list[Tensor]:
-    """Return the weights of all layers' key and value projections in order, or [] if no gradients are needed."""
+    """Return the weights of all layers' key and value projections in order; [] without ``fisher``: no gradients."""
     weights: list[Tensor] = []
     if fisher:
         for attention in modules:
@@ -86,7 +85,7 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
 
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
-    """Return the means [layers, d] fp32 of |x_i| of each input channel i, over the tokens of all ``samples``."""
+    """Return the mean of |x_i| for each input channel i over all tokens of ``samples`` (windows): [layers, d] fp32."""
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
@@ -102,7 +101,7 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
-    """Return the mean ``loss_on_window`` over ``windows`` of the model with low-rank projections in each layer.
+    """Return the mean loss over ``windows`` of the model with low-rank projections in each layer.
 
     ``layers`` has (key factors, value factors) for each layer.
     """
@@ -120,13 +119,13 @@ def loss_on_window(model: PreTrainedModel, window: Tensor) -> Tensor:
 
 @contextmanager
 def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(layer, x)`` with the input x [B, n, d] of each layer's key and value projections.
+    """While the context is open, call ``see(layer, x)`` with the input x [B, n, d] of a layer's projections.
 
-    The hooks are removed on exit.
+    It is called each time that the key and value projections of a layer run.
     """
 
     def watch(layer: int, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        """Hook a layer's projection, so that ``see`` gets its inputs."""
+        """Hook a layer's projection ``module``, so that ``see`` gets its inputs, and return the hook's handle."""
 
         def see_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             see(layer, args[0])
@@ -144,9 +143,9 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
 
 @contextmanager
 def only_gradients_of(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the model in eval mode, with gradients only for the ``wanted`` parameters, or none if there are none.
+    """While the context is open, the model is in eval mode, and only the ``wanted`` parameters get gradients.
 
-    Its settings come back on exit.
+    Without wanted parameters no gradients are computed. The model's settings come back on exit.
     """
     flags = [(p, p.requires_grad) for p in model.parameters()]
     training = [module for module in model.modules() if module.training]

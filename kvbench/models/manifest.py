@@ -1,6 +1,6 @@
-"""The manifest of a fetched model: the sizes and checksums of its files. Both are checked when the model is loaded.
+"""The manifest of a fetched model: the sizes and checksums of its files, which are checked when the model is loaded.
 
-Sizes are compared each time. Checksums are computed once per machine, and again if a file's size, time or inode
+Sizes are compared each time. Checksums are computed once on each machine, and again if a file's size, time or inode
 changed. A record beside the manifest lists the files whose checksums were right.
 """
 
@@ -16,23 +16,24 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import read_json, sha256, write_json
 
 NAME = "kvbench-manifest.json"
+"""The manifest's file name in the model's folder."""
 CHECKED = "kvbench-checked.json"
-"""The record of the files whose checksum was found right, with their size, time and inode at that time, by machine."""
+"""The file name of the record of checksums that were right: for each machine, the stamps of files at that time."""
 MACHINE = platform.node()
 """The name of this machine on the network."""
 MACHINES = 16
 """The record keeps at most this many machines, the latest ones."""
 UNREADABLE = (UsageError, KeyError, TypeError, ValueError, AttributeError)
-"""The errors of reading a manifest that is missing, damaged or something else."""
+"""The errors that reading a manifest raises if it is missing, damaged or of another form."""
 
 Stamp = dict[str, int | str]
-"""A file's size, modification time and inode, with its checksum if that was right."""
+"""A file's size, modification time and inode, with the checksum that the file should have."""
 Stamps = dict[str, Stamp]
 """The stamps of a folder's files, by name."""
 
 
 def write_manifest(folder: Path, sums: Mapping[str, str], origin: Mapping[str, str]) -> None:
-    """Write the manifest of a folder whose checksums were just computed.
+    """Write the manifest of a folder whose checksums were just found right, and record them as checked here.
 
     sums: the SHA-256 of each file by its name.
     origin: more facts to record, such as the package that the files come from.
@@ -51,9 +52,9 @@ def write_manifest(folder: Path, sums: Mapping[str, str], origin: Mapping[str, s
 
 
 def check_copy(folder: Path) -> None:
-    """Compare a folder that the user named with its manifest. A folder without one was not fetched and passes.
+    """Raise UsageError, with the file and the remedy, if a file in ``folder`` differs from the folder's manifest.
 
-    Raises UsageError with the file and the remedy if a file differs.
+    A folder without a manifest was not fetched by kvbench, and nothing is checked.
     """
     if not (folder / NAME).is_file():
         return
@@ -70,7 +71,10 @@ def check_copy(folder: Path) -> None:
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return {name: SHA-256} of the files as the manifest says it. Raises one of UNREADABLE if it cannot be read."""
+    """Return {name: SHA-256} of the files, as the folder's manifest states them.
+
+    Raises one of UNREADABLE if the manifest cannot be read.
+    """
     return {name: str(record["sha256"]) for name, record in _read_files(folder).items()}
 
 
@@ -92,8 +96,8 @@ def wrong_size(folder: Path) -> str | None:
 def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
     """Return a message on the first file that is unreadable or has another checksum than in the manifest, or None.
 
-    A file is read once on each ``machine``, and again if its size, time or inode changed. ``again`` reads all files. A
-    record beside the manifest lists the files whose checksums were right.
+    Files whose checksums were right on this ``machine`` before, and whose size, time and inode have not changed, are
+    not read. With ``again``, all files are read. If all files are right, this is recorded beside the manifest.
     """
     known_stamps: Stamps = {}
     if not again:
@@ -102,7 +106,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
     for name, checksum in read_sums(folder).items():
         path = folder / name
         try:
-            # the stamp is taken before the file is read, so that the next run notices a change in between
+            # the stamp is taken before the file is read, so that the next run notices a change during the reading
             stamp = _stamp_of_file(path, checksum)
             if known_stamps.get(name) != stamp:
                 if again:
@@ -121,7 +125,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
 
 
 def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
-    """Return {name: record} of the manifest's files. Raises one of UNREADABLE if there is none or it is damaged."""
+    """Return {name: record} of the manifest's files. Raises one of UNREADABLE if the manifest is missing or damaged."""
     content = read_json(folder / NAME) or {}
     files = content["files"]
     # a name with folders in it would lead out of this folder
@@ -136,9 +140,9 @@ def _stamp_of_file(path: Path, checksum: str) -> Stamp:
 
 @cache
 def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
-    """Return a file's SHA-256. The process remembers it, since a folder may not be writable.
+    """Return a file's SHA-256. It is computed once in a process, even if no record can be written into the folder.
 
-    ``status`` is the file's size, time and inode: a file that changed is read again.
+    ``status`` is the file's size, time and inode, so that a file that changed is read again.
     """
     return sha256(path)
 
@@ -153,7 +157,7 @@ def _read_checked(folder: Path) -> dict[str, Stamps]:
 
 
 def _remember_stamps(folder: Path, stamps: Stamps, machine: str) -> None:
-    """Write down the files that had the right checksum on ``machine``, unless the folder cannot be written."""
+    """Record the ``stamps`` of files whose checksums were right on ``machine``, if the folder can be written."""
     stamps_by_machine = _read_checked(folder)
     # this machine moves to the end, and the oldest machines beyond the limit are dropped
     stamps_by_machine.pop(machine, None)

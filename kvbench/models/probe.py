@@ -1,4 +1,4 @@
-"""Probe a model of an untested family: run a few tokens, and compare kvbench's results with the model's own."""
+"""Probing a model of an untested family: it reads a few tokens, and kvbench's results are compared with its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvbench.storage.roles import Rotary
 TOKENS = 8
 """The number of tokens that a probe reads."""
 SHIFT = 5
-"""The tokens are read twice, the second time at positions that are this much later."""
+"""The tokens are read at two places. The positions of one are this much later."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Probe:
 
 
 class ProbeLayer(KvbenchLayer):
-    """A layer that keeps the queries, keys and values [1, H, T, D] of one reading."""
+    """A cache layer that keeps the queries, keys and values [1, H, T, D] of the tokens that it was given last."""
 
     def add(self, k: Tensor, v: Tensor) -> None:
         self.k, self.v, self.seen = k, v, k.shape[2]
@@ -63,24 +63,28 @@ def probe_model(model: PreTrainedModel) -> Probe:
 
 
 _COUNTED: WeakKeyDictionary[PreTrainedModel, tuple[int, int]] = WeakKeyDictionary()
-"""The numbers of states of each model, once they were counted."""
+"""The result of ``count_states`` for each model whose states were counted."""
 
 
 def count_states(model: PreTrainedModel) -> tuple[int, int]:
-    """Return how many numbers the states of (convolutions, recurrences) are over all layers, after any text."""
+    """Return how many numbers the states of all layers have, as (of convolutions, of recurrences).
+
+    The size of a state does not depend on the text, so that one token is read to see it. Models without states have
+    (0, 0).
+    """
     if not state_layers(model.config):
         return 0, 0
     if model not in _COUNTED:
         config = model.config
-        read = model
+        reader = model
         if model.device.type == "meta":
-            # PyTorch knows the shapes of experts' products in bf16 alone; a copy leaves the model's dtype as it is
-            read = copy.deepcopy(model).bfloat16()
+            # without weights, PyTorch finds the shapes of experts' products in bf16 only; the copy is in bf16
+            reader = copy.deepcopy(model).bfloat16()
         layers = [ProbeLayer() for _ in key_layers(config)]
         states = state_layers_of(config, layers)
         token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        with torch.no_grad(), attached(read):
-            read(
+        with torch.no_grad(), attached(reader):
+            reader(
                 input_ids=token,
                 position_ids=token,
                 use_cache=True,
@@ -92,9 +96,10 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def _compare_attention(model: PreTrainedModel) -> Probe:
-    """Read the same few tokens under the model's own attention and under kvbench's, and compare the results.
+    """Return the result of reading the same few tokens under the model's own attention and under kvbench's.
 
-    Under kvbench's attention they are read at two places, which shows whether keys can be rotated.
+    Under kvbench's attention the tokens are read at two places, which shows whether keys can be rotated. Raises
+    UsageError if the logits of the two attentions differ.
     """
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
@@ -108,7 +113,7 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
 
         return record
 
-    # random weights serve as well as trained ones, because both sides compute with the same weights
+    # random weights serve as well as trained ones, because both attentions compute with the same weights
     attention = model.config._attn_implementation
     with torch.no_grad(), evaluating(model):
         model.set_attn_implementation("eager")
@@ -124,8 +129,8 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
                     hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
                     stack.callback(hook.remove)
         layers, logits = _read_tokens(model, ids, positions)
-    # the tolerance is needed because both sides sum in another order
-    tolerance = 0.1  # half precision may differ by so much
+    # the tolerance is needed because the two attentions sum in different orders
+    tolerance = 0.1  # half precision may differ by this much
     if model.dtype == torch.float32:
         tolerance = 1e-3
     if _relative_distance(logits, model_logits) > tolerance:
@@ -149,9 +154,9 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
 def _are_rotated(
     layers: Sequence[ProbeLayer], later_layers: Sequence[ProbeLayer], rotary: Rotary, tolerance: float
 ) -> bool:
-    """Return True if the keys and queries, rotated by SHIFT positions, equal the later reading's keys and queries.
+    """Return True if keys and queries, rotated by SHIFT positions, equal those of the later reading.
 
-    later_layers: the layers after the text was read SHIFT positions later.
+    layers, later_layers: the layers after the tokens were read at their positions, and SHIFT positions later.
     tolerance: the relative distance that counts as equal.
     """
     for layer, later_layer in zip(layers, later_layers, strict=True):
@@ -172,9 +177,11 @@ def _are_projected(
 ) -> bool:
     """Return True if each layer caches its k_proj's output, rotated by ``positions``, and its v_proj's output.
 
-    ``outputs`` has the outputs [1, T, H D] by (layer, name of the projection).
+    outputs: the projections' outputs [1, T, H D] by (layer, name of the projection).
+    rotary: the model's rotation; None: keys are compared without rotation.
+    tolerance: the relative distance that counts as equal.
     """
-    are_projected = len(outputs) == 2 * len(layers)  # else some layers have no such modules
+    are_projected = len(outputs) == 2 * len(layers)  # else some layers have no k_proj or v_proj
     for (i, name), output in outputs.items():
         cached = layers[i].v
         if name == "k_proj":
@@ -183,13 +190,14 @@ def _are_projected(
         expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
         if name == "k_proj" and rotary is not None:
             expected = rotary.turn(expected, 0, positions)
+        # "not <=" and not ">", so that NaN counts as different
         if not _relative_distance(expected, cached) <= tolerance:
             are_projected = False
     return are_projected
 
 
 def _read_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tuple[list[ProbeLayer], Tensor]:
-    """Return (the layers of one reading, its logits [T, V]) of tokens [T] at positions [1, T]."""
+    """Return (layers, logits [T, V]) after the model has read tokens [T] at positions [1, T] in one pass."""
     config = model.config
     layers = [ProbeLayer() for _ in key_layers(config)]
     all_layers = in_model_order(config, layers, state_layers_of(config, layers))
@@ -200,4 +208,5 @@ def _read_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tupl
 def _relative_distance(a: Tensor, b: Tensor) -> float:
     """Return the relative distance |a - b| / |b| in Euclidean norms."""
     b = b.float()
+    # the lower limit of |b| avoids division by 0
     return float((a.to(b.device).float() - b).norm() / b.norm().clamp_min(1e-30))

@@ -28,16 +28,16 @@ NEWEST_TRIED = {
     "omegaconf": "2.3",
     "pyyaml": "6.0",
 }
-"""Releases that the whole suite passes on, of all packages that decide what is read, computed or scored.
+"""The newest releases on which the whole test suite passes, of packages that decide what is read, computed or scored.
 
-constraints.txt pins these.
+constraints.txt pins these releases.
 """
 CACHE_NAMES = ("cache", "past_key_values")
-"""The name of the cache in calls and outputs of transformers: the first from 5.24 on, the second before."""
+"""The names of the cache in calls and outputs of transformers: the first from release 5.24 on, the second before."""
 
 
 def _find_cache_name() -> str:
-    """Return the name that the installed release expects, by the fields of a model's output."""
+    """Return the cache's name in the installed release of transformers, found by the fields of a model's output."""
     output_fields = {field.name for field in fields(CausalLMOutputWithPast)}
     if "cache" in output_fields:
         return CACHE_NAMES[0]
@@ -49,24 +49,27 @@ CACHE_NAME = _find_cache_name()
 
 
 HOLDS_STATES = hasattr(cache_utils, "DummyLayer")
-"""True if the installed release holds the states of all families in one way, which kvbench knows."""
+"""True if the installed release of transformers holds the states of all families in the one way that kvbench knows."""
 
 
 def named_cache(cache: Any) -> dict[str, Any]:
-    """Return {name: cache} with the name that the installed release gives the cache.
+    """Return {name: cache}, a keyword argument for a model's forward pass, for ``generate`` and for a model's output.
 
-    A model's forward pass, ``generate`` and an output of a model take it as this keyword.
+    The name is the one that the installed release of transformers expects.
     """
     return {CACHE_NAME: cache}
 
 
 def caches_among(kwargs: Mapping[str, object]) -> list[object]:
-    """Return the caches that a call was given, by either name."""
+    """Return the caches among the keyword arguments of a call, under either name."""
     return [kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None]
 
 
 def note_on_untried(installed: Mapping[str, str], newest_tried: Mapping[str, str] = NEWEST_TRIED) -> str | None:
-    """Return a note on the packages whose ``installed`` versions are above the newest tried; None without such."""
+    """Return a note on the packages that are newer than the newest tried release; None if there are no such packages.
+
+    installed: the installed version of each package by name.
+    """
     newer = []
     # packages that are not installed are extras, which the run does without
     for name, tried in newest_tried.items():
@@ -83,7 +86,7 @@ def tell_untried() -> None:
     # the cache of this function makes it once
     installed = {}
     for name in NEWEST_TRIED:
-        with suppress(PackageNotFoundError):  # built without a record of its version
+        with suppress(PackageNotFoundError):  # not installed, or installed without a record of its version
             installed[name] = version(name)
     note = note_on_untried(installed)
     if note is not None:

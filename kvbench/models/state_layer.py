@@ -1,4 +1,4 @@
-"""Layers that hold a state in place of keys, or beside them, as transformers holds it: for one text, or for many rows.
+"""Cache layers that hold a state (of a convolution or a recurrence) in place of keys, or beside keys.
 
 transformers updates states in place. A layer therefore shares no tensor with the ``LayerState`` that it begins from.
 """
@@ -21,9 +21,9 @@ LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
-    """A layer of B rows that holds a state.
+    """A cache layer that holds a state for each of B rows.
 
-    rows: the state of each row; none of a text that begins.
+    rows: the states with which the rows go on; () if a text begins.
     """
 
     def __init__(self, config: Any, rows: Sequence[LayerState] = ()) -> None:
@@ -36,7 +36,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
             self._put(i, _join_rows(conv), _join_rows(recurrent))
 
     def _put(self, i: int, conv: Tensor | None, recurrent: Tensor | None) -> None:
-        """Hold these tensors [B, ...] as state ``i``. The layer continues the text that they stand for."""
+        """Hold these tensors [B, ...] as state ``i``, so that the layer goes on with the texts that they result from.
+
+        None stands for a state that the layer does not have.
+        """
         self.conv_states[i], self.recurrent_states[i] = conv, recurrent
         self.is_conv_states_initialized[i] = conv is not None
         self.is_recurrent_states_initialized[i] = recurrent is not None
@@ -54,25 +57,28 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         )
 
     def nbytes(self) -> int:
-        """Return the bytes of the states of all rows."""
+        """Return how many bytes the states of all rows take."""
         tensors = [*self.conv_states.values(), *self.recurrent_states.values()]
         return sum(t.nbytes for t in tensors if t is not None)
 
     def join(self, other: StateLayer) -> None:
-        """Append the rows of another layer."""
+        """Append the rows of ``other``, the same layer of another batch."""
         for i in self.conv_states:
             conv = _join_rows([self.conv_states[i], other.conv_states[i]])
             recurrent = _join_rows([self.recurrent_states[i], other.recurrent_states[i]])
             self._put(i, conv, recurrent)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows except ``rows``."""
+        """Drop all rows except the indices ``rows``."""
         for i in self.conv_states:
             self._put(i, _choose_rows(self.conv_states[i], rows), _choose_rows(self.recurrent_states[i], rows))
 
 
 class StateBesideKeys(StateLayer, KvbenchLayer):
-    """A layer that holds a state and keys (Falcon H1). The keys are in a layer of their own, which methods compress."""
+    """A layer that holds a state and keys (Falcon H1). The keys are in a layer of their own, which methods compress.
+
+    of_keys: the layer that holds the keys.
+    """
 
     def __init__(self, keys: KvbenchLayer, config: Any, rows: Sequence[LayerState] = ()) -> None:
         StateLayer.__init__(self, config, rows)
@@ -92,10 +98,11 @@ class StateBesideKeys(StateLayer, KvbenchLayer):
 def state_layers_of(
     config: Any, with_keys: Sequence[KvbenchLayer], columns: Iterable[Sequence[LayerState]] | None = None
 ) -> list[StateLayer]:
-    """Return the model's layers that hold a state, in order.
+    """Return new cache layers for the layers of a model that hold a state, in order.
 
-    with_keys: the layers that hold keys, in order. columns: for each layer with a state, the states of all rows; None
-    where the text begins. They are taken one by one, so that a caller can free them.
+    with_keys: the cache layers that hold keys, in order. A layer with a state and keys is joined with its keys' layer.
+    columns: for each layer with a state, the states of all rows; None if texts begin. They are taken one by one, so
+        that the caller can free each.
     """
     layers: list[StateLayer] = []
     keys = iter(with_keys)
@@ -119,7 +126,10 @@ def state_layers_of(
 
 
 def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[StateLayer]) -> list[Any]:
-    """Return all layers of a cache as transformers counts them, from those with keys and those with states."""
+    """Return the layers with keys and those with states as one list, in the order in which transformers counts layers.
+
+    Layers without either get a placeholder.
+    """
     kinds = layer_types(config)
     if not with_states and not any(kind in KEYLESS for kind in kinds):
         return list(with_keys)
@@ -130,14 +140,14 @@ def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[
         if kind not in KEYLESS:
             layer = next(keys)
         if kind in HOLD_STATES:
-            # where a layer holds both, the one with the state leads to the one with the keys
+            # where a layer holds both, the cache layer with the state passes keys on to the one with the keys
             layer = next(states)
         layers.append(layer)
     return layers
 
 
 def _join_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """Return the rows of ``parts`` [b, ...] in one new tensor [B, ...]; None if the layer has no such state."""
+    """Return the rows of all ``parts`` [b, ...] in one new tensor [B, ...]; None if the layer has no such state."""
     tensors = [t for t in parts if t is not None]
     if not tensors:
         return None
@@ -145,7 +155,7 @@ def _join_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _choose_rows(t: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Return a copy of some rows of a state; None if the layer has no such state."""
+    """Return a copy of the rows ``rows`` of a state t [B, ...]; None if the layer has no such state."""
     if t is None:
         return None
     return t.index_select(0, rows.to(t.device))

@@ -1,8 +1,8 @@
 """Attention that sharpens with the position of a token: Llama 4's layers without rotation scale their queries.
 
 The query at position p is multiplied by 1 + a log(1 + floor((p + 1) / f)), with a = ``attn_scale`` and f =
-``floor_scale`` (arXiv 2501.19399 has the idea). transformers takes p from the cache, which knows one length. Rows of a
-batch have lengths of their own, so kvbench scales the queries itself.
+``floor_scale`` (the idea is from arXiv 2501.19399). transformers takes p from the cache, which knows one length. In
+kvbench, rows of a batch have lengths of their own, so kvbench scales the queries itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _SCALED_HERE: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 @contextmanager
 def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
-    """Keep attention modules from scaling queries, so that ``scale_queries`` does it by each row's own positions."""
+    """While the context is open, ``scale_queries`` scales the modules' queries, and the modules themselves do not.
+
+    Modules without such a scaling are left as they are.
+    """
     chosen = []
     for module in modules:
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
@@ -38,7 +41,7 @@ def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def scale_queries(module: nn.Module, query: Tensor, positions_of: Callable[[int], Tensor]) -> Tensor:
-    """Return the queries [B, Hq, T, D] of a module as its temperature scales them; most modules have none.
+    """Return a module's queries [B, Hq, T, D] scaled by position, or unchanged if its model does not scale queries.
 
     positions_of: maps the number T of newest tokens to their positions [B or 1, T].
     """

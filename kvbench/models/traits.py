@@ -66,7 +66,7 @@ TESTED = (
     "olmo2",
     "olmo3",
     "seed_oss",
-    # a state in place of keys in some layers, or beside them
+    # these hold a state in place of keys in some layers, or beside keys
     "bamba",
     "falcon_h1",
     "granitemoehybrid",
@@ -77,12 +77,12 @@ TESTED = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
-    # the last layers read the keys and values of an earlier one
+    # the last layers of these read the keys and values of an earlier layer
     "gemma3n_text",
     "gemma4_text",
-    # layers that attend chunks
+    # layers of this family attend chunks
     "llama4_text",
-    # one latent a token in place of the keys and values of heads
+    # these hold one latent a token in place of the keys and values of heads
     "deepseek_v2",
     "deepseek_v3",
     "deepseek_v32",
@@ -119,12 +119,12 @@ class ModelTraits:
 
     family: the ``model_type`` in its config.
     shape: its layers, heads and head dimension.
-    unrolled: why cached keys cannot be rotated to other positions, or None.
-    mixed: why keys and values are not linear in their layer's input, as low-rank methods need, or None.
-    capped: whether attention logits are capped (softcapping).
-    sinks: whether attention goes to learned sinks, too, which are no tokens.
-    one_by_one: whether tokens behind a state must be read one at a time.
-    paired: whether a layer attends more than once, so that layers of attention are no layers of the model.
+    unrolled: why cached keys cannot be rotated to other positions; None if they can.
+    mixed: why keys and values are not linear in their layer's input, as low-rank methods need; None if they are.
+    capped: True if attention logits are capped (softcapping).
+    one_by_one: True if tokens that follow a text must be read one at a time.
+    sinks: True if attention also goes to learned sinks, which are no tokens.
+    paired: True if a layer has several attention modules, so that there are more of these than layers.
     """
 
     family: str
@@ -158,7 +158,7 @@ def check_is_model(model: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise UsageError unless ``tokenizer`` encodes texts."""
+    """Raise UsageError unless ``tokenizer`` is an object that encodes texts."""
     if isinstance(tokenizer, str) or not callable(getattr(tokenizer, "encode", None)):
         raise UsageError(f"tokenizer is {type(tokenizer).__name__}: give the model's, as kvbench.load_model returns it")
 
@@ -175,7 +175,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     else:
         unrolled = _find_rotation_fault(model)
     mixed = _find_projection_fault(model)
-    # reading traits may miss a rule of a family, so it is probed; a model on meta has no weights to probe
+    # config and modules may not show every rule of a family, so most families are probed; on meta there are no weights
     if family not in READ and model.device.type != "meta":
         result = probe.probe_model(model)
         unrolled = unrolled or result.unrolled
@@ -198,7 +198,7 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
 def shape_of(config: Any) -> Shape:
     """Return the shape of a model's cache from its configuration. States are counted by reading one token.
 
-    Raises UsageError for a model of which the language model is a part.
+    Raises UsageError if the language model is only a part of the model.
     """
     check_whole(config)
     if state_layers(config):
@@ -212,13 +212,13 @@ def reads_one_by_one(config: Any) -> bool:
 
 
 _KNOWN: dict[str, ModelTraits] = {}
-"""Traits by the text of a configuration: building a model takes seconds, even without weights."""
+"""The traits found so far, by the text of a configuration. Building a model takes seconds, even without weights."""
 
 
 def of_config(config: Any) -> ModelTraits:
     """Return a model's traits from its configuration alone. Its modules are built without memory for weights.
 
-    Raises UsageError if transformers builds no model of it, or kvbench cannot run the model.
+    Raises UsageError if transformers builds no model of the configuration, or if kvbench cannot run the model.
     """
     check_whole(config)
     layers = getattr(config, "num_hidden_layers", 0)
@@ -264,7 +264,7 @@ def check_served(model: PreTrainedModel) -> None:
     if latent_width(config):
         up_fault = next((fault for fault in map(find_up_fault, modules) if fault is not None), None)
     arguments = inspect.signature(model.forward).parameters
-    # the first reason that applies is given, so specific reasons come first
+    # each reason has a value that is true if it applies; the first that applies is given, so specific ones come first
     reasons = {
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
@@ -315,29 +315,30 @@ def _head_size_varies(config: Any) -> bool:
     try:
         local = local_layers(config)
         heads = {(i in local, layer_heads(config, i)) for i in key_layers(config)}
-    except RuntimeError:  # so transformers answers for a size that differs by layer
+    except RuntimeError:  # transformers raises this for a size that differs by layer
         return True
-    except AttributeError:  # a model without attention, which is refused for that
+    except AttributeError:  # the model has no attention, and is refused for that reason
         return False
     return len(heads) > len({is_local for is_local, _ in heads})
 
 
 def _indexer_is_known(modules: list[nn.Module]) -> bool:
-    """Return True if indexers choose among latents, as those of DeepSeek-V3.2. ``models.indexer`` assumes this."""
+    """Return True if the modules' indexers choose among latents, as DeepSeek-V3.2's do: ``models.indexer`` needs it."""
     return bool(find_indexers(modules)) and all(expands_after_caching(module) for module in modules)
 
 
 def context_length(config: Any, configured: int | None = None) -> int | None:
-    """Return the longest text, in tokens, that kvbench reads with a model of this config; None if it does not say.
+    """Return the longest text, in tokens, that kvbench reads with a model; None if nothing states a limit.
 
-    ``configured`` is the length that the user has set. An indexer's reach holds under any setting.
+    config: the model's configuration, whose ``max_position_embeddings`` counts unless the user has set a length.
+    configured: the length that the user has set. The reach of an indexer limits the text under any setting.
     """
     limits = (configured or getattr(config, "max_position_embeddings", None), indexer_reach(config))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _refusal(config: Any, reason: str) -> UsageError:
-    """Return the refusal of a model family for a reason."""
+    """Return the error by which a model is refused, with its family and the reason."""
     return UsageError(f"the model family {getattr(config, 'model_type', None)!r} does not run in kvbench: {reason}")
 
 
@@ -347,15 +348,15 @@ def learned_positions(model: PreTrainedModel) -> bool:
 
 
 def rope_type(config: Any) -> str:
-    """Return the kind of a model's rotary positions: ``default`` where they are not scaled, or differ by layer."""
+    """Return the kind of a model's rotary positions: ``default`` if they are not scaled, or if they differ by layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return str(parameters.get("rope_type", "default"))
 
 
 def turning_point(config: Any) -> int | None:
-    """Return the number of tokens up to which LongRoPE rotates a text by its short factors; None: another rotation.
+    """Return the number of tokens up to which LongRoPE rotates a text by its short factors (arXiv 2402.13753).
 
-    Longer texts are rotated by its long factors, from their first token on (arXiv 2402.13753).
+    Longer texts are rotated by its long factors, from their first token on. Returns None for other rotations.
     """
     if rope_type(config) != "longrope":
         return None
@@ -377,7 +378,8 @@ def _find_rotation_fault(model: PreTrainedModel) -> str | None:
         return "its layers rotate keys in different ways"
     if not all(getattr(m, "use_rope", True) for m in modules):
         return "some of its layers do not rotate keys"
-    # By halves [x1, x2] -> [-x2, x1], hence 0 1 2 3 -> -2 -3 0 1. Other families rotate neighbouring dimensions.
+    # Rotation by halves maps [x1, x2] to [-x2, x1], hence 0 1 2 3 to -2 -3 0 1. Other families rotate neighbouring
+    # dimensions.
     rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
     if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
@@ -395,12 +397,12 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
         return "it holds latents already (latent attention)"
     attention = attention_modules(model)[0]
     names = [name for name, _ in attention.named_children()]
-    # ``query_key_value`` of other families has another order of rows
+    # only GPT-NeoX's ``query_key_value`` has the order of rows that kvbench knows
     fused = "query_key_value" in names
     separate = all(isinstance(getattr(attention, name, None), nn.Linear) for name in ("k_proj", "v_proj"))
     if not separate and not (fused and model.config.model_type == "gpt_neox"):
         return "its keys and values have no projections of their own"
-    # such as a norm of keys (Qwen3's k_norm)
+    # other children, such as a norm of keys (Qwen3's k_norm), may change keys after their projection
     between = [name for name in names if name not in PLAIN_PARTS and "dropout" not in name]
     if between:
         return f"{between[-1]} stands between its projections and the cache"

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvbench.base.errors import UsageError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""Names in safetensors of the dtypes that a parameter may be stored in."""
+"""The dtypes in which a parameter may be stored, as safetensors names them."""
 SHOWN = 3  # a message names this many weights
 MOST_TIMES = 4
 """A config.json that asks for more than this many times the stored weights is refused before memory is taken.
@@ -35,8 +35,9 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
     location: a folder or a hub id.
     options: arguments of ``from_pretrained``, among them ``config``.
 
-    Raises UsageError with the names of weights that are missing, left over, of another shape or no floats. Tensors that
-    transformers itself leaves out (buffers of rotations, the second copy of a tied weight) are no error.
+    Raises UsageError, with the names of the weights, if weights are missing, are left over, have another shape or are
+    not floating-point numbers. Tensors that transformers itself leaves out (buffers of rotations, the second copy of a
+    tied weight) are no error.
     """
     _check_count(path, options["config"], _read_headers(_find_folder(options["config"], location)))
     loading: Any = AutoModelForCausalLM.from_pretrained(
@@ -59,18 +60,21 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
 
 
 def _fault(path: str, fault: str, names: Iterable[str]) -> UsageError:
-    """Return the refusal of a checkpoint for a fault of the weights that ``names`` describe."""
+    """Return the error by which a checkpoint is refused for a ``fault`` of its weights, of which it lists the first.
+
+    names: the names of these weights, or texts that describe them.
+    """
     return UsageError(f"model={path} {fault}: {_list_first(names)}. {ONE_MODEL}")
 
 
 def _check_count(path: str, config: Any, stored: Mapping[str, Stored]) -> None:
     """Raise UsageError, before memory is taken, if config.json asks for more weights than are stored.
 
-    It may ask for up to MOST_TIMES as many if no stored weight has another shape than the model's weight of its name:
-    a model with a tied or a missing weight does so. Other shapes alone are no error, because transformers may rename,
-    join or transpose weights without changing their number.
+    The file may ask for up to MOST_TIMES as many weights, as models with a tied or a missing weight do, if no stored
+    weight has another shape than the model's weight of its name. Other shapes alone are no error, because transformers
+    may rename, join or transpose weights without changing their number.
 
-    ``stored`` are the tensors in the model's files by name. Before a download there are none, and nothing is checked.
+    stored: the tensors in the model's files by name. Before a download there are none, and nothing is checked.
     """
     stored_numbers = sum(math.prod(shape) for _, shape in stored.values())
     if not stored_numbers:
@@ -106,7 +110,7 @@ def _list_first(names: Iterable[str]) -> str:
 
 
 def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
-    """Return the names of stored tensors that are not floats although the model has float parameters of these names."""
+    """Return the names of stored tensors that are not floats, although the model's parameters of these names are."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
     # some checkpoints are saved without the prefix of the model's body, or with another one
     prefix = f"{model.base_model_prefix}."
@@ -121,7 +125,7 @@ def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
 
 
 def _read_headers(folder: Path) -> dict[str, Stored]:
-    """Return the tensors in a folder's safetensors by name, as their headers state them."""
+    """Return {name: (dtype, shape)} of the tensors in a folder's safetensors, as the files' headers state them."""
     stored: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
@@ -149,7 +153,9 @@ def _find_folder(config: Any, location: str) -> Path:
 def check_rope(path: str, parameters: Mapping[str, object] | None, config: Any) -> None:
     """Raise UsageError for a RoPE scaling that transformers does not know or that lacks a value.
 
-    path: the user's name for the model. parameters: its RoPE parameters. config: its configuration.
+    path: the user's name for the model, for messages.
+    parameters: the model's RoPE parameters.
+    config: the model's configuration.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -164,7 +170,7 @@ def check_rope(path: str, parameters: Mapping[str, object] | None, config: Any) 
         )
     if not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
         raise UsageError(f"model={path}: rope_type={kind} with factor={factor} is not possible: a number above 0")
-    # each function reads the values that its scaling needs
+    # each function reads from the configuration the values that its scaling needs, and fails if one is missing
     try:
         ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     except KeyError as error:

@@ -1,4 +1,7 @@
-"""Calibrations on disk: <kind>-<key>.safetensors with a .json record, written once and checked on every read."""
+"""Calibrations on disk: tensors in <kind>-<key>.safetensors, with a record <kind>-<key>.json of what they belong to.
+
+Each calibration is written once and checked on every read.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,22 @@ FORMAT = 1  # the version of the record's fields; a record of another version is
 
 
 def path_of(folder: Path, request: Request) -> Path:
-    """Return the path of the record of a request's calibration. Its tensors are in a file beside the record."""
+    """Return the path of the record of the calibration that ``request`` asks for, in ``folder``.
+
+    The calibration's tensors are in a file beside the record, with the ending ``.safetensors``.
+    """
     return folder / f"{request.recipe.kind}-{request.key}.json"
 
 
 def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights: str) -> Calibration:
-    """Write a calibration and return it. The tensors are written first and the record last, each in one step."""
+    """Write the ``tensors`` of a calibration into ``folder``, and return the calibration.
+
+    The tensors are written first and the record last, each in one step, so that a record means a whole calibration.
+    Raises KvbenchError if a file cannot be written.
+
+    request: the calibration that the tensors answer.
+    weights: the digest of the model's weights.
+    """
     path = path_of(folder, request)
     copies = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     sha256 = digest(copies)
@@ -59,7 +72,10 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
 
 
 def load(folder: Path, request: Request) -> Calibration:
-    """Read a request's calibration from disk. Raises UsageError if a file is damaged or belongs to another request."""
+    """Return the calibration that ``request`` asks for, read from ``folder``.
+
+    Raises UsageError if a file is damaged or belongs to another request.
+    """
     path = path_of(folder, request)
     data = path.with_suffix(".safetensors")
     remedy = f"delete {path.name} and {data.name} to compute them again"

@@ -31,15 +31,15 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Session:
-    """One model's calibrations, both on disk and still to be computed.
+    """One model's calibrations: it finds those on disk, and computes and keeps those that are missing.
 
     folder: the folder in which calibrations are kept.
-    identity: the facts that identify the model.
+    identity: facts that identify the model, by name. Calibrations of other facts are not used.
     tokenizer: the model's tokenizer.
     context: the most tokens that the model can read at once; None if unknown.
     own_corpus: True if calibrations read the tiny model's own corpus.
-    text: the user's text file to calibrate on.
-    data: the data folder. It may hold WikiText-2.
+    text: the user's text file to calibrate on; None: another text is chosen (see ``text.find``).
+    data: the data folder, which may hold WikiText-2; None: the default one.
     """
 
     folder: Path
@@ -51,7 +51,7 @@ class Session:
     data: str | None = None
 
     def request(self, stage: Stage) -> Request | None:
-        """Return the stage's request for a calibration, or None if it needs no calibration. Nothing is computed."""
+        """Return the request for the calibration that a stage needs, or None if it needs none. Nothing is computed."""
         recipe = stage.recipe()
         if recipe is None:
             return None
@@ -77,7 +77,7 @@ class Session:
         return requests
 
     def chain_identity(self, chain: Chain) -> dict[str, Any]:
-        """Return the chain's part in a cell's identity, with the identities of its calibration requests."""
+        """Return the facts by which a chain is part of a cell's identity, with those of the calibrations it needs."""
         identity = chain.identity()
         requests = self.requests(chain)
         # a chain without calibrations gets no such key, so that its cells keep their ids
@@ -105,9 +105,10 @@ class Session:
         return calibration_text.find(self.own_corpus, self.text, self.data)
 
     def _bind_stage(self, stage: Stage, model: PreTrainedModel, quiet: bool) -> Stage:
-        """Bind the stage to its calibration, which is read from its file or computed now.
+        """Return the stage bound to its calibration, which is read from its file or computed now.
 
-        Raises UsageError if the file's calibration was computed on other weights.
+        A stage that needs no calibration is returned as it is. Raises UsageError if the file's calibration was computed
+        on other weights.
         """
         request = self.request(stage)
         if request is None:
@@ -121,7 +122,10 @@ class Session:
         return stage.calibrated(calibration)
 
     def _compute(self, stage: Stage, request: Request, model: PreTrainedModel, quiet: bool) -> dict[str, Tensor]:
-        """Compute the tensors of a calibration. Unless ``quiet``, print on stderr what it costs."""
+        """Return the tensors of the calibration that ``request`` asks for, computed by ``stage`` on ``model``.
+
+        Unless ``quiet``, the memory and disk space that it takes are printed on stderr first.
+        """
         recipe = request.recipe
         assert recipe.tokens is not None
         # windows are drawn by a seed, so that a calibration can be computed again

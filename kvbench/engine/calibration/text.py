@@ -27,9 +27,10 @@ CORPUS_LONGEST = 2048  # the tiny model was trained on sequences of at most this
 
 @dataclass(frozen=True)
 class FileText:
-    """A text of characters. Its windows start at random places, may overlap, and begin with BOS.
+    """A text file to calibrate on. Its windows start at random places, may overlap, and begin with BOS.
 
-    name, sha256: identify the text in the identity of everything that is computed from it.
+    name: the text's name in messages and, with ``sha256``, in the identity of everything that is computed from it.
+    content: the whole text.
     limit: the longest window if the recipe does not state a length; None: the model's context.
     """
 
@@ -64,7 +65,10 @@ class FileText:
 
 @dataclass(frozen=True)
 class CorpusText:
-    """Sequences of the tiny model's training tasks. Neither its training nor its evaluation uses their seeds."""
+    """A text to calibrate the tiny model on: sequences of its training tasks, in the role of ``FileText``.
+
+    Neither the model's training nor its evaluation uses the seeds of these sequences.
+    """
 
     name: str = "the tiny model's corpus"
     limit: int | None = CORPUS_TOKENS
@@ -85,7 +89,7 @@ class CorpusText:
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
             rng = random.Random(f"{SEED}/{tokens}/{i}")
-            # ``questions`` draws one token more than it is told
+            # ``questions`` draws a sequence of one token more than its ``length``
             spans = tiny_corpus.questions(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
             ids: list[int] = []
             for span in spans:
@@ -97,11 +101,13 @@ CalibrationText = FileText | CorpusText
 
 
 def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
-    """Return the text to calibrate on: the file ``given`` if any, else the tiny model's corpus for it, else WikiText-2.
+    """Return the text to calibrate on: the user's file ``given``, else the tiny model's corpus, else WikiText-2.
 
-    WikiText-2's train split is read below the data folder. If only the valid split is there, its first 80 % are read.
-    The test split is never read, because results are measured on it. Without any text, raises UsageError with the ways
-    to get one.
+    WikiText-2's train split is read below the data folder ``data``. If only the valid split is there, its first 80 %
+    are read. The test split is never read, because results are measured on it. Raises UsageError, with the ways to get
+    a text, if there is none.
+
+    own_corpus: True for the tiny model, which is calibrated on its own corpus.
     """
     if given:
         path = Path(given).expanduser()
@@ -122,6 +128,6 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
     content = read_text(split_path, "calibration")
     if split_path.name == Path(TRAIN).name:
         return FileText(TRAIN, content)
-    # cut at the end of a line
+    # the share of the valid split is cut at the end of a line
     end = content.rfind("\n", 0, int(SHARE * len(content))) + 1
     return FileText(f"{VALID}, first {SHARE:.0%}", content[:end])

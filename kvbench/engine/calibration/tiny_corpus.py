@@ -28,7 +28,7 @@ CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 
 
 class Role(IntEnum):
-    """The part that a token plays in the loss."""
+    """The part that a token plays in the tiny model's training loss."""
 
     CONTEXT = 0
     NOISE = 1
@@ -39,8 +39,10 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens with a role for each.
+    """Consecutive tokens of a sequence, each with its role in the loss.
 
+    ids: the tokens.
+    roles: each token's role.
     task: the index in TASKS of the task that asks for these tokens; 0 for context.
     """
 
@@ -58,7 +60,10 @@ def draw_tasks(rng: random.Random, mix: Mapping[str, float]) -> list[str]:
 
 
 def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Span]:
-    """Draw a sequence of ``length + 1`` tokens: ``<s>``, facts of the chosen tasks among filler, shuffled queries."""
+    """Return a random sequence of ``length + 1`` tokens: ``<s>``, facts of ``chosen`` tasks among filler, then queries.
+
+    The queries of all tasks are shuffled.
+    """
     # three sequences in five give up to 72 % of their tokens to filler; the tasks share the rest
     filler_share = 0.0
     if rng.random() < 0.6:
@@ -81,7 +86,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     facts: list[Span] = []
     for group in groups:
         facts += [_encode_sentence(rng, fact, noisy) for fact in group]
-    # in half of the sequences the facts of several tasks stand task by task
+    # in half of the sequences with several tasks, the facts stand task by task
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
     header: tuple[int, ...] = ()
@@ -105,7 +110,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
 
 
 def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
-    """Encode a query with its answer and EOS. Tokens that must be looked up in a fact have the role LOOKUP."""
+    """Return a query with its answer and EOS as a span. Answer tokens that are looked up in a fact are LOOKUP."""
     question = _encode_sentence(rng, query.question, noisy)
     answer = (*encode(f" {query.answer}"), EOS)
     roles = [Role.ANSWER] * len(answer)
@@ -115,7 +120,10 @@ def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
 
 
 def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
-    """Draw random filler of ``room`` tokens, cut at its start. The share ``noisy`` of its sentences is noise."""
+    """Return random filler of ``room`` tokens, one span a sentence. The first sentence is cut to fit.
+
+    ``noisy`` is the probability that a sentence is noise.
+    """
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
@@ -129,7 +137,7 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
 
 
 def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
-    """Mix facts and fillers, both in order. The first filler comes first.
+    """Return facts and fillers mixed at random, both in their order. The first filler comes first.
 
     One time in five all facts stay together.
     """
@@ -146,7 +154,7 @@ def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[
 
 
 def noise(rng: random.Random) -> str:
-    """Draw a random sentence of pseudo-words with case, punctuation, line breaks and function words, like prose."""
+    """Return a random sentence of pseudo-words and function words, with case, punctuation and breaks like prose."""
     words = []
     for _ in range(rng.randrange(3, 13)):
         # 35 % function words, 4 % numbers, 61 % pseudo-words
@@ -183,12 +191,15 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def context(ids: tuple[int, ...]) -> Span:
-    """Return the tokens as a span that has no part in the loss."""
+    """Return the tokens as a span of context, which has no part in the loss."""
     return Span(ids, (Role.CONTEXT,) * len(ids))
 
 
 def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
-    """Encode a sentence after a space. In noisy sequences, some come after a line break instead, as in real text."""
+    """Return a sentence as a span of context, after a space.
+
+    If ``noisy`` is not 0, some sentences come after a line break instead, as in real text.
+    """
     separator = " "
     if noisy and rng.random() < 0.15:
         separator = "\n"
