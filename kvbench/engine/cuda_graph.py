@@ -68,6 +68,7 @@ class StillLayer(KvbenchLayer):
         older = torch.arange(keys.shape[2], device=query.device) < self.place
 
         def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
+            """Return the attention of a group's queries over its segments, the tail's older tokens, and the newest."""
             k, v = group.entries.tokens(keys), group.entries.tokens(values)
             new_tokens = (group.entries.tokens(newest_k), group.entries.tokens(newest_v))
             # kernels step through lengths row by row, so each row gets its own number

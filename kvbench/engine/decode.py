@@ -81,7 +81,7 @@ def extend_caches(
 
 
 def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list[list[int]]:
-    """Divide ``rows``, indices of ``caches``, into parts of at most EXTENDED_BYTES of caches.
+    """Return ``rows``, which are indices of ``caches``, divided into parts whose caches take at most EXTENDED_BYTES.
 
     A row whose cache takes more is a part of its own.
     """

@@ -139,15 +139,15 @@ class RowLayer(KvbenchLayer):
                 # the row is ragged: each head is an entry with one segment
                 head = int(entries.heads[entry])
                 (heads[head],) = stored.segments(entry, head_of(cache, head, entries.stored))
-        (old,) = cache.segments
+        (loaded,) = cache.segments
         head_segments = []
-        for head in range(old.heads):
+        for head in range(loaded.heads):
             if head in heads:
                 head_segments.append(heads[head])
             else:
                 # a head that copies another head has no entry and holds no tokens
-                head_segments.append(old.head(head))
-        return replace(cache, segments=(joined(old, head_segments),), seen=seen)
+                head_segments.append(loaded.head(head))
+        return replace(cache, segments=(joined(loaded, head_segments),), seen=seen)
 
 
 def select_compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:
@@ -164,9 +164,9 @@ def count_allocated(layers: Sequence[RowLayer]) -> int:
 
 
 def _find_tensors(x: object) -> Iterator[Tensor]:
-    """Yield the tensors in x, in its containers, and in its objects of kvbench's storage classes.
+    """Yield the tensors that x holds: x itself, or those in its items or, for a storage object, its attributes.
 
-    Objects of other classes are left out, because some lead to the model's own weights.
+    Objects of classes outside kvbench.kv and kvbench.storage are left out: some lead to the model's own weights.
     """
     if isinstance(x, Tensor):
         yield x

@@ -155,12 +155,14 @@ class TransformersCache(HFCache):
         return [False]
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: a model has passed this cache to its own layers."""
         raise UsageError(
             "a kvbench cache is filled by generate of the model that it was made for, until it is closed: this is "
             "another model, a forward pass outside generate, or a cache made within the call: make it on a line before"
         )
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise UsageError: the methods that share this body change tokens that were read already."""
         raise UsageError(f"a kvbench cache {READS}: beam search and assisted decoding take tokens back")
 
     reorder_cache = crop = activate_past_recording = batch_repeat_interleave = batch_select_indices = _refuse
@@ -331,6 +333,7 @@ def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterato
 
     @functools.wraps(forward)
     def forwarding(*args: Any, **kwargs: Any) -> Any:
+        """Return the output of a forward pass: by the turn if it has the turn's cache, else by the model."""
         # kvbench's own passes use caches of other classes
         if caches_among(kwargs) == [turn.cache]:
             return turn.forward(*args, **kwargs)

@@ -100,7 +100,7 @@ def _diverge_together(
     """Return (result of the full cache, results of ``caches`` in order, result of the nudged full cache).
 
     ids: [T], the tokens that are fed after each cache.
-    The logits of a chunk take at most ``chunk_bytes``. A chunk has at least one token, even if its logits take more.
+    chunk_bytes: the most bytes of a chunk's logits. A chunk has at least one token, even if its logits take more.
     """
     rows = [full, *caches, nudge_cache(full)]
     groups = group_by_batch(rows)  # the full cache is in the first group
@@ -111,6 +111,7 @@ def _diverge_together(
         divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
         def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
+            """Compare a chunk's logits [B, t, V] with the full cache's, and write the result from ``start`` on."""
             # the first row of the first group is the full cache
             reference = references.get(start, logits[0])
             if len(groups) > 1:

@@ -13,7 +13,7 @@ from kvbench.methods.core.prompt_cache import PromptCache
 
 @contextmanager
 def adapted(model: PreTrainedModel, chain: Chain) -> Iterator[None]:
-    """While the context is open, change the model by the ``adapt`` methods of the chain's stages."""
+    """While the context is open, the model is changed by the ``adapt`` methods of the chain's stages."""
     with ExitStack() as stack:
         for stage in chain.adaptation:
             stack.enter_context(stage.adapt(model))

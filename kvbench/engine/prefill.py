@@ -326,6 +326,7 @@ def make_observer(model: PreTrainedModel) -> Observe:
     """Return a function that reads windows of token ids with ``model``, by which stages are calibrated on the model."""
 
     def observe_window(window: Tensor, needs: Needs, on_layer: OnLayer) -> object:
+        """Read a window of token ids, and hand each finished layer to ``on_layer`` with the statistics of ``needs``."""
         return observe_prompt(model, prepare_ids(model, window), needs, on_layer)
 
     return observe_window

@@ -98,6 +98,7 @@ def observe_prompt(
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
     def finish(index: int, hidden: Tensor) -> None:
+        """Hand on layer ``index`` of the model, which has just ended."""
         prompt_pass.finish_layer(index, hidden, on_layer, on_local)
 
     with ExitStack() as contexts:

@@ -147,6 +147,7 @@ class SharedPrefix:
             return
 
         def cut_tokens(t: Tensor, dim: int) -> Tensor:
+            """Return the tokens of the remaining pieces in t, whose axis ``dim`` counts tokens."""
             first_tokens = t.narrow(dim, 0, end)
             if last:
                 return first_tokens.clone()
@@ -173,6 +174,7 @@ class SharedPrefix:
         end = len(self.ids) + self.size
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+            """Keep a layer's keys, values and statistics of all tokens read so far."""
             sums = dict(obs.colsums_q)
             if obs.colsums is not None:
                 sums[EXACT] = obs.colsums

@@ -36,6 +36,7 @@ def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
     own_forwards = {indexer: vars(indexer).get("forward") for indexer in patched}
 
     def choose(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return an empty choice under kvbench's cache, else the indexer's own choice (an indexer's forward)."""
         # without kvbench's cache the model's own attention runs, which needs the choice
         if not any(isinstance(value, LatentCache) for value in (*args, *kwargs.values())):
             own_forward = own_forwards.get(self)

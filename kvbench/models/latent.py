@@ -85,6 +85,7 @@ def pass_latents_on(modules: list[nn.Module]) -> Iterator[None]:
     """
 
     def pass_on(self: Any, latent: Any, rotated_key: Any) -> Any:
+        """Return the arguments themselves if they are a cache layer, else the keys and values that they expand to."""
         # without a cache of kvbench, the arguments are the latents themselves, and the module's own method expands them
         if isinstance(latent, Tensor):
             return type(self).expand_kv(self, latent, rotated_key)

@@ -226,7 +226,7 @@ class LatentLift:
         return self.turn(keys, positions)
 
     def new(self) -> tuple[Tensor, Tensor]:
-        """Return the (key latents, value latents) [B, T, R] of the tokens that the projections read last."""
+        """Return (key latents, value latents), each [B, T, R], of the tokens that the projections read last."""
         assert self.k.latent is not None and self.v.latent is not None
         return self.k.latent, self.v.latent
 

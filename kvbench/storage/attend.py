@@ -52,7 +52,7 @@ def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = 
 
 
 def matmul_in_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """Return the matrix products a b [N, R, S] fp32 of a [N, R, C] and b [N, C, S].
+    """Return the matrix products a @ b [N, R, S] fp32 of a [N, R, C] and b [N, C, S].
 
     Sums over C are taken in fp32, also for inputs of half precision.
     """
@@ -204,13 +204,14 @@ def attend(
         for s in reversed(padded):
             end = start
             start -= s.v.shape[2]
-            part = weigh(probs[..., start:end], values_or_keys(s.k, s.v))
+            segment_out = weigh(probs[..., start:end], values_or_keys(s.k, s.v))
             if s.value_channels is not None:
-                part = spread_channels(part, s.value_channels, out.shape[3])
-            out = out + part
+                segment_out = spread_channels(segment_out, s.value_channels, out.shape[3])
+            out = out + segment_out
         return out
 
     def logits_of(estimate: Estimate) -> Tensor:
+        """Return the logits [B, Hq, T, S] of all slots, with keys mapped by ``estimate``."""
         return _all_logits(query, padded, tail[0], scale=scale, floor=floor, tail_start=tail_start, estimate=estimate)
 
     return masked_softmax(logits_of, weigh_all, query.dtype, masker, scale)

@@ -167,11 +167,11 @@ class EvictingRows(Format):
         initial = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
             index = slot_index(free, s)
-            new = initial.get(name)
-            if new is None:
+            new_state = initial.get(name)
+            if new_state is None:
                 # a reused slot still has the state of its evicted token, so that state is overwritten with zeros
-                new = torch.zeros_like(index, dtype=s.dtype)
-            self.state[name] = s.scatter(2, index, new)
+                new_state = torch.zeros_like(index, dtype=s.dtype)
+            self.state[name] = s.scatter(2, index, new_state)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
     def _chosen(self, u: int, recent: RecentQueries) -> Tensor:

@@ -125,6 +125,7 @@ class OneFormat:
         """Return one row's keys and values [H, S, D] as attention reads them."""
 
         def read_row(buffer: Values) -> Tensor:
+            """Return the row's keys, or values, unpacked if they are packed."""
             if isinstance(buffer, Packed):
                 return buffer[row].dequantise(self.none.dtype)
             return buffer[row]

@@ -88,7 +88,7 @@ class Format(ABC):
 
     @staticmethod
     def segment_key(row: StoredRow) -> Hashable:
-        """Return the key of rows whose segments can be stacked and attended by one softmax."""
+        """Return a key that is equal for rows whose segments can be stacked and attended by one softmax."""
         # one softmax needs an equal masker, and segments can be stacked if their formats are equal
         return (row.masker, tuple(format_of(s) for s in row.cache.segments))
 

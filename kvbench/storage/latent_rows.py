@@ -21,7 +21,7 @@ BLOCK = 2**20  # at most this many elements of keys are rebuilt at once
 
 
 class LatentRows(Format):
-    """Rows of one layer's latents. A row's slots hold its tokens in order, the newest last.
+    """Rows that store low-rank latents of keys and values. A row's slots hold its tokens in order, the newest last.
 
     lift: the map from latents to keys and values.
     masker: the method that restricts attention; None: every token is attended.
@@ -126,6 +126,8 @@ class LatentRows(Format):
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         def copy_row(t: Tensor) -> Tensor:
+            """Return a copy of the entry's part of a buffer, without free slots, as one stored head."""
+            # a copy frees the batch's buffers: a view would keep them alive
             return t[u, : self.total[u]].clone()[None]
 
         return (Segment(copy_row(self.k), copy_row(self.v), copy_row(self.positions), latent=True),)

@@ -81,9 +81,11 @@ class LocalRows(Format):
         hidden = ((token_at > query_at) | (token_at < first_seen))[:, None]
 
         def logits_of(estimate: Estimate) -> Tensor:
+            """Return the logits [U, Hq, T, S] of all slots; -inf for free slots and tokens that are not attended."""
             return logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)
 
         def weigh_values(probs: Tensor) -> Tensor:
+            """Return the sum of the values of all slots, weighted by probs [U, Hq, T, S]."""
             return weigh(probs, self.v)
 
         out, _ = masked_softmax(logits_of, weigh_values, query.dtype, masker=None, scale=scale)

@@ -69,6 +69,7 @@ class PackedHalf:
         size = max(max(self.packed) // self.step, 1)
 
         def make_buffer(t: Tensor) -> Tensor:
+            """Return a buffer of zeros for all rows, with room for ``size`` steps of a row's codes or scales t."""
             # axis 1 of a packed tensor counts steps: single tokens, or groups of tokens that are coded together
             return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
 
@@ -212,8 +213,8 @@ class PackedHalf:
         packed = self.numbers([self.packed[u] for u in rows])[:, None]
         slot = (packed + torch.arange(block, device=row.device)) % self.slots
         # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
-        x = self.ring[row, :, slot].transpose(1, 2)
-        coded = self._coded(x, rows if len(rows) < len(self.total) else None)
+        exact = self.ring[row, :, slot].transpose(1, 2)
+        coded = self._coded(exact, rows if len(rows) < len(self.total) else None)
         self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
         step = packed // self.step + torch.arange(block // self.step, device=row.device)
         for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):

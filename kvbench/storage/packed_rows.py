@@ -26,8 +26,9 @@ from kvbench.storage.packed_half import PackedHalf
 
 
 class PackedRows(Format):
-    """Entries that one chain's quantiser packs in one format, all with the same masking method or all without one.
+    """Entries whose older tokens are packed. One chain's quantiser packs all of them, in one format.
 
+    masker: the method that restricts the attention of all entries; None: every token is attended.
     k, v: the keys and values of all entries.
     settles_first: True if tokens are packed before their own step attends, False if after it.
     alone: True if the tokens of one step are read and packed as if each came in a step of its own.
@@ -183,11 +184,11 @@ class PackedRows(Format):
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         self.settle()
-        (old,) = cache.segments
+        (loaded,) = cache.segments
         k_codes, k = self.k.held(u)
         v_codes, v = self.v.held(u)
         # packed rows drop no tokens: the tokens that the row holds beyond those of ``cache`` are the ones read since
         end = cache.seen + self.k.total[u] - cache.tokens
-        new = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
-        positions = torch.cat([old.positions, new.expand(old.positions.shape[0], -1)], dim=1)
-        return (replace(old, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)
+        new_positions = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
+        positions = torch.cat([loaded.positions, new_positions.expand(loaded.positions.shape[0], -1)], dim=1)
+        return (replace(loaded, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)

@@ -44,9 +44,10 @@ class Shared:
 
 
 def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
-    """Return the sharing of rows whose ``leads`` [Hq] name each query head's leading head.
+    """Return the sharing of rows, given ``leads``, which has for each row every query head's leading head [Hq].
 
-    Every row has equally many leading heads. Keys that no leading head reads are not stored.
+    Every row has equally many leading heads. ``stored`` is the number of kv heads whose values are stored. Keys that no
+    leading head reads are not stored.
     """
     unique = [torch.unique(row.long(), return_inverse=True) for row in leads]
     leading = torch.stack([heads for heads, _ in unique])
@@ -198,9 +199,9 @@ def with_more_room(t: Tensor, size: int) -> Tensor:
 
     The rest is 0 and not left undefined, because a weight of 0 times NaN would be NaN.
     """
-    new = t.new_zeros(*t.shape[:2], size, *t.shape[3:])
-    new[:, :, : t.shape[2]] = t
-    return new
+    larger = t.new_zeros(*t.shape[:2], size, *t.shape[3:])
+    larger[:, :, : t.shape[2]] = t
+    return larger
 
 
 def per_place(t: Tensor, places: int) -> int:
@@ -298,7 +299,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
 
 
 def _starts_of_heads(lengths: Tensor) -> Tensor:
-    """Return the index [B, H] of each head's first token, for heads of ``lengths`` [B, H] one after the other."""
+    """Return the index [B, H] of each head's first token, if heads of ``lengths`` [B, H] tokens are concatenated."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)
 

@@ -28,7 +28,13 @@ CONSONANTS = "bcdfghjklmnpqrstvwxyz"
 
 
 class Role(IntEnum):
-    """The part that a token plays in the tiny model's training loss."""
+    """The part that a token plays in the tiny model's training loss.
+
+    CONTEXT: facts, questions and filler.
+    NOISE: filler of pseudo-words.
+    ANSWER, LOOKUP: an answer. LOOKUP marks those of its tokens that must be looked up in a fact.
+    COPY: the repeated part of the copy tasks, which only the training has.
+    """
 
     CONTEXT = 0
     NOISE = 1
@@ -110,7 +116,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
 
 
 def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
-    """Return a query with its answer and EOS as a span. Answer tokens that are looked up in a fact are LOOKUP."""
+    """Return a query with its answer and EOS as a span. Answer tokens to look up in a fact have the role LOOKUP."""
     question = _encode_sentence(rng, query.question, noisy)
     answer = (*encode(f" {query.answer}"), EOS)
     roles = [Role.ANSWER] * len(answer)

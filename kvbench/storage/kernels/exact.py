@@ -142,7 +142,12 @@ def _attend(
     CAUSAL: tl.constexpr,
     PRODUCT: tl.constexpr,
 ) -> None:
-    """Attend one split of one stored head for all R of its queries. ``attend`` passes the pointers."""
+    """Write to ``out`` and ``lse`` the attention of one stored head's R queries over one split of its tokens.
+
+    ``attend`` passes pointers and strides. Stored keys have C and stored values CV of a head's D channels. T is the
+    number of new tokens. BLOCK_R, BLOCK_C, ... are R, C, ... rounded up to powers of two. BLOCK_N tokens are read at a
+    time.
+    """
     head, split, row, stored_head = find_program(heads)
     # r, c, d and n count the queries, key channels, dimensions and tokens of a block
     r, c, d, n = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)

@@ -334,16 +334,16 @@ def _heads_of_a_thread(argument: _PackedArgument) -> int:
 
 def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> object:
     """Return a C reference to an argument with only the heads from ``first`` on, at most ``count`` of them."""
-    part = _PackedArgument.from_buffer_copy(argument)
-    part.heads = min(count, argument.heads - first)
+    head_argument = _PackedArgument.from_buffer_copy(argument)
+    head_argument.heads = min(count, argument.heads - first)
     # without packed tokens there is no memory to point to; the offset is in bytes, and a float of C has 4
     if argument.steps:
-        part.codes = argument.codes + first * argument.head_bytes
+        head_argument.codes = argument.codes + first * argument.head_bytes
         offset = first * argument.steps * argument.scales * 4
-        part.scale = argument.scale + offset
+        head_argument.scale = argument.scale + offset
         if argument.low is not None:
-            part.low = argument.low + offset
-    return ctypes.byref(part)
+            head_argument.low = argument.low + offset
+    return ctypes.byref(head_argument)
 
 
 def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> list[tuple[object, ...]]:

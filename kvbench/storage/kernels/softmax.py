@@ -133,9 +133,10 @@ def store_split(
     R: tl.constexpr,
     D: tl.constexpr,
 ) -> None:
-    """Write a split's outputs [R, D] and lse [R] behind row ``first`` of ``out`` and ``lse``.
+    """Write a split's outputs [R, D] and lse [R] to the R rows of ``out`` and ``lse`` that begin with row ``first``.
 
-    ``sums`` [R, D] are the split's weighted sums of values. ``best`` and ``total`` [R] come from ``softmax_step``.
+    ``sums`` [R, D] are the split's weighted sums of values. ``best`` and ``total`` [R] come from ``softmax_step``. The
+    output is sums / total, and lse = best + log(total).
     """
     # only the total 0 of a query that saw no token is replaced: NaN stays NaN
     divisor = tl.where(total == 0, 1.0, total)
