@@ -393,6 +393,7 @@ def _count_room(
     sizes.append(getattr(options.get("generation_config"), "max_new_tokens", None))
     for config in configs:
         sizes.append(getattr(config, "max_new_tokens", None))
+    # sizes are in order of precedence, so the first that was given counts
     given_sizes = [size for size in sizes if size]
     given_sizes.append(ROOM)
     return max(given_sizes[0] - 1, 1)

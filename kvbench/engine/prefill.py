@@ -91,6 +91,7 @@ def _check_readable(
     """
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
+        # a chain may read the prompt again behind itself, and then needs room for the longest such pass
         later_passes = None
         if chain.replayer:
             later_passes = chain.replayer.replay(n)

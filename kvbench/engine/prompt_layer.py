@@ -38,7 +38,7 @@ class LayerStart:
     keys, values: those of the p tokens.
     hidden: the input of the attention module; None if no stage needs it.
     first_q: the first queries, as many as stages need; None if no stage needs them.
-    queries: the last queries of each piece in which the tokens were read, in order. The last is that of token p - 1.
+    queries: the last queries of each piece in which the tokens were read, in order. They end with that of token p - 1.
     colsums: the attention that each token received from all queries, by the bit width of the keys. EXACT stands for
         unquantised keys.
     """
@@ -311,6 +311,7 @@ class PromptLayer(KvbenchLayer):
         start = time.perf_counter()
         sums = column_sums(query, keys, scale, lse=lse)
         if self.start is not None:
+            # earlier queries have attended only the tokens that were read before, so their sums are shorter
             earlier = self.start.colsums[place[1]]
             sums[:, : earlier.shape[1]] += earlier
         synchronise(query.device)

@@ -275,6 +275,7 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
+    # a CUDA device must also be one of those that PyTorch sees
     resolved = torch.device(device)
     count = 0
     if has_cuda:

@@ -109,6 +109,7 @@ def state_layers_of(
     remaining = None
     if columns is not None:
         remaining = iter(columns)
+    # layers with keys and states with columns are taken in the order of the model's layers
     for kind in layer_types(config):
         of_keys = None
         if kind not in KEYLESS:

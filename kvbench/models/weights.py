@@ -44,6 +44,7 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     model, info = loading
+    # transformers only reports these faults, and would run the model with made-up weights
     mismatches = [f"{name} {list(stored)} for {list(expected)}" for name, stored, expected in info["mismatched_keys"]]
     for fault, names in (
         (WRONG_SHAPE, mismatches),

@@ -263,14 +263,15 @@ class Thin:
         places_of_slot = torch.zeros_like(held, dtype=torch.int32).scatter_add(1, slot, whole.int())
         thin = held & ~places_of_slot.bool()
 
-        dense = replace(
+        # this segment has a token for each of the W places, and the next step takes those in use
+        in_places = replace(
             slots,
             k=self.k.in_order(self.slot)[row],
             v=self.v.in_order(self.slot)[row],
             positions=at_slots(slots.positions, slot),
             state={name: at_slots(t, slot) for name, t in slots.state.items()},
         )
-        whole_segment = segment_in_position_order(dense, whole)
+        whole_segment = segment_in_position_order(in_places, whole)
         if not bool(thin.any()):
             return (whole_segment,)
         thin_slots = replace(slots, k=self.k.kept[row], v=self.v.kept[row])
@@ -305,7 +306,7 @@ class StoredPart:
         self.others: Tensor | None = None
 
     def open(self, head_dim: int) -> None:
-        """Make room for the other channels of whole tokens, which have ``head_dim`` channels. Do so only once."""
+        """Make room for the other channels of whole tokens with ``head_dim`` channels. Later calls do nothing."""
         if self.channels is None or self.order is not None:
             return
         b, h, c = self.channels.shape

@@ -202,6 +202,7 @@ class ExactRows(Format):
         The other groups are attended by PyTorch, each over its segments and its part of the tail.
         """
         assert self.keys is not None and self.values is not None
+        # stored segments do not change, so their addresses are tabulated once, until rows leave
         if self.located is None:
             readable, others = [], []
             for group in self.groups:
@@ -240,7 +241,7 @@ class ExactRows(Format):
         new_row_of = {old_row: new_row for new_row, old_row in enumerate(at.tolist())}
         groups = []
         for group in self.groups:
-            # the indices of the group's entries that stay, and these entries under their new rows
+            # staying has the indices of the group's entries that stay, and entries has their new places
             staying, entries = group.entries.keep(new_row_of)
             if len(staying):
                 groups.append(ExactGroup(entries, [s.rows(staying) for s in group.segments]))

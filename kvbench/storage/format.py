@@ -94,7 +94,7 @@ class Format(ABC):
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
-        """Return how many tokens each head of a row will hold; None if the format stores the row's heads together."""
+        """Return how many tokens each head will hold, if heads are stored apart because they differ; else None."""
         return None
 
     @abstractmethod

@@ -252,6 +252,7 @@ def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegme
     view. With ``positions``, the batch keeps the tokens' positions, because a sliding window needs them.
     """
     longest = max(s.tokens for s in segments)
+    # segments of equal length need no padding, and then no mask
     valid, lengths = None, None
     if any(s.tokens < longest for s in segments):
         lengths = torch.tensor([[s.tokens] for s in segments], dtype=torch.int32, device=segments[0].k.device)

@@ -45,6 +45,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float, hidden: Te
             # each query head of the group hides the same T rows
             hidden_rows = hidden.repeat(1, 1, hq // h, 1)
         mask = torch.zeros(hidden_rows.shape).masked_fill_(hidden_rows, -torch.inf).expand(u, -1, q.shape[2], length)
+    # 0.0 means no dropout; False means that the function adds no causal mask of its own
     out, lse = FUSED(q, keys, values, 0.0, False, attn_mask=mask, scale=scale)
     if hidden is not None:
         # over no token the fused function returns 0 as output and as lse, but log(0) is -inf

@@ -64,8 +64,8 @@ class Session:
             longest = min(longest, self.context)
         # the key in a calibration's file name has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
-        model = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-        return Request(recipe.fill_tokens(longest), model, source.name, source.sha256)
+        model_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
+        return Request(recipe.fill_tokens(longest), model_hash, source.name, source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
         """Return the calibration requests of a chain by stage id, without stages that need no calibration."""

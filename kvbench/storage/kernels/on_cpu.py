@@ -214,6 +214,7 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     count = len(table.heads)
     threads = max(1, min(torch.get_num_threads(), count, table.stored_bytes // EXACT_BYTES_A_THREAD))
     thread_heads = -(-count // threads)
+    # each thread has memory of its own: for the logits of one head, and for its query in the channels of thin keys
     scratch = query.new_empty(threads, table.most_queries, table.longest + table.tail_tokens)
     thin_query = query.new_empty(threads, table.most_queries, exact_heads.MOST_CHANNELS)
     calls = []
@@ -244,6 +245,7 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
     query = _pad_channels(query)
     out = query.new_empty(*query.shape[:2], keys.shape[-2])
     _call_in_threads(library.kvbench_kernels_logits, _arguments_by_thread(argument, query, out))
+    # until here the calls read the memory of these tensors
     del alive
     return out
 
@@ -260,6 +262,7 @@ def weigh(probs: Tensor, values: Packed) -> Tensor | None:
     probs = probs.contiguous()
     out = probs.new_empty(*probs.shape[:2], _padded_width(levels.channels))
     _call_in_threads(library.kvbench_kernels_weigh, _arguments_by_thread(argument, probs, out))
+    # until here the calls read the memory of these tensors
     del alive
     return out[..., : levels.channels]
 
@@ -404,6 +407,7 @@ def _library() -> ctypes.CDLL | None:
             stacklevel=2,
         )
         return None
+    # without argument types ctypes would pass addresses as 32-bit integers; the lists follow the functions in packed.c
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.kvbench_kernels_logits.argtypes = [pointer, pointer, number, pointer]
     library.kvbench_kernels_weigh.argtypes = [pointer, pointer, number, pointer]
