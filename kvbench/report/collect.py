@@ -20,7 +20,7 @@ from kvbench.store.turns import compare_falls
 from kvbench.tasks.metrics import metric
 
 MANY_EMPTY = 0.25
-"""The share of empty answers of the full cache from which a note says so."""
+"""If at least this share of the full cache's answers is empty, a note says so."""
 NO_SUMMARIES: Mapping[str, CellSummary] = MappingProxyType({})
 
 
@@ -292,13 +292,14 @@ def _note_unended(group: Group, reader: SampleReader) -> list[str]:
 def _find_apart(group: Group, reader: SampleReader) -> list[str]:
     """Return the labels of cells that did not share the prefill of the first cell with the same key."""
     labels: dict[str, None] = {}
-    first: dict[str, dict[str, float]] = {}
+    # the seconds of each prompt's prefill in the first cell with a key; cells that shared a prefill stored equal times
+    first_times: dict[str, dict[str, float]] = {}
     for cell in group.cells:
         times = {i: sample.timing.prefill_s for i, sample in reader.read(cell.id).items()}
         # a user's methods read the prompts apart from all others
         key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
-        shared = first.setdefault(key, times)
-        if any(shared.get(i, seconds) != seconds for i, seconds in times.items()):
+        shared_times = first_times.setdefault(key, times)
+        if any(shared_times.get(i, seconds) != seconds for i, seconds in times.items()):
             labels[cell.label] = None
     return list(labels)
 

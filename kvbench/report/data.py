@@ -31,6 +31,7 @@ class Delta:
 class CellResult:
     """One cell of a report: a summary, or the reason why there is no summary.
 
+    task, cell: the name of the column, and the cell's id.
     status: measured, missing, refused or failed.
     settings: the settings that ``labels.list_settings`` returns.
     floor: for a cell of the full cache, whether the model fails on the task; None for any other cell.

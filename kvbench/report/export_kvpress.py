@@ -57,7 +57,10 @@ class StageRecord(TypedDict):
 
 @dataclass(frozen=True)
 class RunKey:
-    """The properties that all cells of one folder share. ``prompt`` is the prompt's identity as JSON."""
+    """The properties that all cells of one folder share.
+
+    name, data_dir: as in ``Run``. label: the method with its budgets. prompt: the prompt's identity as JSON.
+    """
 
     name: str
     data_dir: str
@@ -71,6 +74,7 @@ class Run:
     """The cells of one folder: one model and one method on the tasks of one data set and length.
 
     name: the data set's name in the folder.
+    data_dir: kvpress's name for a part of the data set: a length of RULER, a task of others, and any swept knobs.
     tasks: the stored cell of each task, with its samples.
     """
 
@@ -98,7 +102,7 @@ class Run:
 
     @property
     def press(self) -> str:
-        """The method's name in kvpress's registry, or its name here."""
+        """The method's name in kvpress's registry, or else kvbench's name without ``:`` and ``+``."""
         # a chain without stages is the full cache
         method = "+".join(stage["id"] for stage in self._stages()) or "full"
         registered_names = read_yaml(Path(registry.__file__).with_name("kvpress.yaml"))["registered"]
@@ -267,12 +271,13 @@ def folder_name(config: Mapping[str, Any]) -> str:
 
 
 def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
-    """Return the measured cells as kvpress divides them, RULER by length and other data sets by task, and notes.
+    """Return (the runs to write as folders, notes on results that are left out).
 
-    ``name`` replaces the name of the data set. Substitutes of RULER's tasks are left out, as are results with several
-    answers a prompt. A method that compressed nothing is left out with a note, since a folder cannot say so. A folder
-    has room for one cell of a method and task. If several were measured under different settings, the settings with
-    most answers of all methods win, then the cell measured last. A note says how the others differ.
+    Cells are divided into runs as kvpress divides them, RULER by length and other data sets by task. ``name`` replaces
+    the name of the data set. Substitutes of RULER's tasks are left out, as are results with several answers a prompt. A
+    method that compressed nothing is left out with a note, since a folder cannot say so. A folder has room for one cell
+    of a method and task. If several were measured under different settings, the settings with most answers of all
+    methods win, then the cell measured last. A note says how the others differ.
     """
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []

@@ -98,7 +98,7 @@ def _add_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
 
 
 def record_distances(cell: CellResult) -> dict[str, object]:
-    """Return the divergences of one cell by kind of text and name of CSV_FIELDS: ``reference_kl_mean``."""
+    """Return one cell's divergences for a row of CSV, by kind of text and field, such as ``reference_kl_mean``."""
     values: dict[str, object] = {}
     for kind, summary in _find_texts(cell).items():
         fields: dict[str, object] = dict(vars(summary))
@@ -113,7 +113,10 @@ def record_distances(cell: CellResult) -> dict[str, object]:
 
 
 def explain_distances(report: ReportData) -> list[str]:
-    """Return the line below the table: the meaning of its columns, the intervals and the divergence by rounding."""
+    """Return the line below the table, in a list: its columns, intervals, and the divergence by rounding alone.
+
+    Return [] if no cell was compared with the full cache.
+    """
     floors: list[float] = []
     for cell in report.cells:
         floors += [fidelity.floor for fidelity in _find_texts(cell).values()]

@@ -72,13 +72,15 @@ METHODS: dict[str, MethodRow] = {
 """Method -> colour, marker, printed name. Colours have a contrast of 3 to white and to a dark page."""
 
 _IDS = {method: method for method in METHODS} | {row.name.lower(): method for method, row in METHODS.items()}
-"""From what a label calls a method, its id or its printed name, to its id."""
+"""The id of each method by the names that a label may use: the id itself, or the printed name in lower case."""
 LINES = ("-", "--", "-.", ":")
 DERIVED_MARKERS = ("o", "s", "^", "v", "<", ">", "D", "d", "p", "h", "P", "X")
+"""The markers of methods that the table lacks."""
 MOST_LUMINANCE = 0.3
 """The relative luminance (WCAG) of a colour whose contrast to white is 3."""
 FULL_NAMES = ("full", "full cache")
 PART = re.compile(r"\s*([\w.:-]+)(.*?)\s*$", re.DOTALL)
+"""A part of a label between plus signs: a method, and the text with its options."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,10 @@ def print_name(label: str) -> str:
 
 
 def _split(label: str) -> list[tuple[str, str]]:
-    """Return (method, what follows it) of each part of a label, the method by its id where the table has it."""
+    """Return (method, the text behind it) of each part of a label between plus signs.
+
+    A method of the table is given by its id, any other by the label's own word.
+    """
     if label.lower() in FULL_NAMES:
         return [("full", "")]
     parts = []
@@ -168,7 +173,7 @@ def _derive_color(number: int) -> str:
     lightness = 0.45
     while True:
         red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.6)
-        color = "#" + "".join(f"{round(255 * part):02X}" for part in (red, green, blue))
+        color = "#" + "".join(f"{round(255 * channel):02X}" for channel in (red, green, blue))
         if luminance(color) <= MOST_LUMINANCE:
             return color
         lightness -= 0.02
@@ -176,6 +181,7 @@ def _derive_color(number: int) -> str:
 
 def luminance(color: str) -> float:
     """Return the relative luminance (WCAG) of a colour like #0072B2."""
+    # L = 0.2126 R + 0.7152 G + 0.0722 B, where each channel is turned from sRGB into linear light first
     total = 0.0
     for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
         value = int(color[start : start + 2], 16) / 255

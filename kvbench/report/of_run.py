@@ -114,7 +114,7 @@ def _note_precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[st
 
 
 def _note_reading(records: Sequence[CellRecord]) -> list[str]:
-    """Return the note that prompts were read in pieces, or []."""
+    """Return the note that prompts were read in pieces; [] if none was."""
     # samples may come from several runs with different sizes of pieces
     sizes = set()
     for record in records:

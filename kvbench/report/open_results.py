@@ -30,6 +30,7 @@ REQUIRED: Mapping[str, type | tuple[type, ...]] = {
 """The fields of each line: model, method with its budget and knobs, task, mean score and its number of examples."""
 
 DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
+"""The values of a comparison with the full cache that a line has. ``store.fidelity.FidelitySummary`` explains them."""
 
 
 def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:

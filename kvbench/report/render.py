@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FORMATS = ("text", "md", "csv", "latex")
 BROKEN = ("refused", "failed")
+"""The statuses of cells that have a reason in place of a score."""
 UNCHANGED = "nothing was\ncompressed"
 """The text in place of the score of a method that held and answered the same as the full cache."""
 UNCHANGED_NOTE = (

@@ -25,7 +25,10 @@ class Report(ReportData):
         return record
 
     def to_markdown(self, intervals: bool = False, notes: bool = False) -> str:
-        """Return verdicts, scores and sizes as Markdown; with ``intervals`` and ``notes`` as ``run`` prints them."""
+        """Return verdicts, scores and sizes as Markdown.
+
+        ``intervals`` and ``notes`` add the details that ``run --intervals`` and ``run --notes`` print.
+        """
         return render.render_report(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:

@@ -18,7 +18,10 @@ MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 
 def build_sheets(report: ReportData) -> list[Table]:
-    """Return the table of scores by length, for several tasks at several lengths, or for all RULER tasks at one."""
+    """Return the table of RULER's mean scores by length, in a list.
+
+    Return [] unless the report has the same tasks, at least two, at several lengths, or all RULER tasks at one length.
+    """
     columns = _find_columns(report)
     lengths = sorted({length for _, length in columns})
     tasks = list(dict.fromkeys(task for task, _ in columns))

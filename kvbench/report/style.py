@@ -33,7 +33,7 @@ RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_d
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply matplotlib's defaults with our changes, whatever the user's settings are. Restore these on exit."""
+    """While the context is open, matplotlib has its defaults with our changes. Then the user's settings are restored."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
@@ -106,6 +106,7 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
         taken.append(box)
         right, up = place
         arrow = None
+        # a name that was moved away from its point is joined to it by a line
         if abs(up) > 8:
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "alpha": 0.7, "shrinkA": 0, "shrinkB": 2}
         written = ax.annotate(
@@ -126,6 +127,7 @@ def _find_place(
     point: Sequence[float], letters: int, pixels: float, frame: Bbox, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
     """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box."""
+    # a letter is about 0.58 and a line 1.15 of the font's size
     width = 0.58 * NAME_SIZE * letters * pixels
     height = 1.15 * NAME_SIZE * pixels
     boxes = []
@@ -188,7 +190,11 @@ def heat(
     numbers: str = "",
     **kwargs: Any,
 ) -> Any:
-    """Draw a map of values [rows, columns] with a tick per row and column; the format ``numbers`` prints cells."""
+    """Draw a map of values [rows, columns] and return matplotlib's image of it.
+
+    rows, columns: the names of the ticks. If there are many, only some are written.
+    numbers: the format that prints each value in its cell, such as ``%.0f``; '' prints none.
+    """
     values = np.asarray(values, dtype=float)
     # cells need not be square: the figure's size decides
     image = ax.imshow(values, aspect="auto", **kwargs)

@@ -81,11 +81,11 @@ class Table:
     def folded(self) -> Iterator[Table]:
         """Yield the table in pieces of columns that fit WIDTH. Each piece has the first column."""
         # writers put "· " in front of a heading, break it at each comma and indent the following lines
-        parts: list[str] = []
+        heading_lines: list[str] = []
         for heading in self.headings.values():
-            parts += heading.split(", ")
+            heading_lines += heading.split(", ")
         # two characters separate a column from the next one
-        first_width = max(self.width(0) + 2, max(map(len, parts)) + 4)
+        first_width = max(self.width(0) + 2, max(map(len, heading_lines)) + 4)
         columns, used = [0], first_width
         for column in range(1, len(self.headers)):
             needed = self.width(column) + 2

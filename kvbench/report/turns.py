@@ -125,7 +125,10 @@ def record_questions(cell: CellResult) -> dict[str, object]:
 
 
 def explain_questions(report: ReportData) -> list[str]:
-    """Return the lines below the table: the meaning of its columns, and the scores by other metrics."""
+    """Return the lines below the table: the meaning of its columns, and the scores by other metrics.
+
+    Return [] if no context has several questions.
+    """
     lines = []
     has_questions = False
     for row in report.rows:

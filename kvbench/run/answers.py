@@ -87,7 +87,9 @@ class QueuedRow:
 
 
 Outcome = tuple[QueuedRow, Answer | Exception]
+"""A row with its answer, or with the exception that made it fail."""
 Remake = Callable[[Sequence[QueuedRow]], Sequence[tuple[QueuedRow, QueuedRow | Exception]]]
+"""From rows without caches to (each row, the row with its cache read again, or the exception of reading it)."""
 
 
 class DecodeQueue:
@@ -129,6 +131,7 @@ class DecodeQueue:
         yield from self.waiting
 
     def add(self, row: QueuedRow) -> None:
+        """Let a row wait behind all others."""
         self.waiting.append(row)
 
     def drop(self, cell_id: str) -> None:

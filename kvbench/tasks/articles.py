@@ -22,8 +22,9 @@ JOINED = {"a_m_i_": "ami", "l_c_d_": "lcd", "p_m_s": "pms", "t_v_": "tv"}
 
 
 def articles(context: LoadContext, file: str, max_new_tokens: int, questions: int | None = None) -> list[Task]:
-    """Return one task with an example per article: its title and paragraphs, with its first ``questions`` questions.
+    """Return XQuAD as one task. An example is an article, title and paragraphs, with questions about it.
 
+    questions: the most questions of an article; its first ones are taken. None takes all.
     Raises UsageError naming file and place for an article without paragraphs, questions or answers.
     """
     dataset, files = context.dataset, context.files
@@ -60,8 +61,9 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
 
 
 def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: int | None = None) -> list[Task]:
-    """Return one task with an example per meeting: LongBench's prompt of qmsum with each query, general queries first.
+    """Return QMSum as one task. An example is a meeting in LongBench's qmsum prompt, with queries about it.
 
+    questions: the most queries of a meeting; general queries come before specific ones. None takes all.
     Raises UsageError naming file and line for a meeting without transcript or queries.
     """
     dataset, files = context.dataset, context.files
@@ -100,7 +102,7 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
 
 
 def _read_speech(row: FileRow) -> str:
-    """Return the words of one speaker. They may be empty."""
+    """Return the cleaned words of one speech, '' if the transcript has none."""
     if row.value("content") == "":
         return ""
     return _clean(row.text("content"))

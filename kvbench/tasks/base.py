@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 def own_wording(dataset: str, *facts: str) -> str:
-    """Return the note of a task whose prompts kvbench has worded, behind other ``facts`` for readers."""
+    """Return a task's note: ``facts`` that are not empty, then the statement that kvbench worded the prompts itself."""
     sentences = [fact for fact in facts if fact]
     sentences.append("the wording of its prompts is kvbench's own")
     return f"{dataset}: " + "; ".join(sentences)
@@ -48,6 +48,7 @@ class Task:
 
     id: ``dataset/task``.
     source: the origin of the examples.
+    category: the kind of task, such as "summarisation". Reports and UNCUT group tasks by it.
     note: a text that is printed under the table.
     stop: texts whose last token ends an answer (samsum's newline).
     forbid_first: texts whose last token cannot be the first of an answer.
@@ -242,7 +243,7 @@ def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -
 
 
 def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> list[Task]:
-    """Return the tasks with the first ``questions`` of every context. None keeps all questions.
+    """Return the tasks with only the first ``questions`` questions of every context. None keeps all questions.
 
     Raises UsageError if ``questions`` is not a whole number of at least 1.
     """

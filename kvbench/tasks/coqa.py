@@ -45,11 +45,11 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
         story = PROMPT.format(story=row.text("story").strip())
         turns = list(_read_turns(row))
         for n, turn in enumerate(turns):
-            first = 0
+            first_shown = 0
             if isinstance(history, int):
-                first = max(0, n - history)
+                first_shown = max(0, n - history)
             # earlier turns show their references as answers, so that examples do not depend on each other's answers
-            dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first:n]]
+            dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first_shown:n]]
             question = f"Q: {turn.question}\nA:"
             examples.append(
                 Example(
@@ -76,7 +76,7 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
 
 
 def _read_stories(path: Path) -> Iterator[FileRow]:
-    """Yield the conversations of the official JSON object, or of a table."""
+    """Yield one row per conversation, from CoQA's official JSON file or from the hub's table as JSON Lines."""
     if path.suffix != ".json":
         yield from read_rows(path)
         return

@@ -42,6 +42,7 @@ from kvbench.base.extras import require
 from kvbench.base.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
 
+# rows of a parquet file that are converted at once
 BATCH = 1000
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
@@ -71,6 +72,7 @@ class Wanted:
 
     @property
     def source(self) -> str:
+        """The file's address, or its name in the repo."""
         return str(self.url or self.name)
 
     @property
@@ -151,7 +153,7 @@ def read_lock(root: Path) -> Lock:
 def state_of_file(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     """Return a file's state against ``lock``, the record of fetched files.
 
-    missing: neither the file nor its substitute ``wanted.also`` exists.
+    missing: neither the file nor its substitute ``wanted.alternative`` exists.
     fetched: the file is as the lock says.
     changed: the file differs from the lock.
     present: the file or its substitute exists, and the lock does not list the file.
@@ -184,6 +186,7 @@ def changed_error(root: Path, wanted: Wanted) -> UsageError:
 def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
     """Download the missing files of one dataset and return their places below ``root``.
 
+    hub: the client that downloads. say: the function that shows a line of progress to the user.
     Existing files are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if a
     download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """
@@ -327,8 +330,9 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write the wanted part of a downloaded file to ``ready``. Raises KvbenchError for damage or another form.
+    """Write the wanted part of a downloaded file to ``ready``.
 
+    Raises KvbenchError if the download is damaged, lacks the part, or is not in the expected format.
     The part is a member of a zip archive, the content of a .gz, parquet as JSON Lines or text, or else the whole file.
     """
     try:

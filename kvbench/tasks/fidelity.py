@@ -124,7 +124,7 @@ def _first_windows(
     size = length + forced - len(bos)
     meta = {"window": length + forced, "unit": "token"}
     for name, text in documents:
-        # a token is seldom longer than eight characters
+        # a token is seldom longer than eight characters, so the rest of a long text need not be tokenized
         ids = tokenizer.encode(text[: 8 * size], add_special_tokens=False)
         if len(ids) >= size:
             yield Example(

@@ -110,12 +110,15 @@ def _read_turns(row: FileRow, keys: LineKeys) -> tuple[Turn, ...]:
 
 
 def _read_prompt(row: FileRow, keys: LineKeys) -> tuple[str, str]:
-    """Return (prompt of a line, question at its end, '' if the line names none)."""
+    """Return (prompt of a line, the question that ends it).
+
+    The question is '' if the line names none, or one that does not end the prompt.
+    """
     if keys.prompt not in row and keys.context in row:
         question = row.text(keys.question)
         return row.text(keys.context) + question, question
-    prompt, end = row.text(keys.prompt), row.values.get(keys.question)
-    if isinstance(end, str) and prompt.endswith(end):
-        return prompt, end
+    prompt, named_question = row.text(keys.prompt), row.values.get(keys.question)
+    if isinstance(named_question, str) and prompt.endswith(named_question):
+        return prompt, named_question
     # a question that does not end the prompt cannot be withheld
     return prompt, ""

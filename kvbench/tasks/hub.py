@@ -82,7 +82,7 @@ def cache_state(repo: str, revision: str) -> str:
 
 @contextmanager
 def _explain_failure(what: str) -> Iterator[None]:
-    """Raise KvbenchError with a remedy if the download of ``what``, in the body of ``with``, fails."""
+    """While the context is open, turn any error into a KvbenchError: ``what`` could not be fetched, and a remedy."""
     try:
         yield
     except Exception as error:

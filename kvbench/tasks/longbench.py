@@ -33,7 +33,7 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 
 @dataclass(frozen=True)
 class Spec:
-    """The metric of a task, and the way its prompts and answers are read.
+    """One task of LongBench: its metric and category, and how its prompts are read and its answers end.
 
     extended: LongBench-E has the task, too.
     first_line, chat: as in Task.
@@ -251,7 +251,10 @@ def _read_examples(path: Path, name: str, template: str, limit: int, with_bucket
 
 
 def _fill_input(template: str, row: FileRow) -> str:
-    """Return a part of the prompt with the row's input. The input is read only if the part has a place for it."""
+    """Return ``template``, a part of the prompt, with the row's input in place of ``{input}``.
+
+    The input is read only if the part has such a place.
+    """
     # contexts and inputs may hold braces, and ``str.format`` would read these as fields
     if "{input}" not in template:
         return template

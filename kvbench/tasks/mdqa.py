@@ -39,7 +39,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its references, its gold document, and the other passages of its line."""
+    """A question with its references, its gold document, and the other passages of its line.
+
+    row: the line of the file, which errors name.
+    """
 
     row: FileRow
     text: str

@@ -240,7 +240,13 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
 
 
 class Window:
-    """Real text that begins at one place and repeats until it is long enough."""
+    """Real text that begins at one place and repeats until it is long enough.
+
+    period: the whole text, from that place on and then from its beginning.
+    text: ``period`` repeated as often as was needed so far.
+    ends: the index behind each sentence of ``text``.
+    chars_per_token: the mean number of characters per token, measured on the beginning of ``period``.
+    """
 
     def __init__(self, text: str, start: float, tokenizer: Tokenizer) -> None:
         """Begin at the first whole sentence after the fraction ``start`` of the text."""
@@ -328,6 +334,7 @@ class Window:
 def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
     """Return a number of characters up to ``most`` whose prompt has ``length`` tokens, or else slightly fewer.
 
+    The search begins at ``guess`` characters.
     Each step is the number of missing tokens times ``chars_per_token``. Steps stay between bounds. After ten steps,
     bisection takes over. Token counts grow with the cut, apart from a token or two.
     """

@@ -139,8 +139,9 @@ def _cut_windows(dataset: str, tokenizer: Any, text: str, knobs: WindowKnobs, *,
 
 
 def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[int, int]]) -> list[int]:
-    """Return how many whitespace words of the text end within each of ``parts``, (first token, end).
+    """Return how many whitespace words of the text end within each of ``parts``.
 
+    parts: ranges of tokens (first, end), without the end.
     Without a fast tokenizer's offsets, words are counted in the decoded text. It may differ from the original.
     """
     # characters[i]: the number of characters before token i

@@ -138,7 +138,8 @@ def load(
 ) -> list[Task]:
     """Return a task per number of records. Each of its ``contexts`` examples asks for ``questions`` different keys.
 
-    The first question about a published case is its own. Raises UsageError naming file and line for a damaged case.
+    A published case is one row of ``file``: a context with one question, which is asked first. Raises UsageError naming
+    file and line for a damaged case.
     """
     dataset, files = context.dataset, context.files
     record_form = FORMS[one_of(dataset, "form", form, FORMS)]

@@ -146,7 +146,10 @@ def read_csv(file: Path) -> Iterator[FileRow]:
 
 
 def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
-    """Yield the rows of CSV with a header line. The first has the place ``row 1`` or, ``by_line``, its line number."""
+    """Yield the rows of CSV with a header line.
+
+    by_line: True if a row's place is its line number in the file, False if rows below the header are counted from 1.
+    """
     # the csv module limits a cell to 128 KiB by default, less than a long reference
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)

@@ -49,8 +49,8 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
         farthest = max(remaining, key=distances.__getitem__)
         coordinates = remaining.pop(farthest)
         order.append(farthest)
-        for point, other in remaining.items():
-            squared = sum((a - b) ** 2 for a, b in zip(coordinates, other, strict=True))
+        for point, other_coordinates in remaining.items():
+            squared = sum((a - b) ** 2 for a, b in zip(coordinates, other_coordinates, strict=True))
             distances[point] = min(distances[point], squared)
     return order
 

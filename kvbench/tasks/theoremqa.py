@@ -19,17 +19,17 @@ def reference(row: FileRow) -> str:
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
         raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {describe_value(answer_type)}")
-    reference = answer
+    answer_text = answer
     if not isinstance(answer, str):
-        reference = json.dumps(answer)
-    value = parse_reference(reference)
+        answer_text = json.dumps(answer)
+    value = parse_reference(answer_text)
     if answer_type == "float" and type(value) is int:
         # a float may be written 3; without this it would be compared as an integer
         value = float(value)
-        reference = str(value)
+        answer_text = str(value)
     if type(value) is not TYPES[answer_type]:
         raise row.wrong(f"'Answer' must be of the type {answer_type!r}, got {describe_value(answer)}")
     if isinstance(value, bool):
         # Python's True, not JSON's true
         return str(value)
-    return reference
+    return answer_text

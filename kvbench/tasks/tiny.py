@@ -240,7 +240,8 @@ def _join_prompt(sentences: Sequence[str], question: str) -> str:
 def load(context: LoadContext, length: int, examples: int, max_new_tokens: int | None = None) -> list[Task]:
     """Return the wanted tasks of the six with ``examples`` generated prompts of ``length`` tokens each.
 
-    No file is read. All six are returned where one is wanted that does not exist, so that it is told beside them.
+    No file is read. If a wanted task does not exist, all six are returned, so that load_tasks can name them in its
+    error.
     """
     dataset = context.dataset
     check_whole(dataset, "length", length, 64, 4000)

@@ -152,7 +152,7 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
 
 
 def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
-    """Return the text of a chat template (up to the context's end, behind a question)."""
+    """Return the chat template's text around a question that follows ``prompt``: (up to the question, behind it)."""
     start, mark, end = policy.render_message(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:
         raise UsageError("the chat template drops the prompt: it does not print the message's content")

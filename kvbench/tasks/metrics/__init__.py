@@ -139,7 +139,8 @@ def _likelihood(prediction: str, reference: str, example: Example) -> None:
     """Return no score: likelihoods are measured while the text is read, not from an answer."""
 
 
-# lists show metrics in this order; a description names equal or shared parts, and the source with the code
+# lists show metrics in this order. A description says what an answer must share with its reference, and ``source``
+# names the code or the place that defines the metric
 _METRICS = (
     # likelihoods: the mean of log losses is exponentiated only when it is printed
     Metric(

@@ -135,6 +135,7 @@ class _Reader:
         self.tokens, self.at = tokens, at
 
     def read_sum(self, depth: int) -> float:
+        """Return the value of the sum that begins at ``at``, and move ``at`` behind it."""
         return self._read_chain(depth, _SUMS, self._read_product)
 
     def _read_product(self, depth: int) -> float:
@@ -143,7 +144,7 @@ class _Reader:
     def _read_chain(
         self, depth: int, operators: Mapping[str, _Operation], read_operand: Callable[[int], float]
     ) -> float:
-        """Return the value of operands between operators of one rank, from left to right."""
+        """Return the value of operands that stand between operators of one rank, evaluated from left to right."""
         value = read_operand(depth + 1)
         while True:
             operator_at = self.at

@@ -1,9 +1,9 @@
 """Equality of final answers in mathematics, decided by math-verify (github.com/huggingface/Math-Verify).
 
 An answer is any text that a model wrote, and math-verify computes with it: a tower of powers may take minutes or all
-memory. So a process of its own reads answers (``math_worker``). It is started at the first answer, serves all later
-ones, and is stopped and replaced where it does not reply. math-verify's own time limits use signals, which exist in the
-main thread alone. They work in that process whatever thread asks.
+memory. So a process of its own reads answers (``math_worker``). It is started at the first answer and serves all later
+ones. If it does not reply, it is stopped and replaced. math-verify's own time limits use signals, which only a main
+thread receives. The process compares in its main thread, so the limits work whichever thread of kvbench asks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def as_formula(result: str) -> str:
 
 
 def _until_closed(text: str, start: int) -> str | None:
-    """Return the text from ``start`` to the brace that closes the one in front of it; None if none does."""
+    """Return the text from ``start`` to the partner of the brace just before ``start``; None if it stays open."""
     depth = 1
     i = start
     while i < len(text):
@@ -103,7 +103,7 @@ class MathWorker:
         self._owner = 0
 
     def ask(self, prediction: str, reference: str) -> bool | None:
-        """Return whether the two are equal; None if the reference cannot be read.
+        """Return whether the prediction equals the reference; None if the reference cannot be read.
 
         Return False if the process ends or has to be stopped. Raises KvbenchError if it cannot be started.
         """

@@ -14,12 +14,12 @@ from functools import lru_cache
 from typing import Any
 
 MOST_BYTES = 4 * 2**30
-"""The most memory that the process may address. More ends the reading of an answer, and not the machine."""
+"""The most memory that the process may address. Reading an answer that needs more fails, and the machine goes on."""
 
 
 def main() -> None:
     """Answer requests until the input ends."""
-    # Ctrl-C goes to all processes of a terminal; this one ends when the one that asks does
+    # Ctrl-C goes to all processes of a terminal; this process ends when its parent closes the input
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(ImportError, ValueError, OSError):  # not every system limits memory
         import resource
@@ -62,7 +62,8 @@ def read_reference(reference: str) -> list[Any]:
 
     gold: list[Any] = parse(reference)
     if not gold:
-        raise ValueError(reference)  # a cache keeps no failure, which may be one of time
+        # raise, since lru_cache keeps returned values but no errors: after a timeout the next try may succeed
+        raise ValueError(reference)
     return gold
 
 

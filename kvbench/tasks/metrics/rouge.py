@@ -75,6 +75,7 @@ def rouge1_stem(prediction: str, reference: str) -> float:
 
 @cache
 def _rouge_scorer() -> Any:
+    """Return the package's scorer of ROUGE-1 with stemming."""
     # import rouge-score on first use: it loads nltk, which takes longer than most commands
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -84,7 +85,7 @@ def _rouge_scorer() -> Any:
 def _split_sentences(text: str) -> list[list[str]]:
     """Return the words of each sentence. A sentence is the text between two full stops, unless it is empty."""
     # split() and then split(" "): a sentence of spaces has one empty word, as in the package
-    return [" ".join(part.split()).split(" ") for part in text.split(".") if part]
+    return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
 def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:

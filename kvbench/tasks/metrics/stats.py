@@ -34,7 +34,8 @@ LEVEL = 0.95
 FEWEST = 8
 """The fewest examples of an interval that is shown."""
 FLOOR = 0.03
-"""The least distance of a full cache's mean score, of 1, to that of silence or guessing: nearer, no share is shown."""
+"""The least difference, on the scale from 0 to 1, between the mean score of the full cache and that of empty or guessed
+answers. If the difference is smaller, no share of the full cache's score is shown."""
 ROUNDING = 1e-9
 """Differences of means below this are rounding."""
 FLIPS = 20_000
@@ -46,7 +47,7 @@ _BLOCK = 2**22
 def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
     """Return the interval (low, high) of the mean score; None for fewer than two scores, since they show no spread.
 
-    ``bounds`` is the range of a score, or None for values without a range such as log losses. These get the t interval.
+    ``bounds`` is the range of a score. Values without a range, such as log losses, have None and get the t interval.
     Raises ValueError for scores that are not finite or outside their bounds. Leave unscorable examples out before.
     """
     values = _finite_array(scores)
@@ -223,11 +224,14 @@ def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
 
 
 def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
-    """Return the mean of y over tasks in per cent of the mean of x, of pairs (y, x) that may be below 0.
+    """Return the mean of y over tasks in per cent of the mean of x, with its interval.
 
-    The interval is Fieller's over pairs within each task. If y is the same share of x in every pair, it is the range
-    that so many equal draws cannot exclude, between none and twice that share. There is no share of a mean x of 0,
-    and no interval below FEWEST examples in all, if a task has only one, or if the mean x is not told apart from 0.
+    tasks: the pairs (y, x) [n, 2] of each task. Their values may be negative.
+
+    The interval is Fieller's over pairs within each task. If y is the same share of x in every pair, the interval is
+    the range that n equal draws cannot exclude, between 0 and twice that share. There is no share if the mean of x is
+    0. There is no interval below FEWEST examples in all, if a task has only one, or if the mean of x is not told apart
+    from 0.
     """
     y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
     x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
@@ -337,7 +341,10 @@ def normal_quantile(p: float) -> float:
 
 
 def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
-    """Return scores [examples, width]. Each row is the mean over the ``ways`` in which one example was asked."""
+    """Return the mean scores [examples, width] of each example over its prompts.
+
+    ways: by example, one row of ``width`` scores for each prompt that asked the example.
+    """
     # several prompts of one example are not independent, so they count as one row of an interval
     means = [np.mean(scores, axis=0) for scores in ways.values()]
     return np.array(means, dtype=np.float64).reshape(-1, width)

@@ -31,6 +31,7 @@ COMMON = 10
 STEP = 10
 """The number of words by which the search for a prompt's size goes on."""
 PROBE = 4096
+"""The number of words in the list from which the tokens of a word are estimated."""
 ZETA_2 = math.pi**2 / 6
 
 
@@ -49,7 +50,7 @@ def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[Ruler
 
 
 def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: int) -> RulerPrompt:
-    """Return a prompt with ``size`` different words."""
+    """Return a prompt that lists ``size`` different words, behind a solved example with a list of its own."""
     if size > len(pool):
         raise UsageError(
             f"ruler/{budget.task}: lengths={budget.length} needs {size} different words, and wonderwords has "

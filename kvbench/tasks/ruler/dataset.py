@@ -91,7 +91,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     names, lacking = _split_by_data(sources, selected)
     if lacking and selected:
         raise _lacking_error(dataset, sources, selected, lacking)
-    # count a prompt that fits once more, for the number in its meta
+    # keep the last counts: a prompt that fits is counted again for its meta, and need not be tokenised again
     count = lru_cache(maxsize=2)(partial(_count_tokens, tokenizer))
     make_budget = partial(
         LengthBudget, seed=knobs.seed, count=count, measure=partial(_measure_prompt, count, context.render)
@@ -255,7 +255,7 @@ def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 
 def _measure_prompt(count: Callable[[str], int], render: Callable[[str], str] | None, prompt: RulerPrompt) -> int:
-    """Return the number of tokens that a model reads of a prompt, without the tokenizer's own tokens around a text."""
+    """Return a prompt's tokens, chat template and answer prefix included, without the tokenizer's special tokens."""
     content = prompt.context + prompt.question
     if render is not None:
         content = render(content)
@@ -264,7 +264,10 @@ def _measure_prompt(count: Callable[[str], int], render: Callable[[str], str] | 
 
 @dataclass(frozen=True)
 class Sources:
-    """The data for generating tasks. It is read when the first task needs it."""
+    """The data for generating tasks. It is read when the first task needs it.
+
+    haystack: the file or folder of essays that the user names. None takes the folder ESSAYS below the data folder.
+    """
 
     files: Files
     revision: str
@@ -329,10 +332,12 @@ class Sources:
 
     @cached_property
     def keys(self) -> KeyWords:
+        """The words that make up the keys of needles."""
         return KeyWords()
 
     @cached_property
     def essays(self) -> Essays:
+        """The text that hides needles, read at first use."""
         # RULER joins its essays without a separator
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 

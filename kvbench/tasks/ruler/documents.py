@@ -22,6 +22,7 @@ CONTEXT = INSTRUCTION + "The following are given documents.\n\n{context}\n\n"
 QUESTION = INSTRUCTION + "Question: {query}"
 PREFIX = " Answer:"
 STEP = 10
+"""The number of documents by which the search for a prompt's size goes on."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,13 @@ def _draw_prompt(rng: Random, seed: int, library: Library, question: AskedOfDocu
 
 
 def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total: int) -> list[int]:
-    """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others."""
+    """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others.
+
+    If the library has no more than ``size`` documents, return all of them in turn until there are ``size``.
+    """
     # ``sample`` never asks for a size below the number of gold documents
     numbers = list(question.gold)
     if size >= total:
-        # repeat a small library
         return [i % total for i in range(size)]
     missing = size - len(numbers)
     if missing <= len(question.near):
@@ -93,7 +96,7 @@ def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total:
 
 
 def read_squad(path: Path) -> Library:
-    """Read a file in SQuAD's form. Questions without an answer are left out."""
+    """Return the questions and the paragraphs of a file in SQuAD's form. Questions without an answer are left out."""
     articles = [article["paragraphs"] for article in _read_json(path)["data"]]
     texts: set[str] = set()
     for paragraphs in articles:
@@ -116,7 +119,7 @@ def read_squad(path: Path) -> Library:
 
 
 def read_hotpot(path: Path) -> Library:
-    """Read a file of HotpotQA's distractor setting. It has ten documents a question."""
+    """Return the questions and the documents, ten a question, of a file of HotpotQA's distractor setting."""
     rows = _read_json(path)
     texts_by_row = []
     for row in rows:
@@ -137,6 +140,7 @@ def _number_documents(texts: set[str]) -> tuple[tuple[str, ...], dict[str, int]]
 
 
 def _read_json(path: Path) -> Any:
+    """Return the content of a JSON file. Raises UsageError if it is not JSON."""
     try:
         return json.loads(read_text(path, "dataset ruler"))
     except ValueError as error:

@@ -68,7 +68,10 @@ class LengthBudget:
         return True
 
     def bisect(self, draw: Draw, step: int, most: int | None = None, more: int = 0) -> int:
-        """Return the largest size tried that fits, from ``step`` up to ``most`` or three times a trial's estimate.
+        """Return the largest tried size whose prompt fits, found by bisection between ``step`` and ``most``.
+
+        most: the bound of the search. None takes three times the size that the tokens of a first trial suggest.
+        more: the tokens of a text that will be added to the prompt.
 
         Each trial is drawn anew, so the path of the search decides the samples after it.
         """
@@ -89,7 +92,10 @@ class LengthBudget:
         return best
 
     def climb(self, draw: Draw, step: int) -> int:
-        """Return the last size that fits with its references behind it, searched in steps up as in RULER until 2024."""
+        """Return the largest size whose prompt fits, found by steps upwards from ``step``, as in RULER until 2024.
+
+        The tokens of the prompt's references are counted in addition.
+        """
         size = step
         while True:
             prompt = draw(size)

@@ -143,7 +143,12 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
 
 @dataclass(frozen=True)
 class Wording:
-    """The words of a prompt that depend on the kind of values and on whether it asks for one or several."""
+    """The words of a prompt that depend on the kind of values and on whether it asks for one or several.
+
+    type: the name of the values, such as ``number`` or ``numbers``.
+    some: the word before them in the introduction, ``A`` or ``Some``.
+    are: the verb of the introduction and of the answer's beginning. are_all: the verb of the question.
+    """
 
     type: str
     some: str

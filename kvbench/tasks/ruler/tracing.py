@@ -21,8 +21,11 @@ PREFIX = (
     "value {query}, they are: "
 )
 NAMES = 5
+"""The number of variables in the chain."""
 EXAMPLE_TOKENS = 500
+"""The most tokens of the solved example."""
 EXAMPLE_VALUE = "12345"
+"""The value in the solved example. Each prompt replaces it by a drawn one."""
 
 
 def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:

@@ -23,7 +23,7 @@ ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da8
 
 @cache
 def lists() -> tuple[tuple[str, ...], ...]:
-    """Return wonderwords' nouns, adjectives and verbs. Raises UsageError for other lists than version 2.2.0 has."""
+    """Return wonderwords' (nouns, adjectives, verbs). Raises UsageError for other lists than version 2.2.0 has."""
     require("wonderwords", "dataset ruler")
     folder = package_files("wonderwords") / "assets"
     texts = [(folder / f"{name}list.txt").read_text(encoding="utf-8") for name in LISTS]
@@ -75,7 +75,7 @@ def word_pool() -> list[str]:
 
 
 class Essays:
-    """A text whose first words are returned in sentences.
+    """A text whose first words are returned in sentences. Its length is its number of words.
 
     NLTK's Punkt for English finds the sentences. Punkt looks only at neighbouring words. The text is therefore divided
     once and then cut.
@@ -106,7 +106,7 @@ class Essays:
         return hashlib.sha256(self.text.encode()).hexdigest() == ESSAYS_DIGEST
 
     def sentences(self, words: int) -> list[str]:
-        """Return the sentences of the first ``words`` words, the last one cut."""
+        """Return the sentences that make up the first ``words`` words. The last one may be cut."""
         cut = self.ends[min(words, len(self)) - 1]
         # these sentences begin before the cut; the cut ends the last one
         count = bisect_left(self.spans, (cut, 0))
