@@ -44,7 +44,7 @@ class Clock:
         return float(start.elapsed_time(end)) / 1000
 
     def attention_seconds(self) -> float:
-        """Return the seconds in attention since the last call of this. Call ``wait`` first."""
+        """Return the seconds in attention since this method was last called. Call ``wait`` first."""
         total = sum(self.seconds(start, end) for start, end in self.attention)
         self.attention = []
         return total
@@ -52,7 +52,7 @@ class Clock:
 
 @contextmanager
 def timed_attention(name: str, clock: Clock) -> Iterator[None]:
-    """Time every call of the attention function registered as ``name``, and restore the plain one on exit."""
+    """While the context is open, ``clock`` times every call of the attention function registered as ``name``."""
     plain: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[name]
 
     def timed(*args: Any, **kwargs: Any) -> Any:

@@ -37,6 +37,7 @@ class Pass:
     """The cost of one pass: seconds, and bytes over all rows.
 
     ttft: the time until every row has its first token and the decode batch is built: prefill, compress and build.
+    decode: the time of all steps after the first token.
     tpot: the mean time of one step over the whole generation.
     attention: the time in attention; None if it cannot be timed apart.
     total: the time measured around everything, or estimated if ``sampled`` is set.

@@ -37,6 +37,7 @@ from kvbench.models.interface import attached
 from kvbench.plan import config
 
 MOST_ROWS = 4096
+"""The largest batch that a search tries."""
 T = TypeVar("T")
 
 
@@ -111,7 +112,7 @@ def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, promp
 
 @contextmanager
 def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
-    """Limit the memory of this process to ``limit`` GiB until exit.
+    """While the context is open, limit the memory of this process to ``limit`` GiB; None sets no limit.
 
     On a GPU the limit includes the weights. On a CPU it limits the further growth of the process's data.
     """

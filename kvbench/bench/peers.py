@@ -26,11 +26,14 @@ from kvbench.engine.memory import release
 from kvbench.models.releases import named_cache
 
 BITS = 4
+"""The bits of a number in transformers' quantised caches."""
 RATIO = 0.5
+"""The share of a prompt's tokens that kvpress removes."""
 WHOLE = "the whole cache is made exact again in every step"
 
 
 def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
+    """Return transformers' cache that grows with every token. It needs no number of ``tokens``."""
     return cache_utils.DynamicCache(config=model.config)
 
 
@@ -92,7 +95,7 @@ def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
 
 @contextmanager
 def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Let kvpress compress the prompts that ``model`` reads, and yield the model.
+    """While the context is open, kvpress compresses the prompts that ``model`` reads. Yield the model.
 
     On import kvpress wraps all attention functions for good. They are restored on exit, since kvpress's wrapper reads
     the shape of keys, and kvbench's layers have none.
@@ -113,7 +116,10 @@ def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Hold the weights in the processor's memory, or on disk on a CPU. Layers are brought to the device one by one."""
+    """While the context is open, accelerate brings the weights to the device layer by layer. Yield the model.
+
+    The weights lie in the processor's memory, or on disk if the device is a CPU.
+    """
     accelerate, device = import_module("accelerate"), model.device
     with tempfile.TemporaryDirectory() as folder:
         if device.type == "cuda":
@@ -136,7 +142,10 @@ def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 @contextmanager
 def _with_hooks(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Put accelerate's hooks around every layer, with all weights on the device."""
+    """While the context is open, every layer has accelerate's hooks around it, and all weights stay on the device.
+
+    Yield the model.
+    """
     import_module("accelerate").dispatch_model(model, device_map={"": model.device}, force_hooks=True)
     try:
         yield model
@@ -237,7 +246,7 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
         attention_timing = timed_attention(str(model.config._attn_implementation), clock)
     with torch.no_grad(), peer.context(model) as generator, attention_timing:
         clock.wait()
-        began, start = time.perf_counter(), clock.mark()
+        start_s, start = time.perf_counter(), clock.mark()
         # every row generates exactly ``new`` tokens: nothing ends an answer
         tokens = generator.generate(
             ids,
@@ -251,21 +260,21 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
             **named_cache(cache),
         )[:, n:]
         clock.wait()
-        total = time.perf_counter() - began - recorder.counting_s
+        total = time.perf_counter() - start_s - recorder.counting_s
     gaps = recorder.gaps
     if tokens.shape[1] != new or len(gaps) != new:
         raise KvbenchError(f"{peer.name} generated {tokens.shape[1]} tokens a row instead of {new}")
     # a step lasts from the end of one gap to the start of the next
     steps = tuple(clock.seconds(gap[1], next_gap[0]) for gap, next_gap in pairwise(gaps))
-    first = clock.seconds(start, gaps[0][0])
+    first_token_s = clock.seconds(start, gaps[0][0])
     # the mean over the steps, for a cache that grows evenly or not at all
-    read = (recorder.first_bytes + cache_bytes(cache)) / 2
+    read_bytes = (recorder.first_bytes + cache_bytes(cache)) / 2
     # free this peer's memory before the next one is timed
     del cache, recorder.cache
     gc.collect()
     return Pass(
-        ttft=first,
-        prefill=first,
+        ttft=first_token_s,
+        prefill=first_token_s,
         compress=0.0,
         build=0.0,
         decode=sum(steps),
@@ -274,7 +283,7 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
         total=total,
         steps=steps,
         cache_bytes=recorder.first_bytes,
-        read_bytes=read,
+        read_bytes=read_bytes,
         tokens=tokens.cpu(),
     )
 

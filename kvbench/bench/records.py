@@ -16,6 +16,7 @@ MEASURED, OOM, REFUSED, FAILED, NOT_RUN = "measured", "OOM", "refused", "failed"
 FINISHED = (MEASURED, OOM, REFUSED)
 """The statuses of rows that are not measured again."""
 FULL = "full"
+"""The entrant whose rows are the base of ratios, if no other is named: the full cache."""
 
 Row = dict[str, Any]
 """One JSON object: an entrant on a workload, with its status, facts and quantities. Older files may lack newer keys."""

@@ -45,17 +45,21 @@ def _read_file_name(text: str) -> str:
 GROUPS: dict[str, list[str]] = {"all": list(PEERS), "none": []}
 """The words that name several peers."""
 STEP_KINDS = ("plain", "graph")
+"""The kinds of decode steps: steps that are run one by one, or one recorded CUDA graph that is replayed."""
 
 
 def _read_workloads(text: str) -> list[Workload]:
+    """Return the workloads of a text that separates them by commas."""
     return [parse_workload(word) for word in split_list(text)]
 
 
 def _read_steps(text: str) -> list[str]:
+    """Return the kinds of steps, each one of STEP_KINDS, of a text that separates them by commas."""
     return [one_of("value of step", STEP_KINDS, word) for word in split_list(text)]
 
 
 def _read_peers(text: str) -> list[Peer]:
+    """Return the peers that a text names: a word of GROUPS, or names separated by commas."""
     names = GROUPS.get(text)
     if names is None:
         names = split_list(text)
@@ -86,7 +90,9 @@ OWN = {
 OTHERS = ("device", "per", "match", "reference", "threads")
 """The keys of runs that ``bench time`` takes, too, besides models, methods and their knobs."""
 METHODS = "full,snapkv,kivi"
+"""The methods that are timed if none is named."""
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""The full names of dtypes by their short names."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +288,13 @@ def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], se
 
 
 def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
-    """Raise UsageError for a key that only runs use, unless it is in ``top``. Benchmarks read and score no answers."""
+    """Raise UsageError for a key that only runs use. Benchmarks read and score no answers.
+
+    what: the benchmark's name, for the error.
+    given: the keys that the user typed.
+    top: the top-level keys of a run that the benchmark takes, too.
+    allowed: the keys among which the error looks for the one that was meant.
+    """
     for key in given:
         # words of any depth: dataset.name, prompt.template and others
         is_of_answers = key.partition(".")[0] in ("dataset", "prompt")

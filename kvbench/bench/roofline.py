@@ -16,6 +16,7 @@ from kvbench.models.traits import shape_of
 COPIED = {"cuda": 2**30, "cpu": 2**28}
 """The size in bytes of the copy that measures a device's bandwidth, far more than its last-level cache holds."""
 REPEATS = 7
+"""The number of copies. The first one warms up and is not counted."""
 
 
 def step_roofline(

@@ -127,7 +127,8 @@ def lengthen(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
             if layer.local:
                 kv_heads, key_dim = size.local_heads
                 value_dim = key_dim
-            chunk = (len(layer.next), kv_heads, min(CHUNK, tokens - first))
-            k = torch.randn(*chunk, key_dim, device=model.device).to(model.dtype)
-            v = torch.randn(*chunk, value_dim, device=model.device).to(model.dtype)
+            # [rows, kv heads, tokens], followed by the channels of keys or of values
+            sizes = (len(layer.next), kv_heads, min(CHUNK, tokens - first))
+            k = torch.randn(*sizes, key_dim, device=model.device).to(model.dtype)
+            v = torch.randn(*sizes, value_dim, device=model.device).to(model.dtype)
             layer.add(k, v)

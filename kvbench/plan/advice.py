@@ -12,7 +12,7 @@ from kvbench.tasks.metrics import metric, score, stats
 from kvbench.tasks.prompt import PromptPolicy
 
 LITTLE_LEFT = 0.1
-"""The part of cut prompts' tokens below which a note says so."""
+"""If the prompts that were cut keep less than this share of their tokens, a note says so."""
 SHORT_ANSWER = 16
 """Answers of fewer new tokens may end early: a chat model begins with words of the question."""
 
@@ -90,7 +90,10 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 
 
 def chance(task: Task) -> float:
-    """Return the score of an empty answer or of guessing a class, whichever is higher; 0 for a likelihood."""
+    """Return the score that a task's first example gives to an empty answer or to guessing a class, the higher of both.
+
+    Return 0 for a text that is scored by its likelihood.
+    """
     first = task.examples[0]
     if first.scored is not None:
         return 0.0

@@ -20,15 +20,16 @@ from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
 from kvbench.tasks.prompt import PromptPolicy, check
 
-SCHEMA = 1
+SCHEMA = 1  # the version of the facts in a cell's identity, and one of them
 LEAST_PROMPT = 32  # tokens; the plan encodes a shorter prompt before the run
 
 
 @dataclass(frozen=True)
 class Group:
-    """Cells on the same prompts. Each prompt is read once per distinct prefill key for all of them.
+    """The cells of one task, which read the same prompts. Each prompt is read once per distinct prefill key.
 
-    ``examples`` are this run's examples (its limit and shard), in order.
+    column: the task with any swept values, as it heads a column of the table.
+    examples: this run's examples of the task, those of its limit and shard, in order.
     """
 
     task: Task

@@ -112,8 +112,8 @@ class LoggerConfig:
         check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
         if self.mode != "disabled" and self.name != "wandb":
             raise UsageError(f"logger.mode={self.mode} needs a logger: add logger=wandb")
-        text = isinstance(self.project, str) and bool(self.project)
-        check("logger.project", self.project, text, "a name")
+        is_name = isinstance(self.project, str) and bool(self.project)
+        check("logger.project", self.project, is_name, "a name")
         check("logger.samples", self.samples, is_whole(self.samples) and self.samples >= 0, "a whole number, 0 or more")
 
 
@@ -162,8 +162,8 @@ class RunConfig:
         return self.model.name
 
     def __post_init__(self) -> None:
-        tokens = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
-        check("kl_tokens", self.kl_tokens, tokens, "a number of tokens, 2 or more, or null")
+        tokens_fit = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
+        check("kl_tokens", self.kl_tokens, tokens_fit, "a number of tokens, 2 or more, or null")
         check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
         if self.kl_mode == THROUGH_CACHE and self.kl_tokens is not None:
             raise UsageError(
@@ -175,10 +175,10 @@ class RunConfig:
             value = getattr(self, name)
             check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
         check_piece_size(self.shared_prefix)
-        enough = self.threads is None or self.threads <= MAX_THREADS
-        check("threads", self.threads, enough, f"auto, or 1 to {MAX_THREADS}")
-        size = self.memory is None or (_is_number(self.memory) and self.memory > 0)
-        check("memory", self.memory, size, "auto, or GiB that caches may take, above 0")
+        threads_fit = self.threads is None or self.threads <= MAX_THREADS
+        check("threads", self.threads, threads_fit, f"auto, or 1 to {MAX_THREADS}")
+        memory_fits = self.memory is None or (_is_number(self.memory) and self.memory > 0)
+        check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, above 0")
         check(
             "shards",
             self.shards,
@@ -187,8 +187,8 @@ class RunConfig:
         )
         in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
         check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
-        named = self.reference is None or isinstance(self.reference, str)
-        check("reference", self.reference, named, "one of method=, or null")
+        is_name = self.reference is None or isinstance(self.reference, str)
+        check("reference", self.reference, is_name, "one of method=, or null")
         check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
         check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
         check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
@@ -240,9 +240,9 @@ def parse(
     rest["data_root"] = raw["data"]["root"]
     rest["preset"] = request.preset
     rest["logger"] = LoggerConfig(**raw["logger"])
-    logging = next((key for key in request.values if key.startswith("logger.")), None)
-    if logging is not None and rest["logger"].name != "wandb":
-        raise UsageError(f"{logging}={request.values[logging]} needs a logger: add logger=wandb")
+    logger_key = next((key for key in request.values if key.startswith("logger.")), None)
+    if logger_key is not None and rest["logger"].name != "wandb":
+        raise UsageError(f"{logger_key}={request.values[logger_key]} needs a logger: add logger=wandb")
     for key in ("batch_rows", "memory", "threads"):
         if rest[key] == "auto":
             rest[key] = None
@@ -376,7 +376,7 @@ def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
 
 def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     """Yield each chosen dataset, once for each combination of ``query_aware=`` and its swept knobs."""
-    ways = _read_query_aware(raw["prompt"]["query_aware"])
+    query_aware_values = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
         axes = list(grids(entry, entries("dataset").get(name, {})))
@@ -385,10 +385,10 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
         keys = [key for key, _ in axes]
         swept_lists = [swept for _, swept in axes]
         # query_aware varies slowest: all combinations of knobs come with its first value, then all with its second
-        for query_aware, combination in itertools.product(ways, itertools.product(*swept_lists)):
+        for query_aware, combination in itertools.product(query_aware_values, itertools.product(*swept_lists)):
             swept_values = dict(zip(keys, combination, strict=True))
             label = [f"{key}={value}" for key, value in swept_values.items()]
-            if len(ways) > 1:
+            if len(query_aware_values) > 1:
                 # each value of query_aware has columns of its own
                 label.insert(0, f"query_aware={words.text_of(query_aware)}")
             knobs = dict(entry) | swept_values

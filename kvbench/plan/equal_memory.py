@@ -21,11 +21,12 @@ from kvbench.methods.core.resolve import BUDGET_PARTS, ChainConfig, chain_config
 from kvbench.plan.config import RunConfig
 
 KINDS = ("bytes", "nominal")
-LONG = 2**20
-TOLERANCE = 0.05
-CLOSE = 0.005
+LONG = 2**20  # tokens; a prompt of unknown length counts as this long, and no kv_size beyond it is searched
+TOLERANCE = 0.05  # the largest difference from the reference's bytes, relative to them, that counts as a match
+CLOSE = 0.005  # payloads whose relative difference is no larger count as equal
 FLOOR = 4096  # search a chain's least kv_size at most this far above its window and sinks
 PayloadCounter = Callable[[Chain], float]
+"""From a chain to the bytes of its payload after the prompt."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_d
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """While the context is open, matplotlib has its defaults with our changes. Then the user's settings are restored."""
+    """While the context is open, matplotlib has its defaults with our changes. On exit, restore the user's settings."""
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield

@@ -310,7 +310,7 @@ class Asking:
             tokens = self._tokens_to_keep(row, answer)
             if tokens:
                 self.cache = extend_cache(self.host.model, row.cache, tokens)
-        known = TurnAnswer(
+        record = TurnAnswer(
             prediction=text,
             score=value,
             answers=asked.answers,
@@ -319,7 +319,7 @@ class Asking:
             bytes=self.cache.nbytes(),
             beside={name: score(name, task.answer(text), asked) for name in task.beside},
         )
-        self.answered[row.turn] = known, answer, peak
+        self.answered[row.turn] = record, answer, peak
         if len(self.answered) < len(self.encoded.questions):
             return None
         # isolated questions may be answered in any order

@@ -151,11 +151,11 @@ def _read_rows(
             # a row's own id takes precedence over its number
             yield {"id": str(number)} | dict(row)
         else:
-            has = repr(row)
+            content = repr(row)
             if isinstance(row, Mapping):
-                has = ", ".join(map(str, row))
+                content = ", ".join(map(str, row))
             raise UsageError(
-                f"row {number} of data has {has}: a row is a text, or a mapping with answers and a prompt, with "
+                f"row {number} of data has {content}: a row is a text, or a mapping with answers and a prompt, with "
                 "answers, a context and a question, or with a context and questions"
             )
 
@@ -209,7 +209,7 @@ def _plan_run(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan
 
 @contextmanager
 def _restoring_threads() -> Iterator[None]:
-    """Restore PyTorch's number of threads on exit. A run sets its own number, which a notebook must not keep."""
+    """While the context is open, a run may set PyTorch's number of threads. On exit, restore the notebook's number."""
     threads = torch.get_num_threads()
     try:
         yield

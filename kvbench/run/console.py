@@ -28,9 +28,9 @@ ENDS = (
     ("failed", "failed", "; the same command tries them again"),
     ("damaged", "could not be read", "; kvbench clean --yes sets damaged ones aside to be measured again"),
 )
-"""The ways in which cells end without a result, in words, each with what helps."""
+"""(status, what happened in words, what helps) of cells that end without a result."""
 MOST_IDS = 24
-"""Cells of a forecast up to which their ids are printed."""
+"""The most cells of a forecast whose ids are printed."""
 
 
 def add_format_option(parser: argparse.ArgumentParser) -> None:
@@ -66,9 +66,9 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
             # the report counts damaged cells as failed, but a different command repairs them
             counts["damaged" if cell.damaged else cell.status] += 1
     exit_status = 0
-    for status, did, hint in ENDS:
+    for status, outcome, hint in ENDS:
         if counts[status]:
-            say(f"{counts[status]} of the results {did}; the reasons stand in the table{hint}")
+            say(f"{counts[status]} of the results {outcome}; the reasons stand in the table{hint}")
             exit_status = 1
     return exit_status
 
@@ -82,7 +82,10 @@ class Stop:
 
 @contextmanager
 def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[Stop]:
-    """End on SIGINT or SIGTERM once measured answers are safe. Print the progress and the command to continue with.
+    """While the context is open, SIGINT or SIGTERM ends the run once the measured answers are safe.
+
+    The run's progress is printed then, and the command to continue with. The context yields a ``Stop``, whose status
+    is set after a signal.
 
     A second signal ends the process at once, since a method's code may have caught the first. ``arguments`` are the
     verb and its own arguments.

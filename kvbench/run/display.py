@@ -24,10 +24,12 @@ class Display:
 
     times: the work of each task that has something to do, by its column.
     answers: the answers of the whole run, including answers that a refused method will never give.
-    open_cells: the cells of each task that have not ended.
+    open_cells: the number of each task's cells that have not ended.
+    left: the estimate of the time left.
     current: the task whose prompts are being read or answered.
     start: the time when the first prompt was about to be read. The model is loaded by then.
     last: the time of the last plain line.
+    bars, bar: rich's progress display and the one bar in it; None if plain lines are printed.
     console: where the bar is drawn; None for stderr, if that is a terminal.
     clock: tells the seconds since some moment.
     """

@@ -76,7 +76,7 @@ def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener
 def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> dict[str, CellSummary]:
     """Measure all missing answers and write each cell's metrics. Return the summaries of cells by their ids.
 
-    Makes no report: groups may have different cells.
+    No report is made, since groups may have different cells.
     """
     all_listeners = list(listeners)
     if not quiet:

@@ -33,7 +33,10 @@ Scored = tuple[float, Answer, QueuedRow]
 def score_text(
     host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
-    """Score the rest of a text under the cache of each row. Compare it with ``full`` if that is given."""
+    """Score the rest of a text under the cache of each row, and compare the row with the cache ``full`` if it is given.
+
+    Return each row with the score of the text, or with the exception by which it failed.
+    """
     text = scored_text(example)
     # [tokens behind the compressed prefix]
     rest = torch.tensor(text.ids[text.prefix :])

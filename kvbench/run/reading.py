@@ -17,6 +17,7 @@ from kvbench.store.cell import Cell
 from kvbench.tasks.prompt import Encoded
 
 Key = tuple[str, bool]
+"""A cell's id, and whether the cell is hidden: a full cache that is read only to compare others with it."""
 Work = tuple[Example, Sequence[Cell]]
 """An example, and the cells that still need it."""
 

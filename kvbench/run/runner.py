@@ -53,10 +53,11 @@ from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
+"""The most characters of an error's message in a stored reason."""
 AT_RISK_S = 60.0
 """Seconds of reading after which the prompts read so far are answered, though the decode batch has room for more.
 
-What a kill costs is at most that, and the answers that are being written.
+A run that is killed loses at most this much reading, and the answers that are being decoded.
 """
 BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
@@ -484,7 +485,7 @@ class GroupRun:
         self.forget_cell(cell)
 
     def take_out(self, cell: Cell, error: Exception, example: Example) -> None:
-        """Take the cell out of the run: refuse it where its numbers must not be reported, else let it fail."""
+        """Take the cell out of the run: refuse it if its numbers must not be reported, else mark it as failed."""
         if isinstance(error, Refused):
             self.refuse_cell(cell, str(error), example)
         else:

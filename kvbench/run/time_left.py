@@ -66,6 +66,7 @@ class TaskTime:
 
     @property
     def spent(self) -> float:
+        """The seconds that the task has taken so far."""
         return self.pure_s + self.other_s
 
     @property
@@ -110,10 +111,10 @@ class TaskTime:
 
     def holds(self, other: TaskTime) -> bool:
         """Return True if this task's prompts take at least as long as those of ``other``, judged by their sizes."""
-        answers = self.answers / max(1, self.prompts)
-        others = other.answers / max(1, other.prompts)
+        answers_per_prompt = self.answers / max(1, self.prompts)
+        other_answers_per_prompt = other.answers / max(1, other.prompts)
         lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
-        return lengths and answers >= others
+        return lengths and answers_per_prompt >= other_answers_per_prompt
 
 
 class TimeLeft:

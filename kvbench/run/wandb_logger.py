@@ -30,10 +30,13 @@ from kvbench.store.results import CellSummary, Sample
 from kvbench.tasks.metrics import metric
 
 CONNECT_S, FINISH_S = 10, 10
+"""Seconds to wait for the service when a run is started, and when it is finished."""
 # an offline run only writes files, and these do not hang, however busy the machine is
 CLOSE_S = {"online": 30, "offline": 120}
 RUNTIME = ("limit", "batch_rows", "shared_prefix", "threads", "device", "mix", "shard", "shards")
+"""The settings of the run that the config of a W&B run holds under ``runtime``."""
 ROW_EVERY_S = 2.0
+"""The least seconds between two rows of progress of one cell."""
 SETTINGS: dict[str, Any] = {
     "console": "off",
     "silent": True,
@@ -57,7 +60,7 @@ def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
 
 
 class WandbLogger:
-    """The listener. It hands events to its own thread, so the run waits only at its end."""
+    """The listener that logs a run to W&B. It hands events to its own thread, so the run waits only at its end."""
 
     def __init__(self, cfg: LoggerConfig) -> None:
         self._cfg = cfg
@@ -93,6 +96,7 @@ class WandbLogger:
             say(f"the W&B runs are kept in {folder}; `wandb sync {folder}/offline-run-*` sends them")
 
     def _send_events(self) -> None:
+        """Let a sender handle the queued events until None comes. This runs in the logger's thread."""
         try:
             sender = _Sender(self._cfg, self._warn)
             while (event := self._events.get()) is not None:
@@ -114,7 +118,10 @@ class WandbLogger:
 
 @dataclass
 class _CellRun:
-    """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps."""
+    """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps.
+
+    samples: the cell's samples on disk, by example. last: the time of the last row that was logged.
+    """
 
     run: Any
     group: Group
@@ -136,7 +143,11 @@ class _CellRun:
 
 
 class _Sender:
-    """The worker in the thread. Only this class uses wandb."""
+    """The object in the logger's thread that handles the run's events. Only this class uses wandb.
+
+    mode: ``online``, or ``offline`` to write runs to files. warn: the function that reports a problem to the user.
+    open: the open W&B run of each cell, by the cell's id.
+    """
 
     prepared: RunPlan
 
@@ -378,8 +389,8 @@ def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
 
     Refused cells are left out.
     """
-    scored: dict[str, list[tuple[float, float, float]]] = {}
-    counted: dict[str, list[tuple[float, float, float]]] = {}
+    score_points: dict[str, list[tuple[float, float, float]]] = {}
+    found_points: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
         if group.task.category != "needle":
             continue
@@ -387,11 +398,15 @@ def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
         for cell in group.cells:
             # a refused cell must not be reported, in a picture either
             if prepared.store.refusal(cell.id) is None:
-                of_cell = read_points(prepared.store.samples(cell.id).values(), show)
-                scored.setdefault(cell.label, []).extend(of_cell)
-                above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in of_cell]
-                counted.setdefault(cell.label, []).extend(above_silence)
-    return {label: (build_map(scored[label]), build_map(counted[label])) for label in scored if scored[label]}
+                points = read_points(prepared.store.samples(cell.id).values(), show)
+                score_points.setdefault(cell.label, []).extend(points)
+                above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in points]
+                found_points.setdefault(cell.label, []).extend(above_silence)
+    return {
+        label: (build_map(score_points[label]), build_map(found_points[label]))
+        for label in score_points
+        if score_points[label]
+    }
 
 
 def _why_unreachable(url: str) -> str | None:
