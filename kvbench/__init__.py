@@ -47,10 +47,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names when they are first used: ``--help`` must not wait for torch."""
+    """Return a public name, imported when it is first used: ``--help`` must not wait for torch."""
     if name == "__version__":
         return version()
-    # its name before: it differed from the function ``cache`` by a capital alone
+    # PromptCache's old name, which differed from the function ``cache`` by a capital alone
     if name == "Cache":
         name = "PromptCache"
     if name not in _HOMES:

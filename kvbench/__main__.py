@@ -1,4 +1,4 @@
-"""kvbench <verb> ..."""
+"""Run kvbench's command line: ``python -m kvbench VERB ...``."""
 
 from kvbench.cli.main import main
 

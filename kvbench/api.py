@@ -43,7 +43,10 @@ R = TypeVar("R")
 
 # calls share the one attention that is registered with transformers, and with it the state of a reading
 def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
-    """Return the function so that calls from several threads run one after another: each sets the model's attention."""
+    """Return a function whose calls from several threads run one after another, since each sets the model's attention.
+
+    Running out of memory becomes a KvbenchError.
+    """
 
     @functools.wraps(function)
     def in_turn(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -100,7 +103,7 @@ def _chains(
     preset_values: dict[str, object] = {}
     if preset is not None:
         preset_values = dict(presets.values(preset, _model_entry(model)))
-    # all entries are resolved together: a knob that none of them owns is an error, one that some own is not
+    # all entries are resolved together: a knob is an error only if no entry owns it
     entries_to_resolve = [entry for entry in methods if not isinstance(entry, Chain)]
     try:
         resolved_chains = iter(chains_of(entries_to_resolve, knobs, preset_values))

@@ -92,7 +92,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             self.prefix = SharedPrefix(self.model, shared_prefix)
         # the task whose requests are being answered
         self.task = ""
-        # the bytes of each prompt, by task
+        # the audited tokens and bytes of each prompt, by task
         self.measured: dict[str, list[MeasuredBytes]] = {}
         # the number of prompts there are to read, by task
         self.prompts: Counter[str] = Counter()
@@ -100,12 +100,15 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         self.unchanged: dict[str, list[bool]] = {}
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the generated answer to each request, as ``hf`` does."""
         return self._run_by_task(super().generate_until, requests, disable_tqdm)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Return (log-likelihood, whether it is the greedy answer) of each request's continuation, as ``hf`` does."""
         return self._run_by_task(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Raise UsageError: a text that is scored as a whole has no prompt to compress."""
         raise UsageError(
             f"task {requests[0].task_name}: the likelihood of a whole text (loglikelihood_rolling) has no prompt to be "
             "compressed, and would not be the method's; kvbench run dataset=wikitext2 measures it behind a prompt"
@@ -154,9 +157,10 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         return self._answer_prompt(context[0], answer, torch.equal)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the greedy answer) of each (texts, context ids, continuation ids).
+        """Return (log-likelihood, whether it is the greedy answer) of each request.
 
-        A context is compressed once for all its continuations, which are forced.
+        requests: ((context, continuation), context ids, continuation ids) each. A context is compressed once, and all
+        its continuations are forced on its cache.
         """
         # the places of the requests with one context
         by_context: dict[tuple[int, ...], list[int]] = {}
@@ -200,7 +204,9 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     ) -> Result:
         """Return the ``answer`` to a prompt [n] from its compressed cache, and note whether it is the full cache's.
 
-        The full cache answers, too, where all tokens and bytes are held and the task's verdict is still open.
+        answer: the function from a cache of the prompt to the answer. same: whether two answers are equal.
+        The full cache answers, too, if the compressed cache holds all tokens and bytes, and if it is still open whether
+        the method compresses anything on this task.
         """
         # sampled answers of both caches must draw the same numbers
         states_before = _random_states()
@@ -211,7 +217,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
         verdicts = self.unchanged.setdefault(self.task, [])
         if unchanged and verdicts.count(False) <= (1 - UNCHANGED) * self.prompts[self.task]:
-            # the second answer leaves no trace in the numbers that later prompts draw
+            # draw the same numbers for the second answer, and then go on as if it had not been given
             states_after = _random_states()
             _restore(states_before)
             with self._cache(ids, Chain()) as cache:
@@ -222,7 +228,10 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
 
     @contextmanager
     def _cache(self, ids: torch.Tensor, chain: Chain) -> Iterator[TransformersCache]:
-        """Open a cache for a prompt [n]. If there is a separator, the tokens before the question are read into it."""
+        """Yield a cache for a prompt [n], which is closed on exit.
+
+        If there is a separator, the tokens before the question are read into the cache first.
+        """
         with TransformersCache(self.model, chain, self.prefix) as cache:
             if self.separator:
                 cache.read(ids[: self._before_question(ids)])
@@ -235,9 +244,9 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             return len(self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False))
 
         # -1 where the text has no separator: then no number of tokens ends before it
-        at = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).rfind(self.separator)
-        # the largest n with characters(n) <= at, by halving, as more tokens decode to no fewer characters
-        count = bisect_right(range(len(ids) + 1), at, key=characters) - 1
+        question_start = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).rfind(self.separator)
+        # the largest n with characters(n) <= question_start, by halving, as more tokens decode to no fewer characters
+        count = bisect_right(range(len(ids) + 1), question_start, key=characters) - 1
         if count < 1:
             raise UsageError(
                 f"separator={self.separator!r} begins no question behind a context in a prompt of task {self.task}: "

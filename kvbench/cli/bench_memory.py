@@ -19,15 +19,17 @@ if TYPE_CHECKING:
 
 
 def _read_sizes(text: str) -> list[int]:
+    """Return the prompt sizes of a text that separates them by commas."""
     return [whole_number(part, least=1) for part in split_list(text)]
 
 
 SIZES = Key("n", "512,4096", read=_read_sizes, allowed="prompt sizes in tokens, whole numbers, as in n=512,4096")
 KEYS = ("per", "match", "reference", "threads")
+"""The keys of runs that ``bench memory`` takes, too, besides models, methods and their knobs."""
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the tables. Return exit status 1 if bytes held differ from a formula."""
+    """Print the bytes that methods hold, a table for each prompt size. Return exit status 1 if a formula differs."""
     options = pairs(args.overrides)
     if "paper" in options:
         # the papers' own arithmetic needs none of this verb's keys
@@ -87,13 +89,13 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
     from kvbench.store.labels import explain_budgets
 
     shape = architecture.shape_of(cfg.model)
-    name = cfg.model.dtype
-    if name == "auto":
+    dtype_name = cfg.model.dtype
+    if dtype_name == "auto":
         # the papers' models are served in half precision, whatever this machine would run them in
-        name = "float16"
+        dtype_name = "float16"
         if cfg.model.path == "embedded:tiny":
-            name = "float32"
-    dtype = getattr(torch, name)
+            dtype_name = "float32"
+    dtype = getattr(torch, dtype_name)
     left_out: list[str] = []
     for entry in cfg.chains:
         try:
@@ -106,7 +108,7 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     if not quiet:
-        print(f"{cfg.model_name}: {shape}; {name}\n")
+        print(f"{cfg.model_name}: {shape}; {dtype_name}\n")
     rows: list[dict[str, object]] = []
     matches: list[dict[str, object]] = []
     for n in sizes:
@@ -127,4 +129,4 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
             if left_out:
                 notes.append(f"Left out, as this model's cache gives them no meaning: {', '.join(left_out)}.")
             print(memory_table.render(accounts, notes))
-    return {"model": cfg.model_name, "shape": asdict(shape), "dtype": name, "rows": rows, "matched": matches}
+    return {"model": cfg.model_name, "shape": asdict(shape), "dtype": dtype_name, "rows": rows, "matched": matches}

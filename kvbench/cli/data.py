@@ -28,6 +28,7 @@ LEGEND = (
 )
 """The words of ``data status``."""
 REPLACED = " is read in their place"
+"""The end of a dataset's state if one file of another layout replaces its missing files."""
 
 
 class TurnRecord(TypedDict):
@@ -40,6 +41,8 @@ class TurnRecord(TypedDict):
 class PromptRecord(TypedDict, total=False):
     """An example as the model reads it, whole (``prompt``) and divided where the cache is compressed.
 
+    ``context`` is the text that is compressed, ``after`` the text that is read behind it. ``cut`` counts the tokens
+    that were cut out of the prompt.
     ``turns`` is there where a context has several questions. All other keys are in every record.
     """
 

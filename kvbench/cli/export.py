@@ -67,6 +67,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
 
 
 def _nothing_chosen(store: ResultStore) -> str:
+    """Return the message for filters that choose no measured cell."""
     return f"{store.root} holds no measured answers that are chosen here (kvbench list runs)"
 
 

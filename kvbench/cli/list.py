@@ -17,7 +17,7 @@ from kvbench.cli.verbs import load_plugin, plugin_names
 from kvbench.plan import presets
 
 LISTINGS = tuple(plugin_names("list"))
-"""The kinds that other rooms list."""
+"""The kinds of items that other packages list, as verbs.yaml states."""
 KINDS = ("methods", "datasets", "models", "metrics", "presets") + LISTINGS + ("runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
 """The kinds that ``--json`` has only if they are named."""
@@ -35,6 +35,7 @@ NOTES = {
 MOST_NAMED = 4
 """The most models that the overview names."""
 ARXIV = re.compile(r" \((arXiv|MLSys) [^()]*\)")
+"""A paper's source in a method's description. The list of methods leaves it out."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show or fetch; the status is 1 if a model is damaged or a download failed."""
+    """Show or fetch models. Return exit status 1 if a model that is shown is damaged."""
     from kvbench.base.errors import unknown
 
     names, options = divide(args.overrides)

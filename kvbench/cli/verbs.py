@@ -1,4 +1,4 @@
-"""The list of verbs, verbs.yaml: the module of each, its help, and its functions from other rooms, loaded by name."""
+"""The list of verbs, verbs.yaml: each verb's module, its help, and its functions from other packages, by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Verb(TypedDict):
     group: the heading above the verb in ``--help``. about: the verb's line there.
     also: other words that users may type when they mean this verb.
     help: the text below the verb's own options.
-    plugins: functions of other rooms, each as ``package.module:function``.
+    plugins: the verb's functions in other packages by name, each as ``package.module:function``.
     """
 
     module: str
@@ -59,11 +59,11 @@ def meant_by(word: str) -> list[str]:
 
 
 def plugin_names(verb: str) -> list[str]:
-    """Return the names of a verb's functions from other rooms, in their order."""
+    """Return the names of a verb's functions from other packages, in the order of verbs.yaml."""
     return list(VERBS[verb].get("plugins", {}))
 
 
 def load_plugin(verb: str, name: str) -> Any:
-    """Import and return a verb's function from another room."""
+    """Import and return a verb's function from another package, by its name in verbs.yaml."""
     module, _, function = VERBS[verb]["plugins"][name].partition(":")
     return getattr(import_module(module), function)

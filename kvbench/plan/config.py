@@ -98,7 +98,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class LoggerConfig:
-    """The service, besides the results folder, that receives a run: none, or Weights & Biases."""
+    """The service, besides the results folder, that receives a run: none, or Weights & Biases.
+
+    conf/logger/wandb.yaml explains the fields.
+    """
 
     name: str = runtime(default="none")
     mode: str = runtime(default="disabled")
@@ -119,7 +122,10 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: a model, its chains and datasets, and the settings of prompts, decoding and resources."""
+    """One run: a model, its chains and datasets, and the settings of prompts, decoding and resources.
+
+    conf/config.yaml explains the settings.
+    """
 
     model: ModelConfig = identity()
     chains: tuple[ChainConfig, ...] = identity()

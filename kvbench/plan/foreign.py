@@ -1,4 +1,7 @@
-"""Ask foreign methods, before a run starts, what a run asks: one that fails costs its own row and not the run."""
+"""Ask foreign methods, which are not kvbench's own, the questions that a run will ask, before the run starts.
+
+A method that cannot answer is left out with the reason, and the run goes on without it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,10 @@ def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) 
 
 
 def _ask_for_identity(chain: Chain) -> None:
-    """Ask a method what it is and when it runs. Attributes may be code of others."""
+    """Read the attributes of a method that its cells and its place in the run depend on.
+
+    They may be computed by foreign code, which may raise any error.
+    """
     chain.identity()
     hash(chain)
     for name in ("prefill_key", "evictor", "rolled"):
@@ -62,6 +68,7 @@ def _ask_for_identity(chain: Chain) -> None:
 
 def _ask_for_budgets(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
     """Ask a method for its budgets and bytes on prompts of these lengths in tokens."""
+    # the answers are not used: only errors matter, so the bytes of a number may be any
     for n in lengths:
         chain.needs(n)
         cache_bytes(chain, shape, n, itemsize=2)

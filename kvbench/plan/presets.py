@@ -58,6 +58,7 @@ def settings(name: str) -> tuple[Setting, ...]:
             model, key = path[1], ".".join(path[2:])
         else:
             model, key = "", ".".join(path)
+        # the source is the comment behind the value, and the value is read from its own piece of the text
         source = lines[node.end_mark.line].partition(" #")[2].strip()
         result.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
     return tuple(result)

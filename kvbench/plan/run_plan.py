@@ -37,6 +37,7 @@ from kvbench.tasks.prompt import Encoded
 from kvbench.tasks.source import data_root
 
 SMALL_MODEL = 256
+"""The hidden size below which a model runs on one thread."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,11 @@ class RunPlan:
 
     Its configuration, data, checkpoint and results folder were found good.
 
+    source: the checkpoint's configuration, folder and fingerprint.
+    context: the tokens that the model can read; None if unknown.
+    session: reads and computes the calibrations of this model.
+    matched: the chains whose kv_size was chosen for equal memory.
+    model: a model that the user has loaded; None if the checkpoint's weights are loaded.
     unplanned: the reasons why foreign methods are left out, by label. Such a method fails when the run is planned.
     """
 
@@ -118,7 +124,7 @@ class RunPlan:
         return [f"The {count} answers drawn for a prompt (samples_per_prompt=) are counted as one answer."]
 
     def cuts(self) -> list[str]:
-        """Return a note, before it is read, for each task whose first prompt is cut to a small part of its tokens."""
+        """Return a note for each task whose first prompt will be cut to a small part of its tokens."""
         notes = []
         for group in self.groups:
             first = next((e for e in group.examples if not e.scored), None)
@@ -240,6 +246,7 @@ class RunPlan:
         return records
 
     def _cells(self) -> Iterator[Cell]:
+        """Yield the cells of all groups."""
         for group in self.groups:
             yield from group.cells
 

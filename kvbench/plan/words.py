@@ -23,6 +23,7 @@ from kvbench.plan import keys, presets
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
 """The config groups that a command line chooses from, each with an example."""
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
+"""The keys of an entry of conf/model that cannot be typed without ``model.`` in front."""
 KL_KEYS = ("kl", "kl_tokens", "kl_mode")
 """The keys of the comparison with the full cache's distributions, which ``fidelity`` said alone before."""
 MAX_SHARDS = 4096  # each shard is a job of its own
@@ -30,6 +31,7 @@ MOST_DIGITS = 400  # longer numbers are read as texts, since Python's floats end
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
+"""The beginnings of the keys that choose and set up a Hydra launcher."""
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
@@ -129,10 +131,10 @@ def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
     """
     plain = {key: value for key, value in settings.items() if key != "fidelity"}
     if "fidelity" in settings:
-        both = [key for key in KL_KEYS if key in plain]
-        if both:
+        new_keys = [key for key in KL_KEYS if key in plain]
+        if new_keys:
             raise UsageError(
-                f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {both[0]}="
+                f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {new_keys[0]}="
             )
         value = settings["fidelity"]
         if isinstance(value, str):
@@ -223,17 +225,17 @@ def text_of(value: Any) -> str:
 def split_list(value: str) -> list[str]:
     """Return the parts of a text between commas outside brackets and quotes: ``[0,1],[2]`` has two parts."""
     parts, depth, quote, start = [], 0, "", 0
-    for i, ch in enumerate(value):
+    for i, character in enumerate(value):
         if quote:
-            if ch == quote:
+            if character == quote:
                 quote = ""
-        elif ch in "'\"":
-            quote = ch
-        elif ch in "[{(":
+        elif character in "'\"":
+            quote = character
+        elif character in "[{(":
             depth += 1
-        elif ch in "]})":
+        elif character in "]})":
             depth -= 1
-        elif ch == "," and depth == 0:
+        elif character == "," and depth == 0:
             parts.append(value[start:i].strip())
             start = i + 1
     parts.append(value[start:].strip())
@@ -313,10 +315,10 @@ def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
     if not consecutive or count not in (None, len(parts)):
-        of = ""
+        stated_count = ""
         if count:
-            of = f" of shards={count}"
-        raise UsageError(f"shard={value}{of} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
+            stated_count = f" of shards={count}"
+        raise UsageError(f"shard={value}{stated_count} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
 
 

@@ -83,7 +83,12 @@ class RowMeans:
 
     score_mean: the mean of the cells' scores in printed units, with its 95 % interval, ``score_ci``.
     delta: its paired difference to the full cache, over the examples that both answered; None for the full cache.
+    kept_percent, nominal_percent, attended_percent: the tokens held, the tokens of the budget, and the tokens that a
+    decode step attends, all in per cent of the prompt's tokens. None: no budget, or no masking.
+    payload, overhead: the bytes held of a prompt, keys and values, and the data beside them, as the run stored them.
     held16: the bytes held of a prompt, payload and overhead, at 16 bits.
+    payload_kv_head, payload_query_head: the payload under ``per=kv_head`` and under ``per=query_head``.
+    percent_of_full, payload_percent_of_full: ``held16``, and its payload alone, in per cent of the full cache's bytes.
     pages_freed: the shares of a prompt's pages that an engine could give back; None for results of older versions.
     """
 

@@ -19,6 +19,10 @@ class Cell:
     """One number of a table: a model, a chain and a task, with everything that decides the number.
 
     ``id`` is a hash of the identity alone: samples of equal ids may be pooled.
+
+    identity: all facts that decide the number, as they are stored.
+    label: the method with its budgets and knobs. It names the row of the table.
+    column: the task with any swept values. It heads the column of the table.
     """
 
     identity: Mapping[str, Any]

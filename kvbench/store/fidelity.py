@@ -15,6 +15,7 @@ from kvbench.tasks.metrics import stats
 TOKENS = 256
 """The most tokens of a text that is forced on an answer's cache, unless ``kl_tokens=`` says another number."""
 IDENTITY: Mapping[str, object] = {"tokens": TOKENS, "revision": 1}
+"""The default settings of a comparison, which are part of a cell's identity."""
 
 
 def fidelity_identity(tokens: int | None) -> dict[str, object]:
@@ -41,6 +42,8 @@ FOR_PERCENTILE = {"kl_p90": (90, 100), "kl_p99": (99, 1_000), "kl_p999": (99.9, 
 @dataclass(frozen=True)
 class TextFidelity:
     """The comparison of one row with the full cache on one text, at each scored position. Sums are over positions.
+
+    p is the full cache's distribution of the next token, q is the row's.
 
     kl: divergences in nats, rounded to four digits.
     same: "1" where both have the same first choice, else "0".
@@ -181,7 +184,10 @@ def mean_divergence(texts: Sequence[TextFidelity], start: int = 0, end: int | No
 
 
 def _sum_by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
-    """Return the sums [texts, ...] added up over each document's windows. These are alike and drawn together."""
+    """Return ``sums`` [texts, ...] added up by document, [documents, ...].
+
+    Windows of one document are alike, so an interval must count them as one draw.
+    """
     # a text without a document is a cluster of its own, named by its index
     places: dict[object, int] = {}
     rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]

@@ -95,7 +95,7 @@ def _mapping_or_empty(value: object) -> Mapping[str, Any]:
 
 
 def describe_differences(identities: Sequence[Identity]) -> list[str]:
-    """Return one text per cell, such as ``template=off query_aware=true``: the settings in which the cells differ."""
+    """Return, for each cell, its values of the settings that differ among the cells: ``template=off bos=false``."""
     # compare nested settings one by one, to name only the differing part of a prompt
     settings_of_cells = [dict(_walk_settings(identity)) for identity in identities]
     paths: dict[str, None] = {}
@@ -124,9 +124,9 @@ def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, 
             yield from _walk_settings(value, f"{prefix}{key}.")
         elif key == "stages":
             for stage in value:
-                for name, part in stage.items():
+                for name, setting in stage.items():
                     if name not in ("id", "knobs"):
-                        yield f"{stage['id']}.{name}", part
+                        yield f"{stage['id']}.{name}", setting
         else:
             yield f"{prefix}{key}", value
 

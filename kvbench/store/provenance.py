@@ -56,7 +56,7 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 def describe_local_changes(records: Iterable[CellRecord]) -> str:
     """Return the note that some cells were measured with uncommitted changes, or '' if no cell was."""
     count = 0
-    cells = 0
+    changed = 0
     base_commits: set[str] = set()
     for record in records:
         count += 1
@@ -64,13 +64,13 @@ def describe_local_changes(records: Iterable[CellRecord]) -> str:
         # in ``read_commit``, a + behind the commit marks a changed clone
         changed_commits = [commit for commit in commits if commit.endswith("+")]
         if changed_commits:
-            cells += 1
+            changed += 1
             base_commits.update(commit.removesuffix("+") for commit in changed_commits)
-    if not cells:
+    if not changed:
         return ""
     names = ", ".join(sorted(base_commits))
     return (
-        f"{cells} of {count} results were measured with local changes to the code (behind commit {names}): "
+        f"{changed} of {count} results were measured with local changes to the code (behind commit {names}): "
         "commit and measure again before you publish them."
     )
 

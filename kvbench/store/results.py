@@ -54,11 +54,18 @@ class DrawnAnswer:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
+    n, kept: the tokens of the prompt, and the mean number of them that a head holds.
     nominal: the tokens of the method's budget; None if the method has no budget.
+    payload, overhead, full_bytes: the bytes of keys and values, of the data beside them, and of the full cache.
+    payload_kv_head, payload_query_head: the payload under ``per=kv_head`` and under ``per=query_head``.
+    payload16, overhead16, full16: the bytes of the same tokens at 16 bits, by formula.
     cut: the number of tokens cut out of the prompt.
+    shrunk: whether the budget had no room for the method's window and sinks, so that they were cut to fit.
+    meta: facts about the example, for reports.
     score: None if the metric gives this answer no score.
     answers: the references.
     attended: the mean number of tokens that a masking method reads.
+    decode_peak: the most tokens that a head held while answering.
     provenance: an index into the provenance of the cell's record.
     fidelity: the comparison with the full cache by kind of text, if it was asked for.
     turns: the answers to a context's several questions. ``score`` is their mean.
@@ -126,7 +133,7 @@ class Sample:
         if "draws" in line:
             known["draws"] = tuple(DrawnAnswer(**draw) for draw in line["draws"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
-        timing = {key: line["timing"][key] for key in _list_fields(Timing) if key in line["timing"]}
+        timing = {name: line["timing"][name] for name in _list_fields(Timing) if name in line["timing"]}
         return cls(**known | {"timing": Timing(**timing), "more": _select_unknown(cls, line)})
 
     def record(self) -> dict[str, object]:
@@ -142,8 +149,8 @@ class Sample:
             known["draws"] = [asdict(draw) for draw in self.draws]
         known["timing"] = {name: seconds for name, seconds in asdict(self.timing).items() if seconds is not None}
         # None is a value of these two fields: no budget, and an answer without a score; elsewhere None means unknown
-        always = ("nominal", "score")
-        written = {name: value for name, value in known.items() if name in always or value is not None}
+        nullable = ("nominal", "score")
+        written = {name: value for name, value in known.items() if name in nullable or value is not None}
         # a newer version's fields come last, in the form in which they were read
         return written | dict(self.more)
 
@@ -273,8 +280,12 @@ class BucketScore:
 
 @dataclass(frozen=True)
 class CellSummary(ScoreSummary):
-    """The means over a cell's samples. ``cut`` and ``shrunk`` are counts, ``decode_peak`` is a maximum.
+    """The means over a cell's samples, under the names of ``Sample``.
 
+    cut, shrunk: how many prompts were cut, and how many had too small a budget. decode_peak: a maximum.
+    percent_of_full: payload and overhead in per cent of the full cache, at 16 bits.
+    buckets: the scores by LongBench-E's ranges of length.
+    fidelity: the comparison with the full cache by kind of text.
     new_tokens: the length of answers in tokens; of a context's questions, the length of all answers together.
     empty: how many answers are empty.
     questions: the scores by question, for contexts with several.

@@ -54,17 +54,23 @@ if TYPE_CHECKING:
     from kvbench.store.cell import Cell
 
 SYNC_S = 10.0
+"""The age in seconds from which a written line is synced when the next line is written."""
 SHARD_WAIT_S = 0.3
+"""Seconds to wait for the lock of a shard. A process holds it as long as it measures the shard."""
 RECORD_WAIT_S = 60.0
+"""Seconds to wait for the lock of a cell's record. A process holds it only while it changes the record."""
 ID = re.compile("[0-9a-f]{16}")
 LINK = "is a symbolic link"
+"""The reason, in warnings, why a cell's folder is left alone."""
 NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.jsonl")
 """The names of files without which a cell can be neither measured nor reported."""
 IS_FOLDER = "is a folder; kvbench clean sets it aside"
 SHARD_LOCK = re.compile(r"lock-(\d+)")
 Mark = Literal["started", "failed", "interrupted"]
+"""The statuses that a file of a shard records. All others follow from the samples and the refusals."""
 DAMAGED = "damaged"
 STATUSES = ("started", "complete", "done", "refused", "failed", "interrupted", "never", DAMAGED)
+"""The statuses of cells, in the order in which lists count them."""
 
 
 class Busy(KvbenchError):
@@ -411,9 +417,9 @@ class ResultStore:
 
     @contextmanager
     def _editing_record(self, cell: Cell) -> Iterator[list[Line]]:
-        """Yield the provenance of the cell's record as a list to change. Write the record with it on exit.
+        """While the context is open, the cell's record is locked. Yield its provenance as a list to change.
 
-        The record is locked for this process meanwhile. A cell without a record gets one.
+        On exit, the record is written with the changed list. A cell without a record gets one.
         """
         folder = self.folder(cell.id)
         # processes of several shards add their provenance to the same record
@@ -465,7 +471,10 @@ class ResultStore:
 
 
 def _describe_uncounted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
-    """Say that lines do not count, how many they are, and where they stand."""
+    """Return the words of a warning: how many lines do not count, and their numbers in the file.
+
+    what: the noun for one such line. plural: the noun for several; None adds an s.
+    """
     where = ", ".join(map(str, numbers))
     if len(numbers) == 1:
         return f"1 {what} does not count (line {where})"

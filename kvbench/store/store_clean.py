@@ -21,14 +21,18 @@ from kvbench.base.files import disk_error, is_blocked, lock, read_lines
 from kvbench.store.store import DAMAGED, ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
+"""The statuses in which a cell without samples is waste."""
 MARKS = ("state-*.json", "traceback-*.txt")
+"""The names of files that say how a run ended early."""
 STALE_S = 60.0
+"""The age in seconds from which a temporary file counts as left behind."""
 LOCK_WAIT_S = 0.3
+"""Seconds to wait for a lock that a process holds for a moment only."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """One thing to remove.
+    """One file or folder to remove from a store.
 
     kind: cell, mark, lock or temporary, to be deleted; lines, to be moved into another file; aside, to be moved away.
     cell: the cell's id.
@@ -197,7 +201,10 @@ def _set_aside(path: Path, cell: str) -> None:
 
 @contextmanager
 def _locking_cell(store: ResultStore, cell: str) -> Iterator[None]:
-    """Hold every lock of the cell, so that no process can start to measure it."""
+    """While the context is open, hold every lock of the cell, so that no process can start to measure it.
+
+    Raises KvbenchError if a process measures the cell now.
+    """
     folder = store.folder(cell)
     with ExitStack() as stack:
         locks = []

@@ -71,7 +71,7 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 
 
 def find_falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
-    """Return, by context, (score of the first question, score of the last question).
+    """Return (score of the first question, score of the last question) of each context, by its id.
 
     Contexts with a single question, and contexts whose first or last question has no score, are left out.
     """
