@@ -22,6 +22,7 @@ from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
 CHAINS = ("snapkv+think", "snapkv+kivi", "think+kivi", "snapkv+think+kivi")
+"""The combinations that the table has if no method is named."""
 # the order of HeldBytes.parts(): the first three make up the payload, the others the overhead
 PARTS = ("exact", "codes", "scales", "positions", "ids", "state")
 PAYLOAD_PARTS = 3
@@ -46,6 +47,7 @@ RANDOM_TOKENS = (
     "kvbench run measures that on prompts (--notes, --json)."
 )
 LAYERWISE = "a layer would need about {need:.1f} GiB"
+"""The reason why no layer was built: there is not enough free memory."""
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 

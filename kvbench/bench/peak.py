@@ -139,12 +139,15 @@ def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class PeakRequest:
-    """The request to a child process.
+    """The request of a measurement to a child process.
 
     what: peak, largest or peak of a peer.
     overrides: the arguments of the run that defines the chains.
     label: the chain or the peer.
+    workload: the workload as it is written on the command line.
     seed, sample, limit, layers: as in the settings of a session.
+    graph: whether decode steps replay a recorded graph.
+    threads: PyTorch's number of threads.
     """
 
     what: str

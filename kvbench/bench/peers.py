@@ -30,6 +30,7 @@ BITS = 4
 RATIO = 0.5
 """The share of a prompt's tokens that kvpress removes."""
 WHOLE = "the whole cache is made exact again in every step"
+"""The remark on peers that dequantise the cache before attention."""
 
 
 def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:

@@ -48,6 +48,7 @@ class Settings:
 
     overrides: the arguments of the run that defines the chains, for child processes.
     facts: the machine, versions and model, for every row.
+    repeats, warmup: how many passes of each entrant are timed, and how many run before without being timed.
     sample: how many steps run at each cache length; None to run all.
     check: whether one full generation runs beside sampled ones.
     limit: GiB for the whole process; None for no limit.

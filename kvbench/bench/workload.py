@@ -11,6 +11,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError
 
 WRITTEN = re.compile(r"(\d+)\+(\d+)(?:x(\d+|max))?")
+"""A workload on the command line: (prompt, new tokens, batch or max or nothing)."""
 FORM = "prompt+new or prompt+newxbatch, whole numbers, at least 2 new tokens, as in 512+32x8; xmax: the largest batch"
 
 

@@ -283,6 +283,7 @@ def _model_states() -> dict[str, str]:
 
 
 def _metric_items() -> list[ListItem]:
+    """Return an item for each metric."""
     # imports wait until a list needs them, so that the other lists are printed at once
     from kvbench.tasks.metrics import METRICS
 
@@ -290,6 +291,7 @@ def _metric_items() -> list[ListItem]:
 
 
 def _preset_items() -> list[ListItem]:
+    """Return an item for each preset, with its settings."""
     items = []
     for name in presets.available():
         about, settings = presets.about(name), presets.settings(name)
@@ -299,6 +301,7 @@ def _preset_items() -> list[ListItem]:
 
 
 def _press_items() -> list[ListItem]:
+    """Return an item for each press of kvpress, with its knobs."""
     from kvbench.methods.core.kvpress_package import press_records
 
     return [ListItem(record["id"], record["about"], record, knobs=record["knobs"]) for record in press_records()]

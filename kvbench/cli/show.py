@@ -66,6 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _is_unmeasured(report: Report) -> bool:
+    """Return True if the report has no result, and no refused or failed one either."""
     return all(cell.status == "missing" for cell in report.cells)
 
 

@@ -288,6 +288,7 @@ def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
 
 
 def _withholds(group: Group) -> bool:
+    """Return True if the group's questions are read after the compression."""
     return not group.task.query_aware
 
 

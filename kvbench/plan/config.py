@@ -29,6 +29,7 @@ from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 THROUGH_CACHE = "through_cache"
 """The ``kl_mode`` under which every token is read from the cache as it is stored, prompts too."""
 AFTER_PREFILL = "after_prefill"
+"""The ``kl_mode`` under which the prompt is read exactly and then compressed."""
 KL_MODES = (AFTER_PREFILL, THROUGH_CACHE)
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
@@ -39,6 +40,7 @@ LEAST_TEMPERATURE = 1e-4
 
 
 def _is_number(value: Any) -> bool:
+    """Tell if a value is a finite number of at least 0. Booleans are not."""
     return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
 
 
@@ -47,6 +49,7 @@ class DatasetConfig:
     """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty.
 
     label: the values of swept knobs in this entry, for the head of its columns.
+    default_limit: the examples of each task if the run sets no limit; None for all.
     query_aware: whether questions are read before the compression. None leaves the choice to each task.
     """
 
@@ -62,6 +65,8 @@ class DatasetConfig:
 class Sampling:
     """The choice of tokens: greedy at temperature 0, else drawn with a seed per example that batches do not affect.
 
+    top_p: the mass of the smallest set of tokens that are drawn from.
+    sample_seed: the run's part of each example's seed.
     samples_per_prompt: the answers drawn for each prompt, each with a seed of its own.
     """
 

@@ -244,6 +244,7 @@ def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
     fixed = shape.fixed_bytes(tokens, HALF)
 
     def payload_of(chain: Chain) -> float:
+        """Return the chain's payload. Raises UsageError if the prompt's text decides how many tokens it keeps."""
         payload: float | None = None
         if kind == "nominal":
             payload = nominal_payload(chain, shape, tokens, HALF)

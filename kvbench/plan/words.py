@@ -32,6 +32,7 @@ WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
 """The beginnings of the keys that choose and set up a Hydra launcher."""
+# the words that stand for a value other than themselves
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 

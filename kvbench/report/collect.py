@@ -88,7 +88,7 @@ def collect(
 class _TaskResults:
     """All that a report takes from the samples of one task.
 
-    cells: each method's entry of the table, by label.
+    cells: each method's cell of the table, by label.
     scores: each method's scores by example, by label; empty for a refused cell.
     full_scores: the full cache's scores by example; empty without a full cache.
     about_cuts, about_unended: the notes on cut prompts, and on answers that were cut off.

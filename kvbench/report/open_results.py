@@ -20,6 +20,7 @@ from kvbench.store.results import Facts
 from kvbench.store.store import ResultStore
 
 NAME = "results.jsonl"
+"""The file's name in a folder."""
 REQUIRED: Mapping[str, type | tuple[type, ...]] = {
     "model": str,
     "method": str,

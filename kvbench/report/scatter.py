@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvbench.store.results import CellSummary
 
 BUDGETS = ("kv_size=", "kv_ratio=")
+"""The options whose values a line joins."""
 COLUMNS = 3
 WIDTH, HEIGHT = 3.6, 2.8
 """Inches of a panel."""

@@ -27,6 +27,7 @@ GREY, PALE = "#8C8C8C", "#D9D9D9"
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
 MAP = "cividis"
+"""The colour map of all maps. Its lightness grows evenly, and colour-blind readers can read it."""
 
 RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 

@@ -164,6 +164,7 @@ def markdown(table: Table) -> str:
         return _strip_tags(text.replace("|", r"\|"))
 
     def cell(text: str) -> str:
+        """Return a cell's lines in one line of Markdown. The first line of a Bold cell is bold."""
         parts = split_lines(inert(text))
         if isinstance(text, Bold):
             parts[0] = f"**{parts[0]}**"
@@ -204,6 +205,7 @@ def latex(table: Table) -> str:
     """Return a table as a LaTeX tabular of booktabs, with makecell for cells that keep their lines."""
 
     def cell(text: str) -> str:
+        """Return a cell as LaTeX. The first line of a Bold cell is bold."""
         parts = split_lines(_escape(text))
         if isinstance(text, Bold):
             parts[0] = rf"\textbf{{{parts[0]}}}"
@@ -260,6 +262,7 @@ def html(
         return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>'
 
     def content(row: int, column: int) -> str:
+        """Return the HTML in a cell: the caller's, or else the cell's own text."""
         if cell is not None:
             return cell(row, column)
         return html_lines(table.rows[row][column])
@@ -314,6 +317,7 @@ def csv(fields: Sequence[str], records: Iterable[Mapping[str, object]]) -> str:
     writer.writeheader()
 
     def inert(value: object) -> object:
+        """Return a value that no spreadsheet computes."""
         if not isinstance(value, str):
             return value
         if FORMULA.match(value):

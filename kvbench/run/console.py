@@ -94,6 +94,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
     signals: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
+        """Raise KeyboardInterrupt at the first signal. End the process at the second."""
         # the default handler ends the process without running any more Python code
         if signals:
             say("ended at once; the answers that were stored are safe")

@@ -52,6 +52,7 @@ class Display:
         return sum(work.done for work in self.times.values())
 
     def begin(self, prepared: RunPlan) -> None:
+        """Count the run's work, print its notes, and prepare the bar if stderr is a terminal."""
         for group, todo in zip(prepared.groups, prepared.todo(), strict=True):
             # a group that is answered already tells nothing about this run's time
             if todo.answers_to_do:
@@ -71,6 +72,7 @@ class Display:
             self.bar = self.bars.add_task("answers", total=self.answers, start=False, task_name="", left=None)
 
     def reading(self, column: str) -> None:
+        """Show that a prompt of the task ``column`` is being read. The first call starts the clock."""
         if column not in self.times:
             return
         now = self.clock()
@@ -85,6 +87,7 @@ class Display:
         self._show(now)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
+        """Show that one more answer has come."""
         if cell.column not in self.times:
             return
         now = self.clock()
@@ -93,6 +96,7 @@ class Display:
         self._show(now)
 
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
+        """Count no more work for a task once all of its cells have ended."""
         if cell.column not in self.times:
             return
         self.open_cells[cell.column] -= 1
@@ -103,6 +107,7 @@ class Display:
             self._print_line(self.clock())
 
     def close(self) -> None:
+        """Leave the bar as it is, and give the terminal back."""
         if self.bars is not None:
             self.bars.stop()
 

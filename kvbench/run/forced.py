@@ -43,6 +43,7 @@ def score_text(
     first = _find_first_counted(text)
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
+        """Return the score of the text under each row of ``part``, computed in one pass."""
         synchronise(host.model.device)
         start = time.perf_counter()
         caches = [r.cache for r in part]
@@ -91,6 +92,7 @@ def compare_rows(
     """
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
+        """Return the rows of ``part`` with their divergences, computed in one pass for each text."""
         caches = [r.cache for r in part]
         records: list[dict[str, TextFidelity]] = [{} for _ in part]
         for kind, tokens in texts.items():

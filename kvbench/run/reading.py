@@ -111,6 +111,7 @@ class PromptReader:
         """Return the cache of each cell's first tokens, or the exception that it raised."""
 
         def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[PromptCache]:
+            """Return the caches of ``part``. If memory runs out, later prefills have at most half as many cells."""
             chains = [cell.chain for cell, _ in part]
             lengths = [length for _, length in part]
             try:

@@ -70,6 +70,7 @@ class WandbLogger:
         self._folder, self._warned = Path(), False
 
     def begin(self, prepared: RunPlan) -> None:
+        """Start the thread that sends all events."""
         self._folder = Path(prepared.store.root)
         self._events.put(lambda sender: sender.begin(prepared))
         self._thread.start()
@@ -78,12 +79,15 @@ class WandbLogger:
         """Do nothing: a W&B run has no place for prompts that have no answer yet."""
 
     def stored(self, cell: Cell, sample: Sample) -> None:
+        """Queue the event for the thread."""
         self._events.put(lambda sender: sender.stored(cell, sample))
 
     def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
+        """Queue the event for the thread."""
         self._events.put(lambda sender: sender.ended(cell, status, means, reason))
 
     def close(self) -> None:
+        """Wait until the thread has sent everything, but no longer than CLOSE_S."""
         self._events.put(lambda sender: sender.close())
         # None ends the thread after all earlier events
         self._events.put(None)
@@ -159,6 +163,7 @@ class _Sender:
         self.open: dict[str, _CellRun] = {}
 
     def begin(self, prepared: RunPlan) -> None:
+        """Log in. Without a key, or if the service does not answer, go on with files."""
         self.prepared = prepared
         if self.mode != "online":
             return
@@ -169,6 +174,7 @@ class _Sender:
             self._go_offline(why)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
+        """Add a sample to its cell's run, and log a row of progress if the last one is ROW_EVERY_S old."""
         run = self._open_run(cell)
         # an example that is measured again replaces its sample, so the step stays the same
         run.samples[sample.id] = sample
@@ -178,6 +184,7 @@ class _Sender:
             run.run.log(run.progress(), step=len(run.samples))
 
     def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
+        """Log a cell's last row with a table of answers, write its summary, and finish its run."""
         run = self._open_run(cell)
         row = run.progress()
         shown = list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
@@ -214,6 +221,7 @@ class _Sender:
         return {}
 
     def close(self) -> None:
+        """Finish all open runs, and log the heat maps of the needle tasks, if there are any, in a run of their own."""
         # runs that are still open here belong to cells that did not end
         for run in self.open.values():
             run.run.finish(exit_code=1)
@@ -278,6 +286,7 @@ class _Sender:
             group_name = f"{preset}/{dataset}"
 
         def start() -> Any:
+            """Start the run on the service, or on disk if ``self.mode`` is offline."""
             mode: Any = self.mode
             resume: Any = None
             if self.mode == "online":

@@ -13,6 +13,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.registry import ALWAYS_NAMED, by_size
 
 Identity = Mapping[str, Any]
+"""All settings that decide a cell's numbers, as cell.json holds them."""
 BUDGETS = {
     "kv_ratio": "the share of a prompt's tokens that is kept",
     "decode_ratio": "the share of all tokens so far, prompt and answer, that a head holds while it answers",

@@ -15,6 +15,7 @@ from kvbench.tasks.metrics.stats import FEWEST
 class TurnAnswer:
     """The answer to one of a context's questions.
 
+    prediction, answers: the model's answer and the references.
     bytes: the bytes held of the context and the questions so far, after this answer.
     beside: the scores by other metrics than the task's.
     """

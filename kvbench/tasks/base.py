@@ -20,6 +20,7 @@ from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread_order
 
 ROWS = "kvbench.tasks.rowset.load"
+"""The loader of datasets whose entry names none."""
 TURNS = ("isolated", "gold", "own")
 """The history that a context's cache holds when its next question comes: no earlier question, the earlier ones with
 their references, or the earlier ones with the model's own answers."""

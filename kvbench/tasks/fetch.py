@@ -85,7 +85,9 @@ class Wanted:
 class FileSource:
     """The ``hub`` entry of one dataset: the origin of its files, and their licence.
 
-    instead: a file that replaces them if it exists.
+    repo, kind, revision: where on the hub the files are, and whether that is a dataset, a model or a space.
+    verified: whether a fetch of exactly these files was tried.
+    instead: one file that replaces all of them if it exists.
     """
 
     dataset: str

@@ -34,13 +34,16 @@ LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, 
 OLD_WINDOWS: Mapping[str, str] = MappingProxyType({"halves": "second_half"})
 """Names of windows in earlier versions, which are still accepted."""
 TINY_LENGTH = 512
+"""The tokens of a window of the tiny model's text."""
 TINY_PROMPT = 128
+"""The tokens of each prompt in that text."""
 TINY_DOCUMENTS = 64
 TINY_SENTENCES = 16
 """Prompts with their answers in each of the tiny model's documents."""
 WIKITEXT = "wikitext2/test.txt"
 ESSAYS = ("paul_graham", "state_union")
 CONTEXTS = ("longbench_mini", "longbench")
+# the heading of an article in WikiText: one equals sign on each side, since headings of sections have more
 ARTICLE = re.compile(r"(?m)^ = [^=].* = $")
 
 Documents = Iterator[tuple[str, str]]

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvbench.base.errors import KvbenchError
 
 TIMEOUT_S = 60
+"""Seconds to wait for an address that does not answer."""
 # leave out weights in other formats, often stored beside these in hub repositories
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
@@ -59,6 +60,7 @@ def cache_state(repo: str, revision: str) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
+        """Return the path of a file in the cache; None if it is not there."""
         location = try_to_load_from_cache(repo, name, revision=revision)
         # an object that is no text says that the hub is known not to have the file
         if not isinstance(location, str):

@@ -27,6 +27,7 @@ SPLITS = ("en", "zh", "e")
 MOST_NAMED = 3
 """The most missing files that an error names."""
 BACKENDS = {"levenshtein": "code_sim", "difflib": "code_sim_difflib"}
+"""The metric of code tasks by the value of the knob ``code_sim``."""
 BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 """The ranges of LongBench-E by name, each with its end, which is not included; None is no end."""
 
@@ -37,6 +38,7 @@ class Spec:
 
     extended: LongBench-E has the task, too.
     first_line, chat: as in Task.
+    chinese: the task is in the split ``zh``, else in ``en``.
     newline_ends: a newline ends the answer and cannot begin it.
     size: the number of examples. LongBench-E has other numbers.
     """

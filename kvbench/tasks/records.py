@@ -210,4 +210,5 @@ def _choose_keys(values: Records, first_key: str, seed: str, questions: int) -> 
 
 
 def _digest(text: str) -> str:
+    """Return the SHA-256 of a text in hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -203,6 +203,7 @@ class RowReader:
         """Return a template with the row's texts in place of its keys."""
 
         def field_text(match: re.Match[str]) -> str:
+            """Return the text that replaces one ``{key}``."""
             if match[1] == "choices" and choices:
                 return choices
             text = row.text(_find_key(row, match[1]))

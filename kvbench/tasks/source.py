@@ -14,11 +14,15 @@ from kvbench.base.errors import MissingData
 from kvbench.tasks import fetch
 
 ENVIRONMENT = "KVBENCH_DATA"
+"""The environment variable that names the data folder."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of one dataset below the data folder, and advice on getting them."""
+    """The files of one dataset below the data folder, and advice on getting them.
+
+    root: the data folder; None if none is named.
+    """
 
     dataset: str
     root: Path | None

@@ -27,7 +27,7 @@ POOL = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class SummaryKnobs:
-    """The knobs of one dataset in conf/dataset: the places of its files, the keys of a row, the shape of a prompt."""
+    """The knobs of conf/dataset/xsum.yaml and cnn_dailymail.yaml, which explain each of them."""
 
     source: str
     prompts: str

@@ -88,9 +88,11 @@ class Puzzle:
 class TinyTask:
     """One task of the suite.
 
+    category, metric, max_new_tokens: as in ``Task`` and ``Example``.
     puzzle: the function that draws facts and queries from (random stream, number of facts).
     tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a fixed number.
     most: the largest number of facts in a prompt.
+    classes: the closed set of labels, if answers are labels.
     """
 
     category: str
@@ -118,6 +120,7 @@ def make_lookups(
     """
 
     def draw_puzzle(rng: random.Random, n: int) -> Puzzle:
+        """Return ``n`` facts, or one for each key if there are fewer keys, with their queries."""
         chosen_keys = rng.sample(keys, min(n, len(keys)))
         # draw all keys before all values: another order would draw other prompts
         values = [draw(rng) for _ in chosen_keys]

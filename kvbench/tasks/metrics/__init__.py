@@ -38,6 +38,7 @@ COQA = "stanfordnlp.github.io/coqa"
 class Metric:
     """A rule that scores answers against one reference.
 
+    source: the code or the place that defines the rule.
     function: from (prediction, reference, example) to a score in [0, 1], or None if the reference cannot be scored.
     revision: a part of a cell's identity. Raise it whenever a score changes.
     scale: the factor from a mean of scores to the printed number.
@@ -132,6 +133,7 @@ def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[
 
 
 def _classification(prediction: str, reference: str, example: Example) -> float | None:
+    """Return LongBench's classification score of the prediction among the example's classes."""
     return choice.classification(prediction, reference, example.classes)
 
 

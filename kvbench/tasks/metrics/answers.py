@@ -12,9 +12,11 @@ _NUMBER = re.compile(
     r"(?:\s?/\s?([0-9]+(?:\.[0-9]+)?))?"  # the divisor of a fraction
 )
 _MARKUP = re.compile(r"\\(?:boxed|text|textbf|mathbf|mathrm)\b")
+# "the answer is (B)", "answer: option B"
 _ANNOUNCED = re.compile(
     r"\b(?i:answer)\b(?:\s+is|\s*[:=])+[^A-Za-z]*(?:(?i:option|choice|letter)\b[^A-Za-z]*)?([A-D])\b"
 )
+# "(B)", or a letter before a closing parenthesis, a full stop or a colon
 _MARKED = re.compile(r"\(([A-Da-d])\)|\b([A-D])(?=[).:](?![A-Za-z0-9]))")
 # an A before a word in lower case is an article; the letters in D-day and A's choose nothing
 _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")

@@ -139,6 +139,7 @@ class _Reader:
         return self._read_chain(depth, _SUMS, self._read_product)
 
     def _read_product(self, depth: int) -> float:
+        """Return the value of the product that begins at ``at``, and move ``at`` behind it."""
         return self._read_chain(depth, _PRODUCTS, self._read_signed)
 
     def _read_chain(

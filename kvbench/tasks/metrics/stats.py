@@ -31,6 +31,7 @@ Pairs = NDArray[np.float64]
 """[n, 2]: a method's score and the full cache's of each example."""
 
 LEVEL = 0.95
+"""The confidence of every interval."""
 FEWEST = 8
 """The fewest examples of an interval that is shown."""
 FLOOR = 0.03

@@ -22,6 +22,7 @@ T = TypeVar("T")
 Answer = bool | int | float | str | tuple[int | float, ...]
 
 TOLERANCE = 0.04
+"""The largest error of a float, relative to the reference, with which it counts as right."""
 _ANNOUNCED = re.compile(r"\banswer\s*(?:is|are|:|=)\s*:?", re.IGNORECASE)
 _TRUTH = re.compile(r"\b(not\s+)?(true|yes|false|no)\b", re.IGNORECASE)
 _OPTION = re.compile(r"\(([a-f])\)", re.IGNORECASE)

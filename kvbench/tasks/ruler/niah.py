@@ -46,7 +46,11 @@ class Needles:
 
 @dataclass(frozen=True)
 class NeedleSource:
-    """The material of a task's prompts: the generator of all draws, its seed, the keys, and the essays if needed."""
+    """The material from which a task's prompts are drawn.
+
+    rng: the generator of all draws, begun with ``seed``. ``seed`` alone decides how needles are shuffled.
+    key_words: the words of keys. essays: the haystack of tasks in essays, else None.
+    """
 
     rng: Random
     seed: int
