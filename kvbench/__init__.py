@@ -30,7 +30,7 @@ __all__ = [
     "results",
 ]
 
-# where each public name is defined; the imports above are for type checkers alone
+# the module that defines each public name; the imports above are for type checkers alone
 _HOMES = {
     "Chain": "kvbench.methods.core.chain",
     "LayerCache": "kvbench.kv.segment",

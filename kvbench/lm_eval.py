@@ -165,7 +165,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         # the places of the requests with one context
         by_context: dict[tuple[int, ...], list[int]] = {}
         for i, ((context, continuation), ids, forced) in enumerate(requests):
-            # as hf cuts them: the last token is predicted but not read
+            # cut the context as hf does: the last token is predicted but not read
             start = max(0, len(ids) + len(forced) - self.max_length - 1)
             if not context or start >= len(ids):
                 raise UsageError(

@@ -124,9 +124,10 @@ class Account:
 
 
 def default_methods() -> list[str]:
-    """Return every registered method, alone or behind the first method that it decorates, and the CHAINS.
+    """Return the methods that the table has if none is named: every registered method, and the CHAINS.
 
-    Methods that need a calibration are left out, since a model's weights decide their bytes.
+    A modifier stands behind the first method that it decorates, as in h2o+vatp. Methods that need a calibration are
+    left out, since a model's weights decide their bytes.
     """
     names = ["full"]
     for method in registry.available():

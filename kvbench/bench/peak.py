@@ -43,7 +43,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak bytes of a pass, as the module's docstring defines them."""
+    """The peak bytes of a pass.
+
+    allocated: given out by PyTorch's allocator; on a CPU, the growth of the process above its imports.
+    reserved: held by PyTorch's allocator; on a CPU, all memory of the process.
+    """
 
     allocated: int
     reserved: int
@@ -188,10 +192,12 @@ def ask_child(
     layers: int | None,
     graph: bool,
 ) -> PeakAnswer:
-    """Return a child process's answer to ``what``: peak, largest or peak of a peer.
+    """Measure memory in a child process and return its answer.
 
-    ``label`` names the chain or peer. The child is forked from a process that has imported everything. If it dies for
-    lack of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails otherwise.
+    ``what`` asks for the peak of a chain's pass, the largest batch, or the peak of a peer: ``peak``, ``largest`` or
+    ``peak of a peer``. ``label`` names the chain or peer. The child is forked from a process that has imported
+    everything. If it dies for lack of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails
+    otherwise.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])

@@ -270,7 +270,10 @@ def _session_settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOpt
 
 
 def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], settings: Settings, path: Path) -> None:
-    """Print each requested row and whether it is stored, would be measured or cannot run. ``measured`` holds keys."""
+    """Print each requested row and whether it is stored, would be measured or cannot run.
+
+    measured: the keys of the stored rows.
+    """
     rows = []
     for target in requested:
         missing = why_not(target.entrant, target.workload)

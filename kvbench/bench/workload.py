@@ -40,7 +40,7 @@ class Workload:
 def parse_workload(text: str) -> Workload:
     """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed text."""
     match = WRITTEN.fullmatch(text.strip())
-    # at least two new tokens: the prompt gives the first, and only later ones come from a decode step
+    # an answer needs at least two tokens: the prompt gives the first, and only later ones come from a decode step
     if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
         raise UsageError(f"workloads={text} is not possible: {FORM}")
     prompt, new, batch = int(match[1]), int(match[2]), match[3] or "1"

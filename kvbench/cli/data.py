@@ -358,7 +358,7 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
             origin += f" (fetched: {commits})"
     verified = "verified" if record["verified"] else "not verified"
     _print_detail(f"from {origin}; {verified}; licence: {record['licence']}")
-    # where all files are missing, the state says it
+    # if all files are missing, the state says so already
     missing = [place for place, state in record["files"].items() if state == "missing"]
     if missing and len(missing) < len(record["files"]):
         _print_detail(f"missing: {', '.join(missing)}")

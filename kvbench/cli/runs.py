@@ -50,7 +50,7 @@ def _texts_of_cell(cell: StoredCell) -> tuple[str, ...]:
     name, _, knobs = cell.label.partition(" ")
     method_lines = _break_text(name, "+") + _break_text(knobs, " ") + _break_text(cell.differs, " ")
     place_lines = _break_text(cell.record.column, " ") + _break_text(cell.record.model, "/")
-    # what another program measured says so: imported, or engine
+    # a result that kvbench did not measure shows its kind: imported, or engine
     if cell.record.kind is not None:
         place_lines.append(cell.record.kind)
     return (

@@ -49,7 +49,7 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     if data:
         # workers on a cluster have an environment of their own
         arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}")
-    # with it Hydra lets our errors through instead of printing its own
+    # this variable makes Hydra let kvbench's errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
     previous = sys.argv
     sys.argv = arguments
@@ -72,7 +72,7 @@ def _quoted(text: str) -> str:
     """Return a text quoted so that Hydra reads it unchanged."""
     # Hydra's grammar: a quote inside is escaped, and backslashes count only in front of a quote, where they are doubled
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    # those at the end stand in front of the closing quote
+    # backslashes at the end stand in front of the closing quote, so they are doubled, too
     escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
     return f"'{escaped}'"
 

@@ -153,7 +153,7 @@ def with_size(template: ChainConfig, size: int) -> ChainConfig:
 
 
 def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainConfig:
-    """Return the chain with options laid over those of its selector."""
+    """Return the chain with ``options`` set on its selector. A new budget replaces the old one of any kind."""
     owner = next(stage.id for stage in template.chain.stages if isinstance(stage, Selector))
     entries = dict(template.entries)
     entries[owner] = overlay(template.entries[owner], options)

@@ -78,7 +78,7 @@ class StoredCell:
         time_s = self.status.changed
         if time_s is None:
             return None
-        # in the local time zone, with its offset to UTC: 2026-01-31T12:00:00+01:00
+        # the text has the local time zone and its offset to UTC: 2026-01-31T12:00:00+01:00
         return datetime.fromtimestamp(time_s).astimezone().isoformat("T", "seconds")
 
     def json(self) -> dict[str, object]:

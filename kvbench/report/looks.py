@@ -112,7 +112,10 @@ def look_of(label: str) -> Look:
 
 
 def looks_of(labels: Sequence[str]) -> dict[str, Look]:
-    """Return the look of each label of one picture, with a line style of its own for each label of one method."""
+    """Return the looks of the labels in one picture, by label.
+
+    Labels of one method share its colour and marker, and differ in their lines.
+    """
     looks: dict[str, Look] = {}
     used: dict[tuple[str, str, bool], int] = {}
     for label in dict.fromkeys(labels):

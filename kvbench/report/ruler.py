@@ -86,7 +86,7 @@ def _task_and_length(column: ReportColumn) -> tuple[str, int] | None:
 
 
 def _build_heading(tasks: Sequence[str]) -> str:
-    """Return the name of the mean over these tasks by length, and name the tasks that are missing."""
+    """Return the table's heading: the name of the mean over ``tasks``, and which of RULER's tasks it leaves out."""
     name = mean_name(tasks)
     coverage = {
         f"ruler-{ALL}": ": mean of all tasks",

@@ -89,7 +89,7 @@ NAME_PLACES = [(right, up) for up, right in product((-2, 5, -10, 12, -18, 20, 28
 
 
 def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid: Sequence[Sequence[float]]) -> None:
-    """Write (x, y, text, colour) beside points, each at the nearest place where it covers no other name or point.
+    """Write each name (x, y, text, colour) beside its point, at the nearest place where it covers no name or point.
 
     The figure must be laid out. ``avoid`` are the points (x, y) that no name may cover.
     """

@@ -19,7 +19,10 @@ from kvbench.tasks.metrics.stats import FEWEST
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
-    """Return the means over the samples of one cell. The metric ``name`` scores it, and it has ``of`` examples."""
+    """Return the means over one cell's samples.
+
+    name: the metric of the scores. of: the number of the task's examples.
+    """
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
     score, interval = shown_mean(name, scored)

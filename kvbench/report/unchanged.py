@@ -36,7 +36,7 @@ def is_unchanged(cell: Cell, samples: Mapping[str, Sample], reader: SampleReader
 
 
 def only_compresses(chain: Chain) -> bool:
-    """Return True if a method did nothing whenever it holds all tokens and bytes and answers as the full cache.
+    """Return True if a method only compresses, so that it did nothing if its cache and answers equal the full cache's.
 
     A method that attends only some of the tokens it holds, or shares logits among heads, does something else.
     """

@@ -93,7 +93,7 @@ Remake = Callable[[Sequence[QueuedRow]], Sequence[tuple[QueuedRow, QueuedRow | E
 
 
 class DecodeQueue:
-    """Rows in the order they came, decoded at most ``most_rows`` and ``most_bytes`` at a time.
+    """The rows to be decoded, in the order in which they came, at most ``most_rows`` and ``most_bytes`` at a time.
 
     The order and ``most_rows`` decide which rows run together. Running out of memory halves ``most_rows``. Rows that
     were running begin again from their caches, so none is lost or answered twice.

@@ -107,7 +107,7 @@ class Display:
             self._print_line(self.clock())
 
     def close(self) -> None:
-        """Leave the bar as it is, and give the terminal back."""
+        """Stop redrawing the bar. Its last state stays on the terminal."""
         if self.bars is not None:
             self.bars.stop()
 

@@ -108,7 +108,10 @@ class PromptReader:
     def _prefill_cells(
         self, ids: Sequence[int], wanted: Sequence[tuple[Cell, int]]
     ) -> list[tuple[tuple[Cell, int], PromptCache | Exception]]:
-        """Return the cache of each cell's first tokens, or the exception that it raised."""
+        """Return each entry of ``wanted`` with its cache, or with the exception that its prefill raised.
+
+        wanted: (cell, how many of the prompt's first tokens its cache covers) each.
+        """
 
         def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[PromptCache]:
             """Return the caches of ``part``. If memory runs out, later prefills have at most half as many cells."""

@@ -120,7 +120,8 @@ class GroupRun:
         if self.foreign:
             # foreign code may change the model: compare the model with this state after each step
             self.model_before = state_of(self.host.model)
-        self.firsts: dict[str, First] = {}  # by the id of each foreign cell that has computed a prompt
+        # the first prompt of each foreign cell, by the cell's id, to see later whether the method computes it alike
+        self.firsts: dict[str, First] = {}
         self.reader = PromptReader(self.host, self._call_with_room)
         self.reading_since = time.monotonic()
         self.queue = DecodeQueue(
@@ -497,7 +498,7 @@ class GroupRun:
         self.asking = {key: asking for key, asking in self.asking.items() if key[0] != cell.id}
 
     def fail_cell(self, cell: Cell, error: Exception, example: Example) -> None:
-        """Take the cell out of this run and record why. Its samples stay, and the next run tries the others again."""
+        """Take the cell out of this run and record why. Its samples stay, and the next run measures the others."""
         if cell.id in self.failed:
             return
         # messages of PyTorch may have many lines; a reason takes one

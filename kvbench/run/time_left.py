@@ -95,7 +95,7 @@ class TaskTime:
             return Seconds(0.0, 0.0)
         # the prompt that is being read has no answers yet
         read = self.read - reading
-        # at least the answers that came and at most all
+        # the answers begun are at least those that have come, and at most all
         begun = max(self.done, min(self.answers, self.begun_answers(read)))
         if self.done < SEEN * self.answers:
             return None

@@ -51,7 +51,7 @@ def label_cell(identity: Identity, otherwise: str = "") -> str:
         owners.update(stage["knobs"].keys())  # only the keys: a mapping would add its values
     for stage in stages:
         defaults = _read_default_knobs(stage["id"])
-        # in the order of the method's file; knobs that the file no longer has come last
+        # knobs stand in the order of the method's file; knobs that the file no longer has come last
         in_order = [knob for knob in defaults if knob in stage["knobs"]]
         in_order += [knob for knob in stage["knobs"] if knob not in defaults]
         for knob in in_order:

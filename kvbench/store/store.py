@@ -369,7 +369,7 @@ class ResultStore:
         return self.folder(cell_id) / f"refused-{zlib.crc32(example_id.encode()):08x}.json"
 
     def refuse(self, cell: Cell, reason: str, example: str) -> None:
-        """Record that the cell must not be reported, why, and the example that showed it."""
+        """Record that the cell must not be reported, with the reason and the id of the example that showed it."""
         write_json(self._refusal_path(cell.id, example), {"reason": reason, "example": example})
 
     def refusal(self, cell_id: str) -> str | None:

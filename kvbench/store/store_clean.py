@@ -46,7 +46,7 @@ class Removal:
 
 
 def list_removals(store: ResultStore, cells: Collection[str], whole: bool) -> list[Removal]:
-    """Return what to remove of ``cells``. With ``whole`` this is each cell with its samples, else only its waste.
+    """Return the removals for ``cells``: with ``whole`` each cell with its samples, else only its waste.
 
     Cells that are being measured are left out.
     """
@@ -96,7 +96,7 @@ def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
 
 
 def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
-    """Yield what can be removed of a cell without loss: all of it if it has no sample, else remains beside samples."""
+    """Yield the removals that lose no sample of a cell: the whole cell if it has none, else the remains beside them."""
     folder = store.folder(cell)
     status = store.status(cell)
     if status.status == DAMAGED:

@@ -207,6 +207,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
             require("datasets", "reading parquet")
         for name in dict.fromkeys(wanted.source for wanted in missing):
             group = [wanted for wanted in missing if wanted.source == name]  # take all members of one archive together
+            # each download has a folder of its own, which the number of files so far names
             folder = Path(temporary) / str(len(places))
             folder.mkdir()
             origin = _find_origin(source, group[0], lock, commits, hub)

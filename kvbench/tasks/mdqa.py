@@ -136,7 +136,7 @@ def _choose_places(
 
     Raises UsageError for an unknown position, or for a selected one that ``positions`` lacks.
     """
-    # in the order of the tasks, whatever order the knob has
+    # the result has the order of the tasks, whatever order the knob has
     places = {"first": 0, "middle": (documents - 1) // 2, "last": documents - 1}
     if isinstance(positions, str):
         positions = [positions]

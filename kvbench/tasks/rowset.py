@@ -60,7 +60,7 @@ class RowFormat:
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     left_out: str = ""  # the note's words for the other rows
     size: int | None = None  # the number of examples in published tables, if other releases differ
-    meta: Mapping[str, str] = field(default_factory=dict)  # from names in an example's meta to keys of the row
+    meta: Mapping[str, str] = field(default_factory=dict)  # keys of the row by their names in an example's meta
     task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task such as first_line
 
 

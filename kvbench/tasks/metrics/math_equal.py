@@ -130,7 +130,7 @@ class MathWorker:
         process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with suppress(OSError):  # what was not written yet has no reader any more
+                with suppress(OSError):  # text that was not written yet has no reader any more
                     pipe.close()
 
     def _running(self) -> subprocess.Popen[str]:

@@ -57,7 +57,7 @@ def are_equal(prediction: str, reference: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def read_reference(reference: str) -> list[Any]:
-    """Return a reference as math-verify reads it, the same for all answers. Raises ValueError if it cannot be read."""
+    """Return a reference as math-verify reads it, read once for all answers. Raises ValueError if it cannot be read."""
     from math_verify import parse
 
     gold: list[Any] = parse(reference)

@@ -56,7 +56,10 @@ class LengthBudget:
     measure: Callable[[RulerPrompt], int]
 
     def fits(self, prompt: RulerPrompt, more: int = 0) -> bool:
-        """Tell if a prompt, its answer and ``more`` tokens fit. Raises UsageError if they fit for lack of haystack."""
+        """Tell if a prompt, its answer and ``more`` tokens fit.
+
+        Raises UsageError if they fit only because the haystack's text has ended.
+        """
         if self.measure(prompt) + more + self.new_tokens > self.length:
             return False
         # a larger size would give the same prompt, and the search would go on to meaningless sizes
