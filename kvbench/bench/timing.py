@@ -290,8 +290,8 @@ class Trial:
             row["marks"].append("integrated")
         row["marks"].extend(self.entrant.marks(self.model.device))
         step = row["quantities"]["tpot"]["median"]
-        read = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
-        row["roofline"] = roofline.step_roofline(self.model, batch, read, bandwidth=bandwidth, step=step)
+        read_bytes = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
+        row["roofline"] = roofline.step_roofline(self.model, batch, read_bytes, bandwidth=bandwidth, step=step)
         row["sampled"] = []
         for cost in self.passes:
             sampled = cost.sampled

@@ -245,19 +245,21 @@ def parse(
         chains = resolve(methods or raw["chains"], knobs, _preset_values(request))
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
-    rest = {f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")}
-    rest["prompt"] = _prompt_policy(raw, model)
-    rest["sampling"] = Sampling(**{f.name: raw[f.name] for f in fields(Sampling)})
-    rest["data_root"] = raw["data"]["root"]
-    rest["preset"] = request.preset
-    rest["logger"] = LoggerConfig(**raw["logger"])
+    other_settings = {
+        f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")
+    }
+    other_settings["prompt"] = _prompt_policy(raw, model)
+    other_settings["sampling"] = Sampling(**{f.name: raw[f.name] for f in fields(Sampling)})
+    other_settings["data_root"] = raw["data"]["root"]
+    other_settings["preset"] = request.preset
+    other_settings["logger"] = LoggerConfig(**raw["logger"])
     logger_key = next((key for key in request.values if key.startswith("logger.")), None)
-    if logger_key is not None and rest["logger"].name != "wandb":
+    if logger_key is not None and other_settings["logger"].name != "wandb":
         raise UsageError(f"{logger_key}={request.values[logger_key]} needs a logger: add logger=wandb")
     for key in ("batch_rows", "memory", "threads"):
-        if rest[key] == "auto":
-            rest[key] = None
-    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **rest)
+        if other_settings[key] == "auto":
+            other_settings[key] = None
+    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **other_settings)
 
 
 def group_overrides(request: RunRequest) -> list[str]:

@@ -218,12 +218,12 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
             f"tokens, as in snapkv+{chain.name}"
         )
     size = sum(selector.protected()) + 1
-    for more in range(FLOOR):
+    for extra in range(FLOOR):
         try:
-            with_size(template, size + more)
+            with_size(template, size + extra)
         except UsageError:
             continue
-        return size + more
+        return size + extra
     raise UsageError(f"match={kind}: {template.label} takes no kv_size; leave it out")
 
 

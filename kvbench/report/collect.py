@@ -241,8 +241,8 @@ def _note_unscored(rows: Sequence[ReportRow]) -> list[str]:
         for cell in row.cells:
             if cell.summary is None or not cell.summary.unscored:
                 continue
-            known = most_unscored.get(cell.task)
-            if known is None or cell.summary.unscored > known.unscored:
+            previous = most_unscored.get(cell.task)
+            if previous is None or cell.summary.unscored > previous.unscored:
                 most_unscored[cell.task] = cell.summary
     return [
         f"{task}: {s.unscored} of {s.n} answers have no score: {s.metric} ({metric(s.metric).description}) cannot read "

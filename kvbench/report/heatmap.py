@@ -74,8 +74,8 @@ def build_map(points: Sequence[tuple[float, float, float]]) -> Heat:
 def score_silence(task: Task) -> float:
     """Return the mean score of an empty answer to the task's examples, as printed."""
     scores = [metrics.score(task.metric, task.answer(""), example) for example in task.examples]
-    known = [score for score in scores if score is not None]
-    return metrics.metric(task.metric).show(sum(known) / len(known))
+    known_scores = [score for score in scores if score is not None]
+    return metrics.metric(task.metric).show(sum(known_scores) / len(known_scores))
 
 
 def rescale_score(score: Any, silence: Any) -> Any:

@@ -133,13 +133,13 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
             line = json.loads(text)
         except ValueError:
             line = None
-        wrong = list(REQUIRED)
+        wrong_keys = list(REQUIRED)
         # a line that is no object lacks all keys
         if isinstance(line, dict):
-            wrong = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
-        if wrong:
+            wrong_keys = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
+        if wrong_keys:
             raise UsageError(
-                f"line {number} of {path}: {', '.join(wrong)} is missing or of another kind; each line is a JSON "
+                f"line {number} of {path}: {', '.join(wrong_keys)} is missing or of another kind; each line is a JSON "
                 f"object with at least {', '.join(REQUIRED)}"
             )
         lines.append(line)

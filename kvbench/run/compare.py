@@ -165,10 +165,10 @@ def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, new: int)
     # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenizer.encode(text))
     # one id or a list of ids, or None for a model without an end token
-    ends = getattr(model.generation_config, "eos_token_id", None)
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
     stop: frozenset[int] = frozenset()
-    if ends is not None:
-        stop = frozenset(torch.as_tensor(ends).flatten().tolist())
+    if end_ids is not None:
+        stop = frozenset(torch.as_tensor(end_ids).flatten().tolist())
     answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [Ending(new, stop)])[0]
     return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
 

@@ -199,10 +199,10 @@ class _Measurement:
                     self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast
                 )
             except ModelChanged as changed:
-                left = []
+                remaining_parts = []
                 for part in parts:
-                    left.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
-                parts = left
+                    remaining_parts.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
+                parts = remaining_parts
                 if self.prepared.model is not None:
                     # a model that the user passed in cannot be loaded again from here
                     raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
@@ -309,22 +309,22 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
-    ends = set(load.end_tokens(cfg, prepared.source))
+    stop_ids = set(load.end_tokens(cfg, prepared.source))
     for text in cfg.stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         check("model.stop", text, bool(ids), "texts that the tokenizer has a token for")
-        ends.add(ids[-1])
+        stop_ids.add(ids[-1])
     if prepared.model is not None:
         # a model that the user passed in may end with other tokens than its checkpoint says
         model_ends = getattr(prepared.model.generation_config, "eos_token_id", None)
         if isinstance(model_ends, int):
-            ends.add(model_ends)
+            stop_ids.add(model_ends)
         else:
-            ends |= set(model_ends or ())
-    end = getattr(tokenizer, "eos_token_id", None)
-    if end is not None:
-        ends.add(end)
-    return frozenset(ends)
+            stop_ids |= set(model_ends or ())
+    end_id = getattr(tokenizer, "eos_token_id", None)
+    if end_id is not None:
+        stop_ids.add(end_id)
+    return frozenset(stop_ids)
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:

@@ -426,15 +426,15 @@ class GroupRun:
         second = self._prefill_again(cell, encoded)
         layer = first_difference(first.digests, digests(second.layers))
         if layer is not None:
-            what = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
-            raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
+            finding = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
+            raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
         if chain.evicts or chain.masks or chain.coder is not None:
             third = self._prefill_again(cell, encoded)
             is_alike = self._decodes_alike(second, third, encoded.ids[:REPEATED_TOKENS])
             cell.check_knobs()
             if not is_alike:
-                what = "decodes the same tokens in another way when it does so twice"
-                raise Refused(f"{chain.name} {what}: {REMEMBER_NOTHING}")
+                finding = "decodes the same tokens in another way when it does so twice"
+                raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
 
     def _prefill_again(self, cell: Cell, encoded: Encoded) -> PromptCache:
         """Return the cache of a cell's prompt, computed anew."""
@@ -456,8 +456,8 @@ class GroupRun:
             self.take_out(cell, error, first.example)
             return
         if digests(again.layers) != first.digests:
-            what = "keeps something else of the first prompt when it computes it again at the end of the run"
-            self.refuse_cell(cell, f"{cell.chain.name} {what}: {REMEMBER_NOTHING}", first.example)
+            finding = "keeps something else of the first prompt when it computes it again at the end of the run"
+            self.refuse_cell(cell, f"{cell.chain.name} {finding}: {REMEMBER_NOTHING}", first.example)
 
     def check_model(self, ran: Sequence[Cell], example: Example) -> None:
         """Refuse the foreign cells among ``ran`` and raise ModelChanged if the model has changed since the start.
@@ -591,7 +591,7 @@ def _find_pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str,
 def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
     """Return the cells that still need an example, each once."""
     by_id: dict[str, Cell] = {}
-    for left in todo:
-        for cells in left.values():
+    for cells_by_example in todo:
+        for cells in cells_by_example.values():
             by_id.update({c.id: c for c in cells})
     return list(by_id.values())

@@ -94,9 +94,9 @@ class TaskTime:
         if self.done >= self.answers:
             return Seconds(0.0, 0.0)
         # the prompt that is being read has no answers yet
-        read = self.read - reading
+        prompts_read = self.read - reading
         # the answers begun are at least those that have come, and at most all
-        begun = max(self.done, min(self.answers, self.begun_answers(read)))
+        begun = max(self.done, min(self.answers, self.begun_answers(prompts_read)))
         if self.done < SEEN * self.answers:
             return None
         # one bound assumes that all begun answers had ended, the other that the unended ones had only begun and were
@@ -104,7 +104,7 @@ class TaskTime:
         least = self.of_answering / begun
         most = max(self.of_answering / self.done * (begun / self.done), self.known)
         # seconds of a prompt * prompts still to be read
-        to_read = self.of_reading * max(0, self.prompts - read)
+        to_read = self.of_reading * max(0, self.prompts - prompts_read)
         if not least + to_read:
             return None  # answers take too little time to be told from the reading of their prompts
         return Seconds(to_read + least * (self.answers - begun), to_read + most * (self.answers - self.done))

@@ -130,10 +130,10 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     clusters = _sum_by_document(sums, texts)
 
     def percentile(name: str) -> float | None:
-        at, fewest = FOR_PERCENTILE[name]
+        percent, fewest = FOR_PERCENTILE[name]
         if len(kl) < fewest:
             return None
-        return float(np.percentile(kl, at))
+        return float(np.percentile(kl, percent))
 
     # pooled over tokens: sum of equal first choices / sum of tokens; log ratios likewise
     top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))

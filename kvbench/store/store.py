@@ -132,10 +132,10 @@ class ResultStore:
         cells = self.root / "cells"
         try:
             # a plan or a report makes no folder: the nearest existing folder tells whether one can be made
-            there = cells
-            while not (there.exists() or there.is_symlink()):
-                there = there.parent
-            with tempfile.TemporaryFile(dir=there):
+            existing = cells
+            while not (existing.exists() or existing.is_symlink()):
+                existing = existing.parent
+            with tempfile.TemporaryFile(dir=existing):
                 pass
         except OSError as error:
             raise UsageError(
@@ -160,9 +160,9 @@ class ResultStore:
                 # write the record before the first sample, so that every sample has a provenance
                 index = self._register(cell, provenance, mix)
                 path = folder / f"samples-{shard}.jsonl"
-                new = not path.exists()
+                is_new_file = not path.exists()
                 appender = Appender.open(path)
-                if new:
+                if is_new_file:
                     # synced lines are lost all the same unless the names of their file and folder are synced, too
                     sync_folder(folder)
                     sync_folder(folder.parent)
@@ -340,7 +340,7 @@ class ResultStore:
         Lines that name another cell become warnings, too: someone copied a file of samples from another cell's folder.
         If several lines are about one example, the one whose bytes sort first counts, whichever file it is in.
         """
-        least: dict[str, tuple[bytes, Line]] = {}
+        chosen: dict[str, tuple[bytes, Line]] = {}
         for path in self._find_files(cell_id, "samples-*.jsonl"):
             try:
                 lines = read_lines(path, cell_id)
@@ -351,18 +351,18 @@ class ResultStore:
                 line.pop("cell", None)  # the id guards the file; whoever reads a sample knows the cell from its folder
                 example_id = str(line["id"])
                 # the order must depend on the text alone, never on file or position; any such order would do
-                if example_id not in least or text < least[example_id][0]:
-                    least[example_id] = (text, line)
-            wrong = []
+                if example_id not in chosen or text < chosen[example_id][0]:
+                    chosen[example_id] = (text, line)
+            problems = []
             if lines.damaged:
-                wrong.append(_describe_uncounted("damaged line", lines.damaged))
+                problems.append(_describe_uncounted("damaged line", lines.damaged))
             if lines.foreign:
-                wrong.append(
+                problems.append(
                     _describe_uncounted("line of another result", lines.foreign, plural="lines of another result")
                 )
-            if wrong:
-                self._warn(path, f"{'; '.join(wrong)}; kvbench clean sets them aside")
-        return {example_id: line for example_id, (_, line) in sorted(least.items())}
+            if problems:
+                self._warn(path, f"{'; '.join(problems)}; kvbench clean sets them aside")
+        return {example_id: line for example_id, (_, line) in sorted(chosen.items())}
 
     def _refusal_path(self, cell_id: str, example_id: str) -> Path:
         """Return the path of the file that holds a refusal. It is named by a hash, since ids may be no file names."""

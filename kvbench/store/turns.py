@@ -76,12 +76,12 @@ def find_falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
 
     Contexts with a single question, and contexts whose first or last question has no score, are left out.
     """
-    ends = {}
+    scores_by_context = {}
     for name, turns in contexts.items():
         first, last = turns[0].score, turns[-1].score
         if len(turns) > 1 and first is not None and last is not None:
-            ends[name] = (first, last)
-    return ends
+            scores_by_context[name] = (first, last)
+    return scores_by_context
 
 
 def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) -> TurnsSummary | None:
@@ -150,12 +150,12 @@ def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float,
 
     Returns None if no context can be compared.
     """
-    ends_of_full = find_falls(full)
+    scores_of_full = find_falls(full)
     differences = []
     for context, (first, last) in find_falls(contexts).items():
         # pair only contexts that both have answered
-        if context in ends_of_full:
-            full_first, full_last = ends_of_full[context]
+        if context in scores_of_full:
+            full_first, full_last = scores_of_full[context]
             differences.append((last - first) - (full_last - full_first))
     # a difference of two falls lies in [-2, 2]
     mean, interval = _average(differences, 2.0)

@@ -190,16 +190,16 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
     if len(missing) > MOST_NAMED:
         names += f" and {len(missing) - MOST_NAMED} more"
     if files.root is None:
-        text = f"dataset={files.dataset} needs {names}, and no data folder is named. {files.ways()}"
+        message = f"dataset={files.dataset} needs {names}, and no data folder is named. {files.ways()}"
     else:
-        text = f"{names} not found in {files.root}. {files.ways()}"
+        message = f"{names} not found in {files.root}. {files.ways()}"
     if paths:
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
-        text += f" These tasks are there: dataset={present}"
+        message += f" These tasks are there: dataset={present}"
     if not files.root:
         # without a data folder the names of its files say nothing
         missing = []
-    raise MissingData(text, missing)
+    raise MissingData(message, missing)
 
 
 def read_official(files: Files, name: str) -> Mapping[str, object]:

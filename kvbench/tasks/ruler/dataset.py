@@ -182,15 +182,15 @@ def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[st
 
 def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
     """Return the error for selected tasks that cannot be generated. It names the absent files, if there are any."""
-    text = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
+    message = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
     # several tasks may need the same file
     absent = dict.fromkeys(filter(None, map(sources.absent, selected)))
     if not absent:
-        return UsageError(text)
+        return UsageError(message)
     if sources.files.root is None:
         # without a data folder, there is no place where a file could be missing
-        return MissingData(text)
-    return MissingData(text, absent)
+        return MissingData(message)
+    return MissingData(message, absent)
 
 
 def _facts_for_readers(
@@ -309,8 +309,8 @@ class Sources:
                 essays = self.essays
             return niah.prompts(budget, needles, self.keys, essays, revision=self.revision)
         if name in READERS:
-            file, read = READERS[name]
-            return documents.prompts(budget, read(self.files.path(file)))
+            file, read_library = READERS[name]
+            return documents.prompts(budget, read_library(self.files.path(file)))
         if name == "vt":
             return tracing.prompts(budget)
         if name == "cwe":

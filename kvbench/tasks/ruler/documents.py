@@ -90,8 +90,8 @@ def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total:
     if missing <= len(question.near):
         return numbers + rng.sample(question.near, missing)
     numbers += question.near
-    known = set(numbers)
-    others = [i for i in range(total) if i not in known]
+    chosen = set(numbers)
+    others = [i for i in range(total) if i not in chosen]
     return numbers + rng.sample(others, size - len(numbers))
 
 
