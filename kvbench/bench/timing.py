@@ -268,7 +268,7 @@ class Trial:
         """Return the row of the trial. Its quantities are empty if it did not run to its end."""
         facts, batch = self.settings.facts, self.workload.batch
         row: Row = {
-            "key": "",
+            "key": "",  # set when the row is stored
             "method": self.entrant.name,
             "kind": "kvbench" if self.entrant.peer is None else "peer",
             "model": facts.get("model"),
@@ -289,6 +289,7 @@ class Trial:
         if any(cost.integrated for cost in self.passes):
             row["marks"].append("integrated")
         row["marks"].extend(self.entrant.marks(self.model.device))
+        # compare the typical step with the bytes that a step reads on average
         step = row["quantities"]["tpot"]["median"]
         read_bytes = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
         row["roofline"] = roofline.step_roofline(self.model, batch, read_bytes, bandwidth=bandwidth, step=step)

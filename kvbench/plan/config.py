@@ -256,6 +256,7 @@ def parse(
     logger_key = next((key for key in request.values if key.startswith("logger.")), None)
     if logger_key is not None and other_settings["logger"].name != "wandb":
         raise UsageError(f"{logger_key}={request.values[logger_key]} needs a logger: add logger=wandb")
+    # None leaves the number to the machine
     for key in ("batch_rows", "memory", "threads"):
         if other_settings[key] == "auto":
             other_settings[key] = None

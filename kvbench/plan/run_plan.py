@@ -256,7 +256,9 @@ class RunPlan:
         for group in self.groups:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
+            # in each round, methods with other code read the prompts again
             prefills = self.count_prefills(group, [part for (part,) in rounds([group])])
+            # several methods may need the same calibration, which is computed once
             missing: dict[str, Request] = {}
             for cells in remaining.values():
                 for cell in cells:

@@ -311,6 +311,7 @@ def _note_batches(rows: Sequence[ReportRow]) -> list[str]:
         for cell in row.cells:
             if cell.summary is not None and cell.summary.timing.batch_factor:
                 factors.append(cell.summary.timing.batch_factor)
+    # a few per cent more are not worth a note
     if not factors or max(factors) < 1.05:
         return []
     least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"

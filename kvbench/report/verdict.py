@@ -73,7 +73,7 @@ class MethodVerdict:
 
 
 def describe_size(times_smaller: float) -> str:
-    """Return in words how much smaller a method's cache is than the full cache."""
+    """Return in words how much smaller a method's cache is than the full cache. Up to 5 % count as the same size."""
     if times_smaller >= 1.05:
         return f"{times_smaller:.1f}x smaller"
     if times_smaller > 1 / 1.05:
@@ -83,6 +83,7 @@ def describe_size(times_smaller: float) -> str:
 
 def describe_tokens(kept_percent: float) -> str:
     """Return in words how many of a prompt's tokens a method keeps."""
+    # rounded to whole per cent, this would be 100 %
     if kept_percent > 99.5:
         return "all tokens"
     digits = 0 if kept_percent >= 2 else 1

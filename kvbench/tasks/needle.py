@@ -274,6 +274,7 @@ class Window:
         def assemble(cut: int) -> str:
             """Return the prompt with the first ``cut`` characters of the text and the needle as its context."""
             end = self._nearest_end(cut, depth)
+            # at the start of the text, no sentence stands before the needle
             if end == 0:
                 return f"{prefix}{needle} {self.text[:cut]}{suffix}"
             return f"{prefix}{self.text[:end]} {needle}{self.text[end:cut]}{suffix}"

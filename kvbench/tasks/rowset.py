@@ -182,6 +182,7 @@ class RowReader:
         question = self._fill(row, form.question, choices)
         classes = tuple(form.classes)
         if order:
+            # the first of ``choices`` is right, and its letter in the drawn order is the reference
             answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
             classes = tuple(LETTERS[: len(order)])
         elif form.reference:
