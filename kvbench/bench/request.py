@@ -45,7 +45,7 @@ def _read_file_name(text: str) -> str:
 GROUPS: dict[str, list[str]] = {"all": list(PEERS), "none": []}
 """The words that name several peers."""
 STEP_KINDS = ("plain", "graph")
-"""The kinds of decode steps: steps that are run one by one, or one recorded CUDA graph that is replayed."""
+"""The kinds of decode steps: steps that run one by one, or one recorded step that is replayed."""
 
 
 def _read_workloads(text: str) -> list[Workload]:

@@ -67,7 +67,7 @@ NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.json
 IS_FOLDER = "is a folder; kvbench clean sets it aside"
 SHARD_LOCK = re.compile(r"lock-(\d+)")
 Mark = Literal["started", "failed", "interrupted"]
-"""The statuses that a file of a shard records. All others follow from the samples and the refusals."""
+"""The statuses that a shard's state file records. All others follow from the cell's other files."""
 DAMAGED = "damaged"
 STATUSES = ("started", "complete", "done", "refused", "failed", "interrupted", "never", DAMAGED)
 """The statuses of cells, in the order in which lists count them."""

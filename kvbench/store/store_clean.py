@@ -27,12 +27,12 @@ MARKS = ("state-*.json", "traceback-*.txt")
 STALE_S = 60.0
 """The age in seconds from which a temporary file counts as left behind."""
 LOCK_WAIT_S = 0.3
-"""Seconds to wait for a lock that a process holds for a moment only."""
+"""Seconds to wait for each lock of a cell. A process that measures the cell holds a lock for longer."""
 
 
 @dataclass(frozen=True)
 class Removal:
-    """One file or folder to remove from a store.
+    """One file, folder or block of lines to remove from a store.
 
     kind: cell, mark, lock or temporary, to be deleted; lines, to be moved into another file; aside, to be moved away.
     cell: the cell's id.
