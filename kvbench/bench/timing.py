@@ -154,7 +154,7 @@ class Trial:
         return self.status == MEASURED
 
     def tell(self, text: str) -> None:
-        """Report the progress of the trial."""
+        """Print a line of progress, with the workload and the entrant in front of ``text``."""
         say(f"{self.workload.name} {self.entrant.name}: {text}")
 
     def attempt(self, run: Callable[[], T]) -> T | None:

@@ -90,7 +90,7 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 
 
 def chance(task: Task) -> float:
-    """Return the score that a task's first example gives to an empty answer or to guessing a class, the higher of both.
+    """Return the score of an empty answer to a task's first example, or of guessing its class, whichever is higher.
 
     Return 0 for a text that is scored by its likelihood.
     """

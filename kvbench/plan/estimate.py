@@ -92,7 +92,8 @@ def estimate(
     """Return the estimate of a group's remaining work, as if every prompt were as long as the longest.
 
     ``todo`` holds, by example id, the cells that still need the example, and ``samples`` the stored samples by cell id.
-    A chain whose size depends on the prompt's text counts as the full cache.
+    ``itemsize`` is the bytes of one number, ``rows`` the most rows that are decoded at once, and ``prompt_tokens``
+    returns the length of an example's prompt. A chain whose size depends on the prompt's text counts as the full cache.
     """
     examples = [e for e in group.examples if e.id in todo]
     longest = sorted(examples, key=Example.size, reverse=True)[:LENGTHS_LOOKED_AT]

@@ -113,9 +113,9 @@ def record_distances(cell: CellResult) -> dict[str, object]:
 
 
 def explain_distances(report: ReportData) -> list[str]:
-    """Return the line below the table, in a list: its columns, intervals, and the divergence by rounding alone.
+    """Return the line below the table, in a list; [] if no cell was compared with the full cache.
 
-    Return [] if no cell was compared with the full cache.
+    The line explains the columns and the intervals, and says how large a divergence rounding alone makes.
     """
     floors: list[float] = []
     for cell in report.cells:

@@ -152,7 +152,7 @@ def aside_path(store: ResultStore, cell: str) -> Path:
 
 
 def damaged_path(samples: Path) -> Path:
-    """Return the path that takes the lines of a file of samples that do not count."""
+    """Return the path of the file, beside the file ``samples``, into which lines that do not count are moved."""
     return samples.with_name(samples.name.replace("samples-", "damaged-", 1))
 
 

@@ -112,7 +112,7 @@ def read_rows(file: Path) -> Iterator[FileRow]:
 
 
 def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
-    """Yield the objects of a JSON Lines file, without blank lines.
+    """Yield the objects of a JSON Lines file, without blank lines. ``hint`` ends the message on a missing key.
 
     Only line feeds end a line. Python would also break lines at other characters, but JSON may hold them.
     """

@@ -44,7 +44,7 @@ class SummaryKnobs:
 
     @property
     def instruction(self) -> str:
-        """The end of a block. It asks for the summary."""
+        """The end of each block of the prompt, which asks for the summary."""
         return f"Summarize the above article in {_count_of(self.sentences, 'sentence')}.\n"
 
     def block(self, row: FileRow) -> str:
