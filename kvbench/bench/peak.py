@@ -195,9 +195,9 @@ def ask_child(
     """Measure memory in a child process and return its answer.
 
     ``what`` asks for the peak of a chain's pass, the largest batch, or the peak of a peer: ``peak``, ``largest`` or
-    ``peak of a peer``. ``label`` names the chain or peer. The child is forked from a process that has imported
-    everything. If it dies for lack of memory, the answer is ``{"oom": True}``. Raises KvbenchError if it fails
-    otherwise.
+    ``peak of a peer``. ``label`` names the chain or peer. All arguments are fields of ``PeakRequest``. The child is
+    forked from a process that has imported everything. If it dies for lack of memory, the answer is ``{"oom": True}``.
+    Raises KvbenchError if it fails otherwise.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])

@@ -164,6 +164,7 @@ def _results_as_folder(word: str) -> str:
 def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: bool, older: bool) -> list[Row]:
     """Measure the missing rows of one model and return all rows asked for.
 
+    With ``plan``, only print the rows that would be measured, and return [].
     With ``older``, rows of earlier sessions come with the base rows of their sessions.
     """
     cfg = config.parse(request)
@@ -214,7 +215,10 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
 
 
 def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:
-    """Return the base rows that the sessions of ``rows`` have beyond ``rows``."""
+    """Return the base rows among ``all_rows`` that are of the sessions of ``rows``, but are not in ``rows``.
+
+    base_names: the entrants to which ratios are made.
+    """
     present = {(row["session"], row["key"]) for row in rows}
     sessions = {row["session"] for row in rows}
     older = []

@@ -155,7 +155,7 @@ def _throughput_text(row: Row, base_row: Row | None) -> str:
 
 
 def _bytes_text(row: Row, quantity: str, base_row: Row | None) -> str:
-    """Return the text of a number of bytes."""
+    """Return the text of a quantity in bytes: its median and its ratio."""
     median = median_of(row, quantity)
     if median is None:
         return "—"

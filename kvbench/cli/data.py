@@ -276,7 +276,10 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
 def _dataset_record(
     name: str, file_source: FileSource | None, states: dict[str, str], lock: Mapping[str, Mapping[str, object]]
 ) -> DatasetRecord:
-    """Return a dataset's state, with the commits that its fetched files come from."""
+    """Return a dataset's state, with the commits that its fetched files come from.
+
+    states: the state of each file, by its place below the data folder. lock: the records of fetched files.
+    """
     commits = set()
     for place in states:
         # files with an address of their own have no commit

@@ -122,7 +122,10 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
 
 
 def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
-    """Print an example's score, the size of its cache, and its answer above the references."""
+    """Print an example's score, the size of its cache, and its answer above the references.
+
+    is_foreign: whether another program or an engine answered, so that nothing is known of the cache.
+    """
     from kvbench.report.table import format_size
 
     line = f"{one_line(sample['id'])}: score {sample['score']}"

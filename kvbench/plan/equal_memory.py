@@ -107,6 +107,9 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
 def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
+    template: the chain, of any budget. count: the function from a chain to its payload. kind: how ``count`` counts, for
+    the error.
+
     Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
     size within CLOSE of the reference, if there is one. Raises UsageError if the nearest is off by over TOLERANCE.
     """

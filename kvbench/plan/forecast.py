@@ -94,7 +94,7 @@ def _cache_memory(plan: RunPlan) -> int:
 def _divide_groups(
     plan: RunPlan, estimates: Mapping[str, Estimate], cache_memory: int
 ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-    """Return by column the parts in which a group runs, and the number of its contexts that another group reads."""
+    """Return (the parts in which each group runs, the number of its contexts that another group reads), by column."""
     parts_of: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
     shared_prefills = dict.fromkeys(parts_of, 0)
     for together in rounds(plan.groups):

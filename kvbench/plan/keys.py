@@ -43,7 +43,7 @@ def values(keys: Iterable[Key], texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def whole(name: str, least: int, default: str | None = None, allowed: str = "") -> Key:
-    """Return a key whose values are whole numbers of at least ``least``."""
+    """Return a key whose values are whole numbers of at least ``least``. ``allowed`` replaces the words that say so."""
     return Key(name, default, partial(whole_number, least=least), allowed or f"a whole number, {least} or more")
 
 

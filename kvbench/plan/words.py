@@ -165,7 +165,10 @@ def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:
 def _read_settings(
     settings: Mapping[str, object], methods: Sequence[str], datasets: Sequence[str], multirun: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
-    """Return (values of the methods' knobs, all other values), by key."""
+    """Return (values of the methods' knobs, all other values), by key.
+
+    methods, datasets: those of the run, whose knobs may be typed without their owner.
+    """
     knobs: dict[str, object] = {}
     values: dict[str, object] = {}
     for key, value in settings.items():
@@ -182,7 +185,10 @@ def _read_settings(
 
 
 def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
-    """Return the arguments of one run: those typed, with its own model, without the keys that a sweep sets."""
+    """Return the arguments of one run: those typed, with its own model, without the keys that a sweep sets.
+
+    sharded: whether a sweep sets the keys of shards.
+    """
     words = []
     if "model" in texts:
         words.append(f"model={model}")

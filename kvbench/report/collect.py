@@ -104,7 +104,10 @@ class _TaskResults:
 
 
 def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, CellSummary]) -> _TaskResults:
-    """Return all that a report takes from the samples of one task."""
+    """Return all that a report takes from the samples of one task.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
     cells: dict[str, CellResult] = {}
     scores: dict[str, dict[str, float]] = {}
     first_measured = None

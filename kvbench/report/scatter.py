@@ -69,7 +69,7 @@ def draw_report(report: ReportData) -> Shown:
 
 
 def _draw_legend(figure: Shown, panels: Sequence[Any], columns: int, title: str) -> None:
-    """Draw one legend for all ``panels`` below them, as wide as ``columns`` panels."""
+    """Draw one legend for all ``panels`` below them, as wide as ``columns`` panels, ``title`` above its entries."""
     # a method may be missing in some panels, so collect the entries of all of them
     entries: dict[str, Any] = {}
     for panel in panels:
@@ -121,7 +121,7 @@ def _describe_examples(report: ReportData, task: int) -> str:
 def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[str, looks.Look]) -> None:
     """Draw the methods' points on one task, and the full cache as a dashed line. A line joins one method's budgets.
 
-    task: the index of the task's column.
+    task: the index of the task's column. line_looks: the look of each line, by the method without its budgets.
     """
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:

@@ -127,7 +127,11 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
 def _find_place(
     point: Sequence[float], letters: int, pixels: float, frame: Bbox, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
-    """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box."""
+    """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box.
+
+    point: the point (x, y) that is named, in pixels. letters: the length of the name. pixels: the pixels of a point of
+    type.
+    """
     # a letter is about 0.58 and a line 1.15 of the font's size
     width = 0.58 * NAME_SIZE * letters * pixels
     height = 1.15 * NAME_SIZE * pixels

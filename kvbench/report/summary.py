@@ -145,7 +145,10 @@ def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sampl
 
 
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
-    """Return the difference of two means as they are shown (perplexities), with its interval over pairs."""
+    """Return the difference of two means as they are shown, such as perplexities, with its interval over pairs.
+
+    scores: the pairs (the method's score, the full cache's). show: the function from a mean to the number shown.
+    """
 
     def difference(means: stats.Pairs) -> float:
         return show(float(means[0])) - show(float(means[1]))
@@ -157,7 +160,11 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
 def _average_differences(
     scores: Sequence[Mapping[str, float]], full: Sequence[Mapping[str, float]], scale: float
 ) -> Delta | None:
-    """Return the mean over tasks of the paired differences to the full cache, with its interval; None without pairs."""
+    """Return the mean over tasks of the paired differences to the full cache, with its interval.
+
+    scores, full: the method's and the full cache's scores of each task, by example. scale: the factor to printed units.
+    Return None if a task has no pairs.
+    """
     differences = []
     for ours, full_scores in zip(scores, full, strict=True):
         differences.append([x - full_scores[example] for example, x in ours.items() if example in full_scores])

@@ -299,7 +299,10 @@ class Asking:
         return question
 
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Add the answer to a row's question. Return the context's sample once all its questions are answered."""
+        """Add the answer to a row's question. Return the context's sample once all its questions are answered.
+
+        value: the answer's score. peak: the most tokens that a head held while answering.
+        """
         assert row.turn is not None
         task, asked = row.cell.task, row.scored_example
         if not self.isolated:
@@ -368,7 +371,10 @@ class Drawing:
         return replace(self.row, ending=host.make_ending(self.cell.task, drawn), turn=index)
 
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Add a row's answer. Return the prompt's sample once all its answers have come."""
+        """Add a row's answer. Return the prompt's sample once all its answers have come.
+
+        value: the answer's score. peak: the most tokens that a head held while answering.
+        """
         assert row.turn is not None
         drawn = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
         self.answered[row.turn] = drawn, answer, peak
@@ -464,7 +470,10 @@ def _read_prompt_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) 
 
 
 def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
-    """Return the sample to store for a row's answer that passed the audit."""
+    """Return the sample to store for a row's answer that passed the audit.
+
+    value: the answer's score. decode_peak: the most tokens that a head held while answering.
+    """
     example = row.example
     capacity = row.cell.chain.capacity(row.measured.n)
     factor = None

@@ -68,7 +68,10 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
 
 
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
-    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report_run`` does."""
+    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report_run`` does.
+
+    quiet: whether no progress is shown. listeners: further listeners to the run's events.
+    """
     summaries = fill(prepared, quiet, listeners)
     return report_run(prepared, summaries)
 

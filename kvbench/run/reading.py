@@ -57,7 +57,10 @@ class PromptReader:
     def read_caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
     ) -> list[tuple[Cell, PromptCache | Exception]]:
-        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed."""
+        """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed.
+
+        encoded: the example's prompt. following: the work that is read next, which may share this prompt's pass.
+        """
         caches: dict[Key, PromptCache | Exception] = {}
         if encoded.question and self._ids == encoded.ids:
             # this is the context that was read last, with another question behind it

@@ -261,7 +261,7 @@ class GroupRun:
                     self.queue.add(row)
 
     def queue_questions(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
-        """Queue questions of one context, compressed by several methods."""
+        """Queue the questions with the indices ``turns`` of one context, compressed by several methods."""
         # ``store_answer`` looks up the context of an answer by these ids
         self.asking |= {(a.cell.id, a.example.id): a for a in askings}
         for turn in turns:

@@ -119,9 +119,9 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 def _first_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, forced: int
 ) -> Iterator[Example]:
-    """Yield the first window of each document that is long enough.
+    """Yield the first window of each document (name, text) that is long enough.
 
-    A window has ``length`` tokens to read and ``forced`` tokens to compare.
+    A window's id begins with ``prefix``. A window has ``length`` tokens to read and ``forced`` tokens to compare.
     """
     bos = _bos_ids(tokenizer)
     size = length + forced - len(bos)

@@ -213,7 +213,11 @@ def read_official(files: Files, name: str) -> Mapping[str, object]:
 
 
 def _read_examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
-    """Return the examples of a task's file. ``with_buckets`` adds LongBench-E's range of lengths to their meta."""
+    """Return the examples of a task's file.
+
+    template: the task's prompt, with ``{context}`` and perhaps ``{input}``. limit: the most new tokens of an answer.
+    with_buckets: whether an example's meta has its range of lengths in LongBench-E.
+    """
     # ``query_aware=false`` withholds the question, the text behind the context
     prefix, _, suffix = template.partition("{context}")
     repeats: Counter[str] = Counter()

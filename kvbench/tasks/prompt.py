@@ -264,7 +264,10 @@ def _withheld_question(example: Example, task: Task) -> str:
 def _length_limit(
     tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, *, room: int | None, prompt_tokens: int
 ) -> int | None:
-    """Return how many tokens of the prompt without template may stay; None if there is no limit."""
+    """Return how many tokens of the prompt without template may stay; None if there is no limit.
+
+    room: the model's context minus the answer; None if unlimited. prompt_tokens: the prompt's tokens without template.
+    """
     limits = []
     if policy.max_length is not None:
         limits.append(policy.max_length)

@@ -206,7 +206,10 @@ def _read_text(file: Path) -> str:
 
 
 def _decode(file: Path, place: str, raw: bytes, at_start: bool) -> str:
-    """Return the text of a file, or of the line at ``place``. Raises UsageError if it is not UTF-8."""
+    """Return the text of the bytes ``raw``, a whole file or its line at ``place``. Raises UsageError if not UTF-8.
+
+    at_start: whether ``raw`` begins the file, and so may begin with a byte order mark.
+    """
     if at_start:
         # Windows programs begin UTF-8 with a byte order mark, and json.loads refuses it
         raw = raw.removeprefix(b"\xef\xbb\xbf")

@@ -75,6 +75,9 @@ def load(
 ) -> list[Task]:
     """Return one task with an example for each row that ``only`` does not leave out.
 
+    _rows_: the fields of RowFormat. metric, references: the names of one of the format's metrics, and of one of its
+    lists of references, if it has several.
+
     Raises UsageError naming file, place and reason for an incomplete row.
     """
     dataset, files = context.dataset, context.files

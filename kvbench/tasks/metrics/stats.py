@@ -403,6 +403,8 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
 def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
     """Return the interval of a share, 1 being the full cache's score. None if the full cache is not clearly above 0.
 
+    point: the share itself. most: the share of a method that scores 1 everywhere.
+
     The interval of a ratio of means is Fieller's: all shares r for which the mean of ``y - r * x`` is not told apart
     from 0. The interval of a mean ``of_ratios`` spreads each task's ratio as ``pooled_interval`` does.
     """

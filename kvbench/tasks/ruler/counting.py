@@ -78,7 +78,10 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
 def _repeat_words(
     rng: Random, seed: int, pool: Sequence[str], size: int, *, often: int, seldom: int
 ) -> tuple[str, Sequence[str]]:
-    """Return (a shuffled, numbered list of ``size`` words, the words that are repeated ``often``)."""
+    """Return (a shuffled, numbered list of ``size`` words, the COMMON words in it that are repeated ``often``).
+
+    The other words are repeated ``seldom``.
+    """
     words = rng.sample(pool, size)
     repeated = words[:COMMON] * often + words[COMMON:] * seldom
     Random(seed).shuffle(repeated)

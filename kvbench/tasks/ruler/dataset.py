@@ -196,7 +196,10 @@ def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], la
 def _facts_for_readers(
     sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks: Sequence[Task]
 ) -> list[str]:
-    """Return the facts that a reader must know to compare these tasks with published ones."""
+    """Return the facts that a reader must know to compare these tasks with published ones.
+
+    names: the kinds of the tasks. lacking: the kinds that cannot be generated, with the reasons.
+    """
     facts = []
     if lacking:
         facts.append(f"not all of RULER's 13 tasks: without {'; '.join(lacking)}")

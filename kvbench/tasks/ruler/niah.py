@@ -71,7 +71,10 @@ class NeedleSource:
 def prompts(
     budget: LengthBudget, needles: Needles, keys: KeyWords, essays: Essays | None, revision: str
 ) -> Iterator[RulerPrompt]:
-    """Yield a task's prompts without end."""
+    """Yield a task's prompts without end.
+
+    essays: the haystack of a task in essays, else None. revision: RULER's version. It decides how sizes are searched.
+    """
     draw = partial(_draw_prompt, NeedleSource(Random(budget.seed), budget.seed, needles, keys, essays))
     step = STEPS[needles.haystack]
     if revision == "2024":

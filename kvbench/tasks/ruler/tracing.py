@@ -70,7 +70,7 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
 
 
 def _draw_prompt(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -> RulerPrompt:
-    """Return a prompt with ``size`` lines of noise, without an example."""
+    """Return a prompt with ``size`` lines of noise, without an example. Variables' names have ``letters`` letters."""
     names = [_draw_name(rng, letters) for _ in range(NAMES)]
     # drop a name that was drawn twice, and draw another one behind the others
     while len(set(names)) < NAMES:
