@@ -246,7 +246,7 @@ def _list_items(kind: str, results: Path) -> list[ListItem]:
 
 
 def _dataset_states() -> dict[str, str]:
-    """Return for each dataset whether its files are below the data folder that the environment names."""
+    """Return READY or PARTLY for each dataset whose files, or some of them, are below the environment's data folder."""
     from kvbench.tasks import fetch, source
 
     try:

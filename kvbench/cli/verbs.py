@@ -11,7 +11,7 @@ from kvbench.base.errors import nearest_name
 
 
 class Verb(TypedDict):
-    """An entry of the list.
+    """An entry of verbs.yaml.
 
     module: the module with the verb's ``arguments`` and ``main``.
     group: the heading above the verb in ``--help``. about: the verb's line there.

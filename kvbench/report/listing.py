@@ -152,7 +152,7 @@ def read_cell(store: ResultStore, name: str) -> StoredCell:
 
 
 def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
-    """Return the results below a results folder, a row each, with the values of ``list runs --json``.
+    """Return the results below a results folder as a DataFrame, a row each, with the values of ``list runs --json``.
 
     ``filters`` are the keys of ``list runs``: ``status``, ``model``, ``method``, ``dataset`` or ``cells``, each a name
     or names with commas. Raises UsageError for another key or an unknown status, for a missing folder, and if pandas is

@@ -210,7 +210,7 @@ def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str
 
 
 def _name_tasks(tasks: Sequence[str], count: int) -> str:
-    """Return the names of some of ``count`` tasks, or their number."""
+    """Return the names of ``tasks``, or, if they are many, how many of ``count`` tasks they are."""
     if len(tasks) == count:
         return f"all {count}"
     if len(tasks) > MOST_NAMES:

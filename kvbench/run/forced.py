@@ -157,7 +157,7 @@ def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, do
 def build_text_fidelity(
     divergence: Divergence, loss: float, floor: float, first: int = 0, document: str = ""
 ) -> TextFidelity:
-    """Return a divergence as it is stored, from the position ``first`` on.
+    """Return a comparison with the full cache in the form in which it is stored, from the position ``first`` on.
 
     loss: the sum of -ln q of the tokens that count. floor: the mean divergence that rounding alone makes.
     """

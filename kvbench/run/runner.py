@@ -532,10 +532,11 @@ def run_groups(
 ) -> list[Cell]:
     """Measure the missing examples of one group, or of several groups that share their prompts, in turns.
 
-    provenance: the facts to store with the samples. shard: the number of this process's part of the examples.
-    mix: whether a cell may have samples of several devices or versions of PyTorch.
     Finished examples stay whatever ends the run early (an interrupt, a full disk), and are not run again. A cell that
     fails is marked as failed in the store. Return the cells that are left out because another process measures them.
+
+    provenance: the facts to store with the samples. shard: the number of this process's part of the examples.
+    mix: whether a cell may have samples of several devices or versions of PyTorch.
     """
     busy: list[Cell] = []
     with ExitStack() as stack:

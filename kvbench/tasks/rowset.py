@@ -218,7 +218,7 @@ class RowReader:
         return _FIELD.sub(field_text, template)
 
     def _read_answers(self, row: FileRow) -> tuple[str, ...]:
-        """Return the different references of a row, in order. Raises UsageError if there is none."""
+        """Return the references of a row in order, each once. Raises UsageError if there is none."""
         # a dictionary keeps the order and drops repetitions
         answers: dict[str, None] = {}
         for key in self.answer_keys:

@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def write_reply(content: dict[str, object]) -> None:
-    """Write one reply."""
+    """Write one reply as a line of JSON, so that the parent can read it at once."""
     print(json.dumps(content), flush=True)
 
 
