@@ -1,4 +1,7 @@
-"""Measure claims, decide them together, and record the verdicts as a ledger."""
+"""Measure the claims of papers on a model, decide them together, and record the verdicts as a ledger.
+
+``kvbench claims`` calls ``prepare``, ``measure``, ``reach_verdicts`` and ``as_plain`` one after the other.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ from kvbench.run import experiment
 from kvbench.store.provenance import describe_local_changes
 
 Outcomes = Mapping[str, Sequence[Verdict]]
-"""The verdicts on all claims of a ledger, in order, by measure."""
+"""By measure, the verdicts on all claims of a ledger, in the ledger's order."""
 
 
 def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Given]:
-    """Return the rows that the claims of ``papers`` compare, as tables to be measured."""
+    """Return tables to be measured on ``model``: their rows are the methods that the claims of ``papers`` compare.
+
+    On the tiny model each row stands twice, with scaled windows and with the paper's own.
+    """
     scaled = model == stand_ins.MODEL
     specs: list[table_spec.Given] = []
     for paper in papers:
@@ -30,7 +36,10 @@ def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Given
 
 
 def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
-    """Plan the claims' tables on a model, by paper."""
+    """Plan what must be measured on a model for the claims of ``papers``. Return the planned tables by paper.
+
+    arguments: options of ``kvbench run`` as the user typed them.
+    """
     prepared = {}
     for paper in papers:
         prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables_of_claims([paper], model)]
@@ -38,13 +47,16 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
 
 
 def measure(prepared: Mapping[str, Sequence[OurTable]]) -> None:
-    """Measure the missing answers. Read each prompt once for all papers that read it alike."""
+    """Measure the answers of planned tables that the store does not have yet.
+
+    Papers that ask the same prompt under the same settings share one reading of it.
+    """
     for run in join_runs(_list_runs(prepared)):
         experiment.fill(run)
 
 
 def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
-    """Return the runs of the tables that can be run."""
+    """Return the runs of the planned tables. A table that cannot be run on this model has none."""
     runs = []
     for our_tables in prepared.values():
         runs += [ours.run for ours in our_tables if ours.run is not None]
@@ -52,10 +64,10 @@ def _list_runs(prepared: Mapping[str, Sequence[OurTable]]) -> list[RunPlan]:
 
 
 def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Outcomes:
-    """Return the verdicts on all claims of the prepared papers by measure, in order.
+    """Decide all claims of the planned papers. Return the verdicts by measure, each in the order of the claims.
 
-    The verdicts by one measure are corrected together. Without comparisons of answers with the full cache's
-    (``fidelity=true``), there are only verdicts by points.
+    All claims together are corrected as one family, separately for each measure. Unless the run also compares answers
+    with the full cache's (``fidelity=true``), there are only verdicts by points.
     """
     # likelihoods and divergences are stored only if answers were compared with the full cache's
     measures: tuple[str, ...] = (POINTS,)
@@ -63,13 +75,13 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
         for group in run.groups:
             if any(cell.fidelity for cell in group.cells):
                 measures = MEASURES
-    ledger: list[claims.Claim] = []
+    all_claims: list[claims.Claim] = []
     for paper in prepared:
-        ledger += claims.load(paper)
-    # evidence by measure and claim; the stand-in also has evidence from rows with the paper's unscaled windows
+        all_claims += claims.load(paper)
+    # both hold evidence by measure and claim id; only the tiny model has rows with the paper's unscaled windows
     evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     evidence_as_printed_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
-    tested = [claim for claim in ledger if claim.test != "elsewhere"]
+    tested = [claim for claim in all_claims if claim.test != "elsewhere"]
     for claim in tested:
         our_tables = prepared[claim.paper]
         for measure, evidence in evidence_by_measure(claim, our_tables, measures).items():
@@ -82,7 +94,7 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
     for measure in measures:
         # the family counts all testable claims, including those without any measurement yet
         outcomes[measure] = claims.decide(
-            ledger,
+            all_claims,
             evidence_of[measure],
             evidence_as_printed_of[measure],
             family=len(tested),
@@ -93,7 +105,10 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
 
 
 def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
-    """Return a ledger as plain data: the model, whether it stands in for the papers', and a record of each claim."""
+    """Return a ledger as plain data: the model, notes for readers, and a record of each claim with its verdicts.
+
+    prepared: the planned tables by paper. outcomes: the verdicts of ``reach_verdicts``.
+    """
     notes: list[str] = []
     stand_in = True
     for our_tables in prepared.values():
@@ -111,7 +126,7 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
         # tables share cells, so count a cell with local changes once
         cell_records.update({record.id: record for record in run.records()})
     notes.append(describe_local_changes(cell_records.values()))
-    # each measure has the claims in the ledger's order
+    # every measure lists the same claims in the same order, so zip gives one claim's verdicts by all measures
     records = []
     for verdicts in zip(*outcomes.values(), strict=True):
         records.append(_record_of_claim(dict(zip(outcomes, verdicts, strict=True))))
@@ -127,10 +142,10 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
 
 
 def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
-    """Return a claim with its verdict, and the verdict and numbers of each measure, as plain data."""
+    """Return one claim as plain data: its statement, its verdict, and each measure's verdict with its numbers."""
     deciding_measure = claims.deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
-    # the reason and the cells come from the score, since it is tried first
+    # the reason, the cells and the methods that ran are those of points, the measure that is tried first
     by_points = verdicts[POINTS]
     claim = by_points.claim
     decided_by = ""

@@ -34,14 +34,17 @@ from kvbench.tasks.metrics import stats
 TABLE = "claims"
 TESTS = ("better", "no_worse", "elsewhere")
 LEVEL = 0.05
-"""The chance of a wrong verdict anywhere in a ledger by any of its measures, at most."""
+"""The highest accepted chance that a ledger has any wrong verdict, by any of its measures."""
 POWER = 0.8
-"""The chance with which as many examples as an undecided verdict asks for would decide it."""
+"""The chance of a decision with the number of examples that an undecided verdict asks for (``Verdict.needs``)."""
 POINTS, LIKELIHOOD, DIVERGENCE = "points", "likelihood", "divergence"
 MEASURES = (POINTS, LIKELIHOOD, DIVERGENCE)
 """The measures in the order in which they are tried: the first that decides a claim gives its verdict."""
 NOTHING = {POINTS: 0.01, LIKELIHOOD: 0.01, DIVERGENCE: 0.1}
-"""The mean difference that is next to nothing: a point of 100, 0.01 nats a token, 10 % of the divergence."""
+"""By measure, the largest mean difference that is next to nothing.
+
+It is one point of 100 (scores are out of 1), 0.01 nats a token, or 10 % of the divergence.
+"""
 SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "undecided"
 NO_DIFFERENCE, MIXED, FRAGILE = "no difference", "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "the model fails", "not testable here"
@@ -49,24 +52,33 @@ UNMEASURED = "not measured yet"
 DECIDED = (SUPPORTED, CONTRADICTED, NO_DIFFERENCE, MIXED, FRAGILE)
 VERDICTS = (*DECIDED, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
 NATS = 0.1
-"""Nats a token that a claim of losing nothing may lose on the answer, or add to the divergence: its margin there."""
+"""The margin of a claim of losing nothing, by likelihood and by divergence: so many nats still count as no loss.
+
+Likelihoods are in nats a token of the reference answer.
+"""
 SAME = 1e-9
-"""Means that are no further apart than this count as equal."""
+"""Means that are no further apart than this count as equal, since rounding alone can separate them."""
 AS_PRINTED = "windows=paper"
-"""Marks a row whose windows are the paper's on a stand-in that otherwise scales them."""
+"""The part of a row's setting that keeps the paper's windows on the tiny model, which otherwise scales them."""
 
 Differences = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of a paper as a test. ``pairs`` are the compared methods and settings, in the tables' notation.
+    """One statement of a paper as a test of methods against each other.
 
-    quote: the paper's words, at ``where``.
-    tested: the part that is tested, in our words.
-    test: one of TESTS.
-    margin: points of 100 that count as nothing.
-    why: the reason if no score decides the claim.
+    paper: the paper's name, as in conf/preset.
+    id: the claim's name, unique among all papers.
+    quote: the paper's words.
+    where: the section or table of the quote.
+    tested: the part of the quote that is tested, in our words.
+    test: one of TESTS. ``elsewhere`` marks a claim that no score can decide.
+    pairs: the rows to compare, each a method and its setting in the notation of paper tables. The claim says that the
+    first of a pair is better than the second, or no worse.
+    margin: the loss in points of 100 that still counts as no loss.
+    datasets: the datasets to compare on; () for LongBench's English tasks.
+    why: the reason why no score can decide the claim; '' if one can.
     """
 
     paper: str
@@ -86,7 +98,7 @@ class Claim:
             raise KvbenchError(f"claim {self.id}: test must be one of {', '.join(TESTS)}, not {self.test!r}")
 
     def least(self, measure: str = POINTS) -> float:
-        """Return the mean difference, out of 1 or in nats, that the claim must exceed."""
+        """Return the bound that the mean difference exceeds if the claim holds: out of 1 for points, else in nats."""
         if self.test == "better":
             return 0.0
         # the margin is in points of 100, but differences of scores are out of 1
@@ -102,18 +114,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements for a claim by one measure, with windows and sizes of one scaling.
+    """Measurements for a claim by one measure. Either all rows have scaled windows, or all have the paper's own.
 
     differences: by dataset, an array [examples, pairs of the claim] with numbers from -1 to 1. Each says how much
     better the first side of a pair is (``evidence.pair_differences``). An example that is asked several times (MDQA's
     three positions) has one row, the mean over them.
     floors: datasets left out because the model fails there even with the full cache.
     unchanged: datasets left out because a side compressed nothing.
-    waiting: datasets without measurements.
+    waiting: datasets that can be compared but are not measured yet.
     cells: the ids of the cells of both sides.
     ran: for each pair, the labels of the methods as they ran on this model.
-    possible: the number of examples that the datasets have.
-    reason: why some measurements, or all of them, are missing.
+    possible: the number of examples of all datasets that the measure can use, measured or not.
+    reason: why some measurements, or all of them, are missing; '' if none are.
     """
 
     differences: Mapping[str, Differences] = field(default_factory=dict)
@@ -127,7 +139,10 @@ class Evidence:
 
     @property
     def values(self) -> Differences:
-        """Return each example's mean difference over the claim's pairs [examples]: only these are independent."""
+        """Return each example's mean difference over the claim's pairs [examples].
+
+        The differences of one example's pairs depend on each other, so a test counts examples alone.
+        """
         means = [differences.mean(1) for differences in self.differences.values()]
         # the empty array gives np.concatenate something to return if no dataset was measured
         means.append(np.zeros(0))
@@ -143,23 +158,25 @@ class Evidence:
         """Return the mean difference by pair of the claim, in points."""
         if not self.differences:
             return []
-        # [all examples of all datasets, pairs], so that a dataset counts by its examples
+        # the mean over [examples of all datasets, pairs] gives a dataset the weight of its number of examples
         return list(100 * np.concatenate(list(self.differences.values())).mean(0))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a claim by one measure: one of VERDICTS, the mean difference with its interval, and p-values.
+    """The outcome of a claim by one measure: its verdict, the mean difference with its interval, and p-values.
 
-    mean, ci, elsewhere: in hundredths, that is points of 100, per cent, or hundredths of a nat.
+    verdict: one of VERDICTS.
+    mean, ci: the mean difference and its 95 % interval in hundredths: points of 100, per cent, or hundredths of a nat.
     p_for: the corrected p-value of the hypothesis that nothing supports the claim.
     p_against: the corrected p-value of the hypothesis that nothing speaks against it.
     p_same: the corrected p-value of the hypothesis that a claimed gain is more than next to nothing (None for other
     claims).
-    side: supported or contradicted in the mean, if the verdict is mixed or fragile.
-    elsewhere: the mean under the other scaling.
-    why_not: the reason if there is no mean under the other scaling.
-    needs: the pairs that would decide an undecided claim at the difference seen, with a chance of POWER.
+    side: SUPPORTED or CONTRADICTED, as the mean has it, if the verdict is mixed or fragile; else ''.
+    elsewhere: the mean difference with the paper's own windows in place of scaled ones, in hundredths.
+    why_not: why there is no mean with the paper's own windows.
+    needs: the number of examples that would decide an undecided claim with a chance of POWER, if their differences had
+    the mean and spread seen so far.
     """
 
     claim: Claim
@@ -182,11 +199,14 @@ class Verdict:
 
 
 def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the measure that gives a claim its verdict: the first that decides it, else the first that was tried."""
+    """Return the measure that gives a claim its verdict, from the claim's verdicts by measure.
+
+    It is the first measure that decides the claim, else the first that leaves it undecided, else the first of all.
+    """
     for measure, verdict in verdicts.items():
         if verdict.verdict in DECIDED:
             return measure
-    # a verdict that says how many pairs are needed tells more than one that nothing can be measured
+    # an undecided verdict says how many examples are needed, which is more than that nothing can be measured
     for measure, verdict in verdicts.items():
         if verdict.verdict == UNDECIDED:
             return measure
@@ -194,7 +214,7 @@ def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
 
 
 def load(paper: str) -> tuple[Claim, ...]:
-    """Read the claims of a paper, in its file's order. Raises KvbenchError for a damaged file."""
+    """Read a paper's claims from its claims.yaml, in the order of the file. Raises KvbenchError for a damaged file."""
     (path,) = data_files(f"{paper}/claims.yaml")
     claims = []
     try:
@@ -224,9 +244,9 @@ def find_papers(wanted: str) -> tuple[str, ...]:
 
 
 def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
-    """Return tables of the rows that a paper's claims compare: one table for each set of datasets.
+    """Return tables whose rows are the sides of one paper's claims. Claims on the same datasets share a table.
 
-    With ``scaled``, the model runs with scaled-down windows, and each row is added again with the paper's own windows.
+    scaled: True if the model scales windows down. Each row is then added again with the paper's own windows.
     """
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
@@ -267,11 +287,15 @@ def decide(
     measure: str = POINTS,
     measures: int = 1,
 ) -> list[Verdict]:
-    """Return the verdicts on ``claims`` by one measure, corrected together over ``family`` of them (all measured).
+    """Return the verdict on each of ``claims`` by one measure. The p-values of all claims are corrected together.
 
-    Each direction is decided at half of LEVEL over the number of ``measures`` that are tried in turn.
-    ``evidence_elsewhere`` is the evidence for the same claims under another scaling. A verdict that this evidence does
-    not share is fragile. A verdict that tasks or settings do not share is mixed.
+    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. A verdict is fragile if the mean of
+    ``evidence_elsewhere`` lies on the other side of the claim's bound, and mixed if a task or a setting does.
+
+    evidence_by_claim: the evidence by the claim's id. A claim may have none.
+    evidence_elsewhere: the evidence for the same claims with the paper's own windows in place of scaled ones.
+    family: the number of claims to correct for, at least those that are measured; None for those alone.
+    measures: how many measures are tried in turn, this one included.
     """
     measured = {c.id: c for c in claims if len(evidence_by_claim.get(c.id, Evidence()).values)}
     # claims without measurements count, too: the order of measuring must not decide how strict the correction is
@@ -322,10 +346,11 @@ def decide(
 
 @dataclass(frozen=True)
 class _PValues:
-    """The corrected p-values of a claim.
+    """The corrected p-values of a claim. A low one decides: for the claim, against it, or for no difference.
 
-    supports, opposes: the p-values of both directions.
-    same: the p-value of being next to nothing, 1 for claims of losing nothing.
+    supports: of the hypothesis that the mean difference is no higher than the claim's bound.
+    opposes: of the hypothesis that the mean difference is no lower than the bound.
+    same: of the hypothesis that the mean is further from 0 than NOTHING; 1 for claims of losing nothing.
     """
 
     supports: float
@@ -336,7 +361,7 @@ class _PValues:
 def _correct_p_values(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
-    """Return the p-values of each measured claim by its id. Holm corrects each direction by itself.
+    """Test each measured claim, and return its p-values by its id. Holm's method corrects each hypothesis by itself.
 
     family: the number of claims over which p-values are corrected.
     measure: one of MEASURES, the measure of the differences in the evidence.
@@ -350,7 +375,7 @@ def _correct_p_values(
         below[claim.id] = stats.p_above(-differences, -least)
         same[claim.id] = 1.0
         if claim.test == "better":
-            # two one-sided tests: the difference is above -nothing, and below it
+            # two one-sided tests: the mean is above -nothing and below +nothing only if both reject
             same[claim.id] = max(stats.p_above(differences, -nothing), stats.p_above(-differences, -nothing))
     above = stats.holm(above, family)
     below = stats.holm(below, family)
@@ -359,7 +384,7 @@ def _correct_p_values(
 
 
 def _name_gap(evidence: Evidence) -> str:
-    """Return the verdict on a claim without a measured difference."""
+    """Return the verdict on a claim without any measured difference, which names what is missing."""
     if evidence.waiting:
         return UNMEASURED
     # if some dataset allows no comparison at all, the floor of the others is not the whole reason
@@ -369,9 +394,10 @@ def _name_gap(evidence: Evidence) -> str:
 
 
 def _count_needed_pairs(differences: Differences, least: float, level: float) -> int | None:
-    """Return how many pairs would decide an undecided claim, if their differences had the mean and spread seen so far.
+    """Return how many examples would decide an undecided claim, if they had the mean and spread seen so far.
 
-    least: the mean difference from which the claim must differ.
+    differences: one difference for each example.
+    least: the bound that the mean difference must exceed, or lie below.
     level: the p-value below which one direction of the claim is decided.
 
     Returns None for fewer than two differences, for a mean equal to ``least`` and for differences that are all equal.
@@ -389,11 +415,12 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
 
 @lru_cache
 def _lowest_possible_p(test: str, pairs: int, least: float) -> float:
-    """Return the lowest p-value that a claim can get from this number of ``pairs``: that of its best case.
+    """Return the lowest p-value that a claim can get from this number of ``pairs``, uncorrected.
 
     In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
 
-    test: the claim's test. least: the mean difference above which the claim holds.
+    test: the claim's test, one of TESTS.
+    least: the bound that the mean difference must exceed.
     """
     best_difference = 1.0
     if test == "no_worse":
@@ -411,9 +438,9 @@ def _choose_verdict(
     measure: str,
     level: float,
 ) -> tuple[str, str]:
-    """Return (verdict, side). The side, supported or contradicted, is '' unless the verdict is mixed or fragile.
+    """Return (verdict, side) of a measured claim. The side is '' unless the verdict is mixed or fragile.
 
-    elsewhere: the mean difference in points under another scaling; None if it was not measured.
+    elsewhere: the mean difference in hundredths with the paper's own windows; None if it was not measured.
     family: the number of claims over which p-values are corrected.
     level: the p-value below which one direction is decided.
     """
@@ -431,22 +458,23 @@ def _choose_verdict(
         decided, sign = SUPPORTED, 1
     if elsewhere is not None and sign * (elsewhere / 100 - least) < -SAME:
         return FRAGILE, decided
-    # the means of each task over pairs [examples], and the differences of each pair over all tasks
-    parts = [differences.mean(1) for differences in evidence.differences.values()]
+    # each subset holds differences [examples]: of one task, as means over the pairs, or of one pair in all tasks
+    subsets = [differences.mean(1) for differences in evidence.differences.values()]
     if evidence.differences:
-        parts += list(np.concatenate(list(evidence.differences.values())).T)
-    if any(_lies_opposite(part, least, sign) for part in parts):
+        subsets += list(np.concatenate(list(evidence.differences.values())).T)
+    if any(_lies_opposite(subset, least, sign) for subset in subsets):
         return MIXED, decided
     return decided, ""
 
 
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
-    """Tell whether the interval of one task or setting lies on the side of ``least`` opposite to ``sign``.
+    """Tell whether one task or setting contradicts the claim's mean: its whole interval lies beyond ``least``.
 
+    differences: those of the task or setting [examples].
     sign: 1 if the claim's mean lies above ``least``, -1 if it lies below.
 
-    The mean alone does not decide this. The means of a few examples lie on the other side by chance, and every claim
-    about sixteen tasks would be mixed.
+    The mean of the differences alone does not decide this. The means of a few examples lie on the other side by
+    chance, and every claim about sixteen tasks would be mixed.
     """
     if len(differences) < stats.FEWEST:
         return False

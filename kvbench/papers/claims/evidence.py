@@ -1,4 +1,4 @@
-"""The evidence for claims: the paired differences of their two sides, read from the store for one measure at a time.
+"""The evidence for claims: paired differences of two methods, read from the store for one measure at a time.
 
 A claim's pairs of methods are rows of the measured tables. Both cells of a pair answered the same examples of a
 dataset, so their difference is taken example by example.
@@ -32,18 +32,28 @@ from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics import metric, stats
 
 SHORT = 128
-"""The most tokens of an answer whose reference's likelihood says whether the model can give it."""
+"""Tasks with answers of at most so many tokens are compared by the likelihood of the reference answer.
+
+A longer reference is one of many good texts, so its likelihood says little about what the model can write.
+"""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way of asking a dataset's examples, with the two cells of each pair of a claim."""
+    """A claim's pairs of cells on one task of a dataset.
+
+    A dataset has a comparison for each of its tasks: MDQA's examples are asked in three ways, with the answer at the
+    first, a middle or the last position.
+
+    group: the task with all its measured cells, the full cache's among them.
+    pairs: for each pair of the claim, the cells of its first and its second side.
+    """
 
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
     def at_floor(self, store: ResultStore) -> bool:
-        """Tell whether the model fails even with the full cache."""
+        """Tell whether the model fails on this task even with the full cache."""
         full = next(cell for cell in self.group.cells if not cell.chain.stages)
         return advice.at_floor(self.group.task, list(stored_scores(store, self.group, full).values()))
 
@@ -55,10 +65,11 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The cells of both sides of a claim, before a measure reads their differences.
+    """The cells of both sides of a claim. ``evidence`` reads their differences by one measure.
 
-    comparisons: by dataset, one for each way in which its examples are asked.
-    unchanged: by dataset, the labels of the sides that compressed nothing. Datasets without any are left out.
+    comparisons: by dataset, a comparison for each way in which its examples are asked.
+    unchanged: by dataset, the labels of the sides that compressed nothing. A dataset on which every side compressed
+    has no entry.
     absent: the reasons why datasets cannot be read here.
     """
 
@@ -75,12 +86,10 @@ class _Sides:
         unchanged: list[str] = []
         decidable: dict[str, Sequence[Comparison]] = {}
         for dataset, ways in self.comparisons.items():
-            # wrong answers of the full cache say nothing about scores, but likelihoods and divergences can still be
-            # read
+            # where the full cache fails, scores say nothing, but likelihoods and divergences still do
             if measure == POINTS and all(way.at_floor(self.store) for way in ways):
                 floors.append(dataset)
-            # the reference is one of many good summaries, so its likelihood does not tell whether the model can write
-            # one
+            # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
             elif measure == LIKELIHOOD and not all(way.short for way in ways):
                 long.append(dataset)
             elif dataset in self.unchanged:
@@ -130,9 +139,10 @@ class _Sides:
 def evidence_by_measure(
     claim: Claim, tables: Iterable[OurTable], measures: Sequence[str] = MEASURES, windows_as_printed: bool = False
 ) -> dict[str, Evidence]:
-    """Return, by measure, the paired differences of all examples that all sides of a claim have in ``tables``.
+    """Return the evidence for a claim by measure: paired differences, or the reason why there are none.
 
-    ``windows_as_printed`` reads the rows that run with the paper's own windows in place of scaled ones.
+    tables: the measured tables of the claim's paper.
+    windows_as_printed: True for the rows that run with the paper's own windows in place of scaled ones.
     """
     # claims.tables_of_sides makes one table for each set of datasets
     ours = next(table for table in tables if _datasets(table) == set(claim.columns))
@@ -156,7 +166,7 @@ def evidence_by_measure(
             refusal = store.refusal(cell.id)
             if refusal:
                 return dict.fromkeys(measures, Evidence(reason=refusal))
-    # whether a side compressed anything does not depend on the measure, so it is asked once
+    # whether a side compressed anything is the same for all measures, so it is read once
     unchanged = {}
     for dataset, ways in comparisons.items():
         labels = _unchanged_sides(ways, store)
@@ -173,7 +183,10 @@ def _datasets(ours: OurTable) -> set[str]:
 
 
 def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> dict[str, list[Comparison]]:
-    """Return, by dataset, the comparisons of a claim's pairs of rows, one for each way of asking its examples."""
+    """Return a claim's comparisons by dataset, one for each way of asking the dataset's examples.
+
+    pairs: the two rows of the table that each pair of the claim names.
+    """
     comparisons: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
     for column in ours.declared.scores:
@@ -181,7 +194,8 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
         for first, second in pairs:
             parts_by_pair.append(zip(ours.cells(first, column), ours.cells(second, column), strict=True))
         ways = []
-        # the i-th part of each row is the i-th way of asking: MDQA has one for each position of the answer
+        # a part is (group, cell) of one task; the i-th parts of all rows belong to the i-th way of asking, such as one
+        # of MDQA's positions of the answer, and so to one group
         for parts in zip(*parts_by_pair, strict=True):
             (group, _), _ = parts[0]
             cells = tuple((first_cell, second_cell) for (_, first_cell), (_, second_cell) in parts)
@@ -195,7 +209,7 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
 
 
 def _cell_pairs(comparisons: Mapping[str, Sequence[Comparison]]) -> list[tuple[Cell, Cell]]:
-    """Return the pairs of cells of all datasets."""
+    """Return the pairs of cells of all comparisons in one list, dataset by dataset."""
     pairs: list[tuple[Cell, Cell]] = []
     for ways in comparisons.values():
         for way in ways:
@@ -204,7 +218,7 @@ def _cell_pairs(comparisons: Mapping[str, Sequence[Comparison]]) -> list[tuple[C
 
 
 def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str]:
-    """Return the labels of the sides that compressed nothing of a dataset."""
+    """Return the labels of the methods that compressed nothing on one dataset, each once."""
     sides: dict[str, tuple[Group, Cell]] = {}
     for way in ways:
         for pair in way.pairs:
@@ -233,7 +247,7 @@ def _why_absent(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) ->
 
 
 def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return, by example, the mean divergence from the full cache in nats, or its floor if that is higher.
+    """Return, by example, a cell's mean divergence from the full cache in nats a token; its rounding floor if higher.
 
     The divergence is on the full cache's own answer if that was compared, else on the reference answer.
     """
@@ -249,7 +263,7 @@ def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float
 
 
 def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
-    """Return, by example, how much less likely the reference answer is than behind the full cache, in nats a token.
+    """Return, by example, the log-likelihood that the reference answer loses by compression, in nats a token.
 
     It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
     """
@@ -264,14 +278,14 @@ def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
 
 
 READ = {POINTS: stored_scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
-"""The function by which each measure reads the numbers of a cell, by example."""
+"""By measure, the function that returns the numbers of a cell by example id."""
 
 
 def nearness(test: str, x: float, y: float) -> float:
-    """Return how much nearer to the full cache a divergence ``x`` is than ``y``, from -1 to 1.
+    """Compare the divergences ``x`` and ``y`` of two methods: above 0 if ``x`` is nearer to the full cache, -1 to 1.
 
-    For a claimed gain this is ``(y - x) / (y + x)``: prompts differ by orders of magnitude and must count alike. For a
-    claim of losing nothing it is ``y - x`` in nats, at most one nat each.
+    For a claimed gain (``test`` is better) it is ``(y - x) / (y + x)``, since the divergences of prompts differ by
+    orders of magnitude and must count alike. For a claim of losing nothing it is ``min(1, y) - min(1, x)`` in nats.
     """
     if test == "better":
         return (y - x) / (y + x)
@@ -279,24 +293,28 @@ def nearness(test: str, x: float, y: float) -> float:
 
 
 def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
-    """Return differences [examples, pairs] over the examples that all cells of a way have, as the mean over ways.
+    """Return one dataset's differences between the two sides of each pair, example by example: [examples, pairs].
 
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
-    the reference, or as ``nearness`` compares divergences. It is limited to -1 ... 1.
+    the reference, or as ``nearness`` compares divergences. It is limited to -1 ... 1. An example counts in a way of
+    asking if all cells answered it there, and its row is the mean over these ways.
+
+    ways: the comparisons of the dataset, one for each way of asking.
+    test: the claim's test, one of TESTS.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:
-        # smaller is better for lost nats and for log losses
+        # lost nats and log losses are better if smaller; only metrics of log losses have a function ``shown``
         less_is_better = measure == LIKELIHOOD or metric(way.group.task.metric).shown is not None
-        read = READ[measure]
-        # for each pair the values of both sides by example
+        numbers_of = READ[measure]
+        # one entry for each pair of the claim: the values of its two sides by example id
         values_by_pair = []
         for first_cell, second_cell in way.pairs:
-            values_by_pair.append((read(store, way.group, first_cell), read(store, way.group, second_cell)))
+            values_by_pair.append((numbers_of(store, way.group, first_cell), numbers_of(store, way.group, second_cell)))
         for e in way.group.examples:
             if not all(e.id in first and e.id in second for first, second in values_by_pair):
                 continue
-            # one difference for each pair of the claim
+            # row: one difference for each pair of the claim
             row = []
             for first, second in values_by_pair:
                 x, y = first[e.id], second[e.id]

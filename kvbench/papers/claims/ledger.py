@@ -1,4 +1,4 @@
-"""The ledger of claims: the verdicts and their evidence as plain data, on disk, as lines, and as a table."""
+"""The ledger of claims: verdicts with their evidence as plain data, its files, and its texts and tables."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from kvbench.tasks.metrics import stats
 FOLDER = "claims"
 """The folder below a results folder with a ledger for each model."""
 OWN = "own"
-"""The folder below a results folder with what the user's own runs wrote: git ignores it."""
+"""The folder below a results folder for files of the user's own runs. git ignores it."""
 STATEMENT_WIDTH = 46
-"""Characters of a line of a statement."""
+"""The most characters in a line of the column with the papers' statements."""
 MARKS = {
     "supported": "✓",
     "contradicted": "✗",
@@ -42,6 +42,7 @@ MARKS = {
     "fragile": "~",
     UNDECIDED: "?",
 }
+"""The sign of each verdict. Other verdicts are marked by a dash."""
 NAMES = {POINTS: "points", LIKELIHOOD: "likelihood of the answer, a token", DIVERGENCE: "divergence"}
 """The measures' names beside their numbers."""
 BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: "divergence"}
@@ -59,10 +60,15 @@ ABOUT_NATS = (
 
 
 class MeasureRecord(TypedDict):
-    """A verdict by one measure, with its numbers in hundredths, in the form of a ledger's JSON.
+    """A claim's verdict by one measure, in the form of a ledger's JSON: the fields of ``claims.Verdict``, rounded.
 
-    n, tasks: by task, the number of examples and the mean difference.
-    settings: the mean difference of each pair.
+    Numbers other than p-values and counts are in hundredths, as in ``claims.Verdict``.
+
+    ci: the interval of the mean as [low, high]; None for a single example.
+    n: by task, the number of examples.
+    tasks: by task, the mean difference.
+    settings: the mean difference of each pair of the claim.
+    floors: the tasks left out because the model fails there even with the full cache.
     """
 
     verdict: str
@@ -82,7 +88,15 @@ class MeasureRecord(TypedDict):
 
 
 class ClaimRecord(TypedDict):
-    """A claim with its verdict, in the form of a ledger's JSON. ``measures`` has the verdict of each measure."""
+    """A claim with its verdict, in the form of a ledger's JSON. Fields not listed here are those of ``claims.Claim``.
+
+    verdict, side: those of the measure that gives the claim its verdict.
+    decided_by: that measure if it decides the claim, else ''.
+    ran: for each pair, the labels of the two methods as they ran.
+    cells: the ids of the cells that were compared.
+    reason: why there is no verdict, or why data are missing.
+    measures: the verdict and numbers by each measure.
+    """
 
     id: str
     paper: str
@@ -102,7 +116,14 @@ class ClaimRecord(TypedDict):
 
 
 class Ledger(TypedDict):
-    """The claims of some papers on a model, in JSON's form. ``tested`` counts the claims that a score can decide."""
+    """The claims of one or more papers with their verdicts on one model, in JSON's form.
+
+    stand_in: True if the model is a substitute for the papers' models.
+    level: the highest accepted chance of any wrong verdict (``claims.LEVEL``).
+    tested: the number of claims that a score can decide.
+    notes: sentences for readers about the data that were read.
+    verdicts: one record for each claim, in the order of the papers' files.
+    """
 
     model: str
     stand_in: bool
@@ -114,7 +135,10 @@ class Ledger(TypedDict):
 
 
 def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
-    """Return the path of a model's ledger below a results folder. A ledger of only some papers has its own name."""
+    """Return the path of a model's ledger below a results folder.
+
+    The file is named after the model. A ledger of only some papers also has their names in its own.
+    """
     # a ledger of some papers is corrected for fewer claims, so it must not replace the ledger of all
     suffix = ""
     if len(papers) != len(claims.papers_with_claims()):
@@ -128,20 +152,20 @@ def own_path(model: str, results: Path, papers: Sequence[str]) -> Path:
 
 
 def write_ledger(content: Ledger, path: Path) -> Path:
-    """Write a ledger to ``path`` (``ledger_path`` or ``own_path``) and return it."""
+    """Write a ledger as JSON to ``path`` and return the path. Folders that are missing are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return path
 
 
 def read_ledgers(results: Path) -> list[Ledger]:
-    """Read the ledgers below a results folder, pretrained models first. Raises UsageError for a damaged one."""
+    """Read the ledgers below a results folder, the tiny model's last. Raises UsageError for a damaged one."""
     ledgers = []
-    # False sorts before True, so the stand-in comes last
+    # False sorts before True, so the tiny model comes last
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            # a ledger that can be shown has all keys that its readers need
+            # showing the ledger raises KeyError or TypeError here if a field is missing or has another form
             compare_ledgers([content])
             notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -151,24 +175,26 @@ def read_ledgers(results: Path) -> list[Ledger]:
 
 
 def read_with_own(results: Path) -> list[Ledger]:
-    """Read the ledgers below a results folder. A user's own ledger replaces the committed one of the same claims.
+    """Read the ledgers below a results folder, the tiny model's last.
+
+    A user's own ledger replaces the committed one of the same model and claims.
 
     Raises UsageError for a damaged ledger.
     """
-    own = read_ledgers(results / OWN)
-    own_names = {_key(content) for content in own}
-    ledgers = own + [content for content in read_ledgers(results) if _key(content) not in own_names]
+    users_ledgers = read_ledgers(results / OWN)
+    users_keys = {_key(content) for content in users_ledgers}
+    ledgers = users_ledgers + [content for content in read_ledgers(results) if _key(content) not in users_keys]
     return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
 
 
 def _key(content: Ledger) -> tuple[str, str]:
-    """Return (model, ids of the claims). Two ledgers with the same key are an older and a newer state of one."""
+    """Return (model, ids of the claims as lines). Ledgers with equal keys are two states of one ledger."""
     ids = [record["id"] for record in content["verdicts"]]
     return (content["model"], "\n".join(ids))
 
 
 def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
-    """Return the claims of ``papers`` in the committed ledger of a model; None without a committed ledger."""
+    """Return a model's committed ledger with the claims of ``papers`` alone; None if no ledger is committed."""
     path = ledger_path(model, results, claims.papers_with_claims())
     if not path.exists():
         return None
@@ -191,18 +217,21 @@ def tally_verdicts(content: Ledger) -> str:
     words = [record["verdict"] for record in content["verdicts"]]
     counts = []
     for word in claims.VERDICTS:
-        # a reader looks for these two, even if there are none
+        # supported and contradicted are named even with a count of 0, since readers look for them
         if word in words or word in (SUPPORTED, CONTRADICTED):
             counts.append(f"{words.count(word)} {word}")
     return " · ".join(counts)
 
 
 def brief_text(content: Ledger) -> str:
-    """Return the tally and, for each claim, a line with its difference and verdict above the tested statement."""
+    """Return a ledger as text for a terminal: the tally of verdicts, the model, then two parts for each claim.
+
+    They are a line with the claim's difference and verdict, and below it the tested statement.
+    """
     lines = [tally_verdicts(content)]
     records = content["verdicts"]
     counts = [_count_examples(record) for record in records]
-    # a claim without any examples was not measured, which its line says
+    # a maximum of 0 means that nothing was measured, which the line of each claim says
     if 0 < max(counts) < stats.FEWEST:
         lines.append(f"! n = {max(counts)} at most. Preview only: so few examples decide nothing.")
     lines.append(fill(f"{_model_note(content)}.", WIDTH, break_on_hyphens=False))
@@ -219,7 +248,7 @@ def brief_text(content: Ledger) -> str:
         if difference:
             text = f"{difference:{difference_width}}  n {count:<{count_width}}  {_describe_outcome(record, count)}"
         elif record["reason"]:
-            # a reason can name twenty datasets: --explain has it whole
+            # a reason can name twenty datasets, so it is cut; --explain prints it whole
             text = shorten(f"{record['verdict']}: {record['reason']}", WIDTH - len(start), placeholder=" …")
         else:
             text = record["verdict"]
@@ -229,7 +258,7 @@ def brief_text(content: Ledger) -> str:
 
 
 def _describe_difference(record: ClaimRecord) -> str:
-    """Return a claim's mean difference and its interval, by the measure of its verdict; '' if they are not known."""
+    """Return a claim's mean difference and interval as text, by the measure of its verdict; '' without a difference."""
     measure, numbers = _choose_measure(record)
     if numbers["mean"] is None:
         return ""
@@ -237,13 +266,13 @@ def _describe_difference(record: ClaimRecord) -> str:
 
 
 def _count_examples(record: ClaimRecord) -> int:
-    """Return the number of examples behind a claim's mean difference."""
+    """Return the number of examples behind a claim's mean difference, over all tasks."""
     _, numbers = _choose_measure(record)
     return sum(numbers["n"].values())
 
 
 def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
-    """Return the name and the numbers of the measure that gave a claim its verdict."""
+    """Return (name, numbers) of the measure that gave a claim its verdict."""
     if record["decided_by"]:
         return record["decided_by"], record["measures"][record["decided_by"]]
     # the first measure with the claim's verdict gave it
@@ -267,7 +296,10 @@ def _describe_outcome(record: ClaimRecord, count: int) -> str:
 
 
 def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
-    """Return ledgers side by side as a table of texts. The first ledger with a claim supplies the claim's words."""
+    """Return a table with a row for each claim and a column for each ledger, with the verdict and its numbers.
+
+    The first column has the claim's words, from the first ledger that has the claim. A ledger without it has a dash.
+    """
     records_by_ledger: list[dict[str, ClaimRecord]] = []
     for content in ledgers:
         records_by_ledger.append({record["id"]: record for record in content["verdicts"]})
@@ -293,7 +325,7 @@ def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
 
 
 def _ledger_header(content: Ledger) -> str:
-    """Return the title of a ledger's column."""
+    """Return the title of a ledger's column: the model, and whether it is a substitute or has points alone."""
     header = content["model"]
     if content["stand_in"]:
         header += ", a substitute model"
@@ -304,12 +336,12 @@ def _ledger_header(content: Ledger) -> str:
 
 
 def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
-    """Return True if a ledger's claims were tested by other measures than points, too."""
+    """Return True if any of a ledger's claims was tested by another measure than points, too."""
     return any(len(record["measures"]) > 1 for record in records)
 
 
 def outcome(record: ClaimRecord) -> str:
-    """Return a claim's verdict, with the side of a mixed one and the measure that decided it."""
+    """Return a claim's verdict in words, with the side that the mean takes and the measure that decided it, if any."""
     text = record["verdict"]
     if record["side"]:
         text += f" ({record['side']} in the mean)"
@@ -319,7 +351,7 @@ def outcome(record: ClaimRecord) -> str:
 
 
 def evidence(record: ClaimRecord) -> str:
-    """Return the numbers behind a verdict, a block of lines for each measure taken."""
+    """Return the numbers behind a claim's verdict as lines, a block for each measure; a dash if none was measured."""
     lines = []
     for measure, numbers in record["measures"].items():
         if numbers["mean"] is not None:
@@ -329,7 +361,10 @@ def evidence(record: ClaimRecord) -> str:
 
 
 def _scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
-    """Return the divisor of a measure's numbers, which a ledger has in hundredths, and the digits to print."""
+    """Return (divisor, digits) for printing a measure's numbers, which a ledger has in hundredths.
+
+    The divisor is 100 for numbers that are printed in nats, and 1 for points and per cent.
+    """
     # divergences of claimed gains are relative, and stay per cent
     if measure == LIKELIHOOD or (measure == DIVERGENCE and record["test"] != "better"):
         return 100, 3
@@ -344,7 +379,7 @@ def _margin(record: ClaimRecord, measure: str) -> float:
 
 
 def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
-    """Return a measured mean difference with its interval."""
+    """Return a measured mean difference with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
     assert numbers["mean"] is not None
     scale, digits = _scale(record, measure)
     low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
@@ -358,10 +393,15 @@ def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord
 
 
 def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
-    """Return the lines of one measure: mean difference and interval, pairs and p, tasks on each side, pairs needed."""
+    """Return the lines of one measure in a cell of ``compare_ledgers``.
+
+    They are the mean difference with its interval, the examples and the lowest p-value, and how many tasks are for and
+    against the claim. Where they apply, the mean of each setting, the number of pairs that would decide, and the mean
+    with the paper's windows follow.
+    """
     scale, digits = _scale(record, measure)
     margin = _margin(record, measure)
-    # the bound that the mean must exceed, in the hundredths of the ledger
+    # the bound that the mean must exceed, in hundredths like the ledger's numbers: scale is 100 for a margin in nats
     least = 0.0
     if record["test"] != "better":
         least = -margin * scale
@@ -393,7 +433,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
         lines.append("settings " + ", ".join(settings))
     if numbers["needs"] is not None:
         lines.append(f"about {numbers['needs']:,} pairs would decide")
-    # on tiny the rows also ran with the paper's windows, where its prompts are long enough for them
+    # on the tiny model the rows also ran with the paper's windows, unless its prompts are too short for them
     if numbers["elsewhere"] is not None:
         lines.append(f"the paper's windows {numbers['elsewhere'] / scale:+.{digits}f}")
     elif numbers["why_not"]:
@@ -402,7 +442,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
 
 
 def _model_note(content: Ledger) -> str:
-    """Return the ledger's model with its dtype, and what a substitute model reads in place of the papers' model."""
+    """Return the model and its dtype in words. For a substitute, add whose data, tasks and budgets it has."""
     note = str(content["model"])
     if content["dtype"]:
         note += f", {content['dtype']}"
@@ -416,7 +456,7 @@ def _model_note(content: Ledger) -> str:
 
 
 def notes(content: Ledger) -> list[str]:
-    """Return the notes that explain a ledger's verdicts."""
+    """Return notes for readers that explain a ledger's numbers and verdicts, then the ledger's own notes."""
     tested = content["tested"]
     # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
     measures = max((len(record["measures"]) for record in content["verdicts"]), default=1)
@@ -442,7 +482,7 @@ def notes(content: Ledger) -> list[str]:
 
 
 def reasons(content: Ledger) -> list[str]:
-    """Return each reason for a missing verdict or missing data, with the claims that it concerns."""
+    """Return a sentence for each reason for a missing verdict or missing data, with the claims that it concerns."""
     ids_by_reason: dict[str, list[str]] = {}
     for record in content["verdicts"]:
         if record["reason"]:
