@@ -10,9 +10,12 @@ from kvbench.papers import DATA
 
 
 def declared() -> dict[str, dict[str, Any]]:
-    """Return the entries of the papers' figures.yaml and of ours.yaml by id, sorted."""
+    """Return the YAML entry of every figure by its id, such as ``uncomp/fig1``, sorted by id.
+
+    The files are figures.yaml of each paper, and ours.yaml.
+    """
     paths = list(DATA.glob("*/figures.yaml"))
-    # figures of kvbench's own, which stand in no paper
+    # ours.yaml has kvbench's own figures, which stand in no paper
     paths.append(Path(__file__).with_name("ours.yaml"))
     entries: dict[str, dict[str, Any]] = {}
     for path in paths:

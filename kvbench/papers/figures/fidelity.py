@@ -1,4 +1,7 @@
-"""Divergences from the full cache by budget, by position of the continuation, and by layer."""
+"""The data of kvbench's figures ``fidelity/...``: KL divergences of next-token distributions from the full cache's.
+
+They are shown by budget, by position after the prompt, and by compressed layer.
+"""
 
 from __future__ import annotations
 
@@ -32,20 +35,21 @@ if TYPE_CHECKING:
     from kvbench.papers.figures.measured import MeasuredFigure
 
 TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
+"""The kinds of text on which caches are compared (see ``forced.choose_texts``), with the words of the figures."""
 SMOOTH, SMOOTH_LONG = 8, 32
-"""Positions of which the mean is drawn."""
+"""Each drawn point is the mean over a run of so many positions; SMOOTH_LONG is for long texts."""
 RUNNING = 8
-"""Running means are over this part of a long text: an eighth."""
+"""A running mean over a long text goes over one part in so many of the text."""
 Place = dict[str, str | float]
-"""Columns of a row of the data."""
+"""Some columns of a row of the data, by name: those that say what the row is about, or its numbers."""
 ROWS = 16
-"""Caches with one layer compressed that are compared at once."""
+"""So many caches with one compressed layer each are compared in one batch."""
 
 
 def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
-    """Yield each measured cell with the samples of this run, without refused cells and those without samples.
+    """Yield (point, group, samples) of each cell of a compressed method that has samples in this run.
 
-    The full cache's cells are left out as well: its divergence from itself is 0.
+    Refused cells are left out. So are the full cache's cells, since its divergence from itself is 0.
     """
     for sweep_run in measured.runs:
         for point, group, cell in sweep_run.cells():
@@ -59,7 +63,13 @@ def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, 
 
 
 def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence of each method and task with its interval, beside tokens kept and bytes held."""
+    """Return the mean divergence of each point, task and kind of text, with its interval, beside tokens and bytes.
+
+    kept, bytes: tokens kept, and bytes held at 16 bits, in per cent of the full cache's.
+    kl, low, high: the mean divergence in nats a token, and its 95 % interval.
+    floor: the divergence that rounding alone makes.
+    n: the number of texts.
+    """
     rows = []
     for point, group, samples in _compressed_cells(measured):
         kept = 100 * sum(sample.kept for sample in samples) / sum(sample.n for sample in samples)
@@ -96,14 +106,17 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
-    """Return the comparisons on one kind of text (see TEXTS), of the samples that have it."""
+    """Return the comparisons on one kind of text (see TEXTS), without samples that were not compared on it."""
     return [sample.fidelity[kind] for sample in samples if sample.fidelity and kind in sample.fidelity]
 
 
 def by_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence over prompts at each run of SMOOTH positions after the prompt, with its interval.
+    """Return the mean divergence over prompts for each run of SMOOTH positions after the prompt, with its interval.
 
-    n: the texts that are long enough to reach these positions.
+    There is a row for each point, task, kind of text and run of positions.
+
+    position: the middle of the run.
+    n: the number of texts that are long enough to reach the run.
     """
     rows: list[Place] = []
     for point, group, samples in _compressed_cells(measured):
@@ -123,18 +136,22 @@ def _longest_text(texts: Sequence[TextFidelity]) -> int:
 
 
 def _middle_position(start: int, smooth: int) -> float:
-    """Return the middle of a run of positions, which are counted from 1: the run has start + 1 to start + smooth."""
+    """Return the middle of the positions start + 1 to start + smooth. ``start`` counts from 0, positions from 1."""
     return start + (smooth + 1) / 2
 
 
 def _mean_numbers(mean: MeanDivergence) -> Place:
-    """Return the columns of a mean divergence. There is no interval below stats.FEWEST texts."""
+    """Return the columns kl, low, high and n of a mean divergence. With too few texts low and high are NaN."""
     low, high = mean.ci or (math.nan, math.nan)
     return {"kl": mean.kl, "low": low, "high": high, "n": mean.n}
 
 
 def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence of each method with a single layer compressed, for each layer, and with all layers."""
+    """Return the mean divergence over prompts of each method with one layer compressed, for each layer in turn.
+
+    There is a row for each method, task, kind of text and layer. Layer -1 stands for all layers compressed at once.
+    This loads the model and reads the prompts again, since the store has no divergences of single layers.
+    """
     rows: list[tuple[str, str, str, int, float]] = []
     for sweep_run in measured.runs:
         host = experiment.make_host(sweep_run.run, sweep_run.run.load_model())
@@ -149,9 +166,11 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
 def _prompt_divergences(
     host: Host, task: Task, example: Example, series: Sequence[str], chains: Sequence[Chain]
 ) -> Iterator[tuple[str, str, int, float]]:
-    """Yield (series, kind of text in words, layer, mean divergence) of one prompt, as ``_layer_divergences`` does.
+    """Yield (series, kind of text in words, layer, mean divergence) of one prompt.
 
-    chains: the chain of each of ``series``.
+    Layers are those of ``_layer_divergences``: each alone, then -1 for all at once.
+
+    chains: the chain of each of ``series``, in the same order.
     """
     encoded = host.encode(example, task)
     ids = list(encoded.ids) + list(encoded.question)
@@ -160,7 +179,7 @@ def _prompt_divergences(
     full = caches[0]
     texts = choose_texts(host, example, full)
     if example.scored is not None:
-        # the text itself continues behind its prefix
+        # a scored text has no reference answer: its own continuation behind the prompt takes the place of one
         texts["reference"] = list(example.scored.ids[len(ids) :])
     for kind, tokens in texts.items():
         for name, cache in zip(series, caches[1:], strict=True):
@@ -169,11 +188,14 @@ def _prompt_divergences(
 
 
 def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean of ``kl`` over all rows with the same other columns, with its interval. A row is a prompt."""
+    """Return the mean divergence over prompts, with its interval, for each combination of the other columns.
+
+    A row of ``data`` is one prompt, and ``kl`` is its divergence.
+    """
     by = [column for column in data if column != "kl"]
     means: list[Place] = []
     for names, kl in data.groupby(by, sort=False)["kl"]:
-        # every prompt weighs the same: the mean is the ratio of the sums of kl and of ones
+        # every prompt weighs the same, so the mean is sum(kl) / sum(1), and it gets the interval of such a ratio
         sums = np.stack([kl, np.ones(len(kl))], axis=1)
         place: Place = dict(zip(by, names, strict=True))
         means.append(place | _mean_numbers(MeanDivergence(float(kl.mean()), stats.ratio_interval(sums), len(kl))))
@@ -201,9 +223,9 @@ def _layer_divergences(
 
 
 def with_samples(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with the column ``samples``, the number of texts behind each point in words.
+    """Return the data with a column ``samples`` for the note above the figure, such as ``n = 4 to 8 texts``.
 
-    The texts' own continuation stands before the full cache's answer.
+    Rows about reference texts come first, since panels are drawn in the order of the rows.
     """
     fewest, most = int(data["n"].min()), int(data["n"].max())
     if fewest != most:
@@ -218,27 +240,29 @@ def with_samples(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_rounding(data: pd.DataFrame) -> pd.DataFrame:
-    """Add in words the divergence that ``rounding`` alone makes."""
+    """Return the data with columns for texts: ``samples``, and ``rounding``, the divergence by rounding alone."""
     return with_samples(data.assign(rounding=f"{data['floor'].max():.0e}"))
 
 
 def with_methods(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``method`` of each series, which may have a budget in its name, and the ``tokens`` of a running mean."""
-    starts = data["position"].nunique()
+    """Return the data with columns for the figure's texts.
+
+    method: the method of the series, without the budget that may stand in its name.
+    tokens: the number of positions that a running mean goes over.
+    samples: as in ``with_samples``.
+    """
+    n_runs = data["position"].nunique()
     method = data["series"].str.partition(",")[0].str.split().str[0]
-    return with_samples(data.assign(method=method, tokens=_runs_in_mean(starts) * SMOOTH_LONG))
+    return with_samples(data.assign(method=method, tokens=_runs_in_mean(n_runs) * SMOOTH_LONG))
 
 
 def single_layers(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of single layers, without those of all layers together.
-
-    Their column ``samples`` has the number of texts, for titles.
-    """
+    """Return the rows about single layers, without those about all layers at once, with a column ``samples``."""
     return with_samples(data[data["layer"] >= 0])
 
 
 def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield for each text the layer that alone diverges most when compressed, and the divergence of all together."""
+    """Yield, by kind of text and method, the layer that diverges most if compressed alone, and all layers together."""
     # by_layer has all layers together as layer -1
     single, all_layers = single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
@@ -248,7 +272,7 @@ def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
-    """Return each row's divergence in nats as text, with its interval if it has one, by the columns ``by``."""
+    """Return each row's divergence in nats as text, such as ``0.12 [0.1, 0.15]``, indexed by the columns ``by``."""
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
         text = f"{kl:.3g}"
@@ -259,7 +283,7 @@ def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
 
 
 def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergences by text, method and bytes held."""
+    """Yield the divergences by kind of text, method and bytes held, what rounding alone makes, and n."""
     yield Fact(
         "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
     )
@@ -268,9 +292,9 @@ def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergence over the first and the last positions."""
-    for label, at in (("first", data["position"].min()), ("last", data["position"].max())):
-        rows = data[data["position"] == at]
+    """Yield the divergences, by kind of text and method, over the first and over the last SMOOTH positions."""
+    for label, position in (("first", data["position"].min()), ("last", data["position"].max())):
+        rows = data[data["position"] == position]
         yield Fact(
             f"Nats over the {label} {SMOOTH} positions",
             _with_intervals(rows, ["text", "series", "n"]),
@@ -280,10 +304,13 @@ def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence on the texts' own continuations at each run of SMOOTH_LONG positions.
+    """Return the mean divergence on long texts' own continuations for each run of SMOOTH_LONG positions.
 
-    running: the mean over an eighth of the positions around the run, with its interval.
-    held: the most tokens that a head held by the end of the texts, prompt and continuation.
+    There is a row for each point, task and run.
+
+    kl: the mean over the run.
+    running: the mean over an eighth of all positions around the run. Its interval is in ``low`` and ``high``.
+    held: the most tokens of prompt and continuation that any head held.
     """
     rows = []
     for point, group, samples in _compressed_cells(measured):
@@ -291,6 +318,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
         most_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         texts = _texts_of_kind(samples, "reference")
         starts = range(0, _longest_text(texts), SMOOTH_LONG)
+        # a running mean goes over the run itself, ``before`` positions in front of it, and about as many behind it
         before = _runs_in_mean(len(starts)) // 2 * SMOOTH_LONG
         after = _runs_in_mean(len(starts)) * SMOOTH_LONG - before
         for start in starts:
@@ -309,13 +337,13 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def _runs_in_mean(runs: int) -> int:
-    """Return over how many runs of positions a running mean goes, in a text with ``runs`` runs in all."""
+    """Return how many runs of positions a running mean goes over: an eighth of the text's ``runs``, at least one."""
     return max(1, round(runs / RUNNING))
 
 
 def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergence over four parts of the continuation, and the most tokens that a head held."""
-    # four runs of positions of equal length
+    """Yield the mean divergence of each method in each quarter of the continuation, the most tokens held, and n."""
+    # cut the positions into four intervals of equal length
     quarter = pd.cut(data["position"], 4, labels=["first", "second", "third", "last"])
     for label, rows in data.groupby(quarter, observed=True):
         means = rows.groupby("series", sort=False)["kl"].mean()

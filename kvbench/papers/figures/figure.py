@@ -1,4 +1,4 @@
-"""Figures: tidy data computed from something, and a drawing of those data alone.
+"""Figures as values: how a figure's data are computed, described, written as CSV, and drawn from that CSV.
 
 A figure's CSV begins with ``# key: value`` lines, which name the figure and the origin of its data. Drawings are always
 made from the CSV as it is on disk, so that redrawing one gives the same bytes.
@@ -25,17 +25,22 @@ from kvbench.report.style import styled
 from kvbench.tasks.base import read_text
 
 DIGITS = "%.5g"
+"""The format of numbers in a CSV."""
 SHORT = 40
-"""Letters of a part of a note that stands in one line."""
+"""A part of a figure's note with fewer letters than this is never broken into two lines."""
 OWN_METHODS = "methods"
-"""The fact that says which methods the user named in place of the figure's."""
+"""The key of a CSV's fact that lists the methods that the user named in place of the figure's."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A label with values: a text, or numbers, which may have names, or names and places.
+    """One finding of a figure's data, to be printed as a sentence: a label with values.
 
-    form: the format of a number. at: the format of a place, or of a name without a place.
+    label: the words before the values.
+    values: a text, a number, a list of numbers, or numbers by name (a dict or a series). In a series with several
+    index levels, the last level is the place of a number, such as its budget, and the levels before it are its name.
+    form: the format of a number.
+    at: the format of a place, or of a name without a place.
     """
 
     label: str
@@ -50,7 +55,7 @@ class Fact:
         """
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
-        # values that could not be computed are left out
+        # NaN stands for a value that could not be computed
         values = pd.Series(self.values).dropna()
         if values.empty:
             return ""
@@ -72,17 +77,18 @@ class Fact:
 
 
 def sentences(facts: Iterable[Fact]) -> str:
-    """Return the facts as one text, a sentence each, without those that have no value."""
+    """Return the facts as one text with a sentence for each. Facts without a value are left out."""
     texts = [fact.text() for fact in facts]
     return " ".join(f"{text}." for text in texts if text)
 
 
 class Code(NamedTuple):
-    """The functions that compute and describe a figure.
+    """The functions that are special to one figure. The defaults add nothing.
 
-    compute: returns the data from a source; None for measured scores.
+    compute: returns the data from a source, which is a ``Reading`` or a ``MeasuredFigure``. None stands for measured
+    scores as ``MeasuredFigure.frame`` returns them.
     facts: yields findings of the data.
-    prepare: adds the columns that the picture shows.
+    prepare: returns the data as the picture shows them, such as with more columns for its titles.
     complete: returns the data of a CSV with further columns that are computed from the CSV's facts.
     """
 
@@ -94,19 +100,22 @@ class Code(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure of a paper, ``<paper>/fig<number>``, with its data, its texts and its drawing.
+    """One figure of a paper, or of kvbench's own: its texts, and how its data are computed and drawn.
 
-    title: its content in a line.
-    shows: its caption, with the exact computation.
+    id: ``<paper>/fig<number>``; another name for kvbench's own figures, such as ``needle/heatmap``.
+    title: the content in a line.
+    shows: the caption, with the exact computation.
     claim: the paper's reading of its own figure.
     unsaid: points that the paper leaves open, and the choices made here.
-    columns: the columns of the data.
+    columns: the columns of the data in the CSV.
+    picture: the drawing.
     compute, facts, prepare, complete: the functions of ``Code``.
-    note: a format for the first row of the data: it ends the line below the heading.
-    knobs: its options with their defaults; None stands for the default in ``shows``.
-    each, most: the prompts read by default, per task and in all.
+    note: the end of the note below the heading. It is a format with names of columns, for the first row of the data.
+    knobs: the figure's options with their defaults; None stands for the default in ``shows``.
+    each: the number of prompts of each task that are read by default.
+    most: the most prompts that are read by default in all; None for no limit.
     sweeps: the runs behind measured scores; () if formulas alone compute the figure, None if it shows activations.
-    own: its caption with methods that the user names, '' if it takes no such methods.
+    own: the caption with methods that the user names; '' if the figure takes no such methods.
     """
 
     id: str
@@ -116,7 +125,7 @@ class Figure:
     unsaid: str
     columns: tuple[str, ...]
     picture: Picture
-    # a figure is a value: its functions are fields of it, not methods of a class for each
+    # figures differ in these functions, so they are fields of one class instead of methods of a class for each figure
     compute: Callable[[Any], pd.DataFrame]
     facts: Callable[[pd.DataFrame], Iterable[Fact]]
     prepare: Callable[[pd.DataFrame], pd.DataFrame]
@@ -129,9 +138,10 @@ class Figure:
     own: str = ""
 
     def captioned(self, csv_facts: Mapping[str, object]) -> Figure:
-        """Return the figure with the caption for data with these facts.
+        """Return the figure with the texts that fit the data of a CSV with these facts.
 
-        Data of the user's own methods have the caption ``own``, and no claim, because the paper claims nothing of them.
+        For data of methods that the user named, the caption is ``own``, and there is no claim, because the paper claims
+        nothing of those methods. For all other data it is the figure itself.
         """
         if OWN_METHODS not in csv_facts:
             return self
@@ -139,17 +149,20 @@ class Figure:
 
     @property
     def paper(self) -> str:
-        """Return the paper's name, as in conf/preset."""
+        """Return the first part of the id: the paper's name, as in conf/preset."""
         return self.id.partition("/")[0]
 
     def draw(self, data: pd.DataFrame, csv_facts: Mapping[str, str]) -> Canvas:
-        """Return the drawing of the data of a CSV with these facts."""
+        """Return the drawing of a CSV, from its data and its facts."""
         prepared = self.prepare(data)
         heading = self.title[:1].upper() + self.title[1:]
         return self.picture.draw(prepared, heading, self._note(data, prepared, csv_facts))
 
     def _note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
-        """Return the line below the heading: the model, what it read, how many examples, and their intervals."""
+        """Return the note below the heading: the model, the texts or tasks that it read, n, intervals, and ``note``.
+
+        prepared: the data as ``prepare`` returns them.
+        """
         facts = dict(csv_facts)
         parts = [names.find_model(facts), names.find_texts(facts), names.find_tasks(data)]
         if "samples" in prepared:
@@ -165,7 +178,7 @@ class Figure:
         parts.append(self.note.format(**{str(column): value for column, value in first.items()}))
         unbroken = []
         for part in parts:
-            # a part that fits into a line is not broken
+            # no-break spaces keep a short part in one line
             if len(part) < SHORT:
                 part = part.replace(" ", "\xa0")
             if part:
@@ -173,13 +186,13 @@ class Figure:
         return " · ".join(unbroken)
 
     def finding(self, data: pd.DataFrame) -> str:
-        """Return what the data say about the figure's claim: a sentence for each fact, '' if no fact has a value."""
+        """Return the findings of the data as text, a sentence for each fact; '' if no fact has a value."""
         return sentences(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, object], folder: Path) -> tuple[list[Path], str]:
-        """Write the data as CSV, headed by comment lines of ``facts`` (their provenance), and as PNG and SVG.
+        """Write the figure's CSV, PNG and SVG below ``folder``. Return (paths of the files, finding).
 
-        Returns (paths, finding).
+        facts: the provenance of the data by key, for the comment lines at the head of the CSV.
         """
         csv_text = f"# figure: {self.id}\n"
         for key, value in facts.items():
@@ -187,31 +200,31 @@ class Figure:
         csv_text += data[list(self.columns)].to_csv(index=False, float_format=DIGITS, lineterminator="\n")
         path = folder / f"{self.id}.csv"
         _save_file(path, csv_text.encode())
-        # drawn from the CSV, so that a later redraw gives the same picture
+        # the CSV is drawn, not ``data``: its numbers are rounded, so a later redraw gives the same picture
         pictures, finding = self.redraw(csv_text, path.with_suffix(""))
         return [*pictures, path], finding
 
     def redraw(self, text: str, stem: Path) -> tuple[list[Path], str]:
-        """Write ``stem``.png and ``stem``.svg from the text of a CSV, and return (paths, finding)."""
+        """Draw the text of a CSV to ``stem``.png and ``stem``.svg. Return (paths of both, finding)."""
         data = self.parse(text)
         with styled():
             canvas = self.draw(data, facts_of(text))
             FigureCanvasAgg(canvas)
-            # laid out once for both files: that takes most of the time
+            # the layout takes most of the time, so it is computed once and kept for both files
             canvas.draw_without_rendering()
             canvas.set_layout_engine("none")
             for ax in canvas.axes:
-                # the last bits of a layout depend on what was drawn before, and names in an SVG on them
+                # the last bits of a position depend on what was drawn before, and ids in an SVG depend on positions
                 left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
                 ax.set_position((left, bottom, width, height))
             title = f"{self.id}: {self.title}"
-            # neither a date nor a version, so that equal data give equal bytes
+            # None leaves out matplotlib's date and version, so that equal data give equal bytes
             _save_drawing(canvas, stem.with_suffix(".png"), {"Title": title, "Software": None})
             _save_drawing(canvas, stem.with_suffix(".svg"), {"Title": title, "Date": None, "Creator": None})
         return [stem.with_suffix(".png"), stem.with_suffix(".svg")], self.finding(data)
 
     def parse(self, text: str) -> pd.DataFrame:
-        """Return the data of a CSV; raise UsageError where they are not this figure's."""
+        """Return the data of a CSV, completed by ``complete``. Raises UsageError for any text but this figure's CSV."""
         # pandas would take any # inside a line for the start of a comment
         body = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("# "))
         try:
@@ -229,19 +242,19 @@ class Figure:
 
 
 def own_folder(results: Path | str, model: str) -> Path:
-    """Return the folder of figures of the user's own methods on a model."""
+    """Return the folder for figures on a model with the user's own methods or settings."""
     return Path(results) / "own" / Path(model).name / "figures"
 
 
 def figure_folder(results: Path | str, model: str) -> Path:
-    """Return the folder of a model's figures; the tiny model has its own, so that it never replaces others."""
+    """Return the folder for figures as declared. The tiny model has its own, so that its figures replace no others."""
     if model == stand_ins.MODEL:
         return Path(results) / "tiny" / "figures"
     return Path(results) / "figures"
 
 
 def percent_text(x: float) -> str:
-    """Format a fraction as in texts: 12 %."""
+    """Return a fraction in per cent as text: 0.12 is ``12 %``."""
     return f"{100 * x:.0f} %"
 
 
@@ -249,7 +262,7 @@ def facts_of(text: str) -> dict[str, str]:
     """Return {key: value} of the ``# key: value`` lines at the start of a CSV."""
     facts = {}
     for line in text.splitlines():
-        # the first line without a mark is the CSV's own header
+        # the first line without # has the names of the columns
         if not line.startswith("# "):
             break
         key, _, value = line[2:].partition(": ")
@@ -258,7 +271,7 @@ def facts_of(text: str) -> dict[str, str]:
 
 
 def read_csv(path: Path) -> tuple[str, str]:
-    """Return (id of the figure, text) of a figure's CSV; raise UsageError for any other file."""
+    """Return (id of the figure, text of the file) for a figure's CSV. Raises UsageError for any other file."""
     text = read_text(path, f"--from-csv {path}")
     facts = facts_of(text)
     if "figure" not in facts:
@@ -270,15 +283,18 @@ def read_csv(path: Path) -> tuple[str, str]:
 
 
 def _save_drawing(canvas: Canvas, path: Path, metadata: Mapping[str, str | None]) -> None:
-    """Write a drawing in the format that the path's ending names; None leaves out an entry of matplotlib's own."""
+    """Write a drawing in the format that the path's ending names.
+
+    metadata: entries of the file's head by name. None leaves out an entry that matplotlib would write.
+    """
     buffer = io.BytesIO()
-    # drawn in memory first, so that a failure leaves no half of a file
+    # drawing in memory first leaves no half-written file if it fails
     canvas.savefig(buffer, format=path.suffix[1:], metadata=dict(metadata))
     _save_file(path, buffer.getvalue())
 
 
 def _save_file(path: Path, content: bytes) -> None:
-    """Write a file, and raise UsageError where that is not possible."""
+    """Write a file, and its folder if missing. Raises UsageError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

@@ -9,9 +9,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.text import Annotation
 
 HEADING, NOTE, GAP = 8.0, 6.5, 4.0
-"""Points of a heading's letters, of a note's, and of the space below both."""
+"""The sizes in points of a heading's letters, of a note's letters, and of the space below both texts."""
 LINE = 1.25
-"""The height of a line, in that of its letters."""
+"""The height of a line of text over the size of its letters."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +23,26 @@ class Head:
 
     @classmethod
     def of(cls, heading: str, note: str, width: float) -> Head:
-        """Return the texts in lines that fit into a figure of ``width`` inches."""
-        # bold letters are wider
+        """Return the head with both texts broken into lines that fit into a figure of ``width`` inches."""
+        # the heading is bold, and bold letters are about a fifth wider
         return cls(_wrap(heading, 1.2 * HEADING, width), _wrap(note, NOTE, width))
 
     @property
     def height(self) -> float:
-        """Return the inches that both texts take."""
+        """Return the height in inches of both texts and the space below them; 0 without texts."""
         lines = len(self.heading) + len(self.note)
         if not lines:
             return 0.0
+        # an inch has 72 points
         return (LINE * HEADING * lines + GAP) / 72
 
     def write(self, fig: Canvas) -> None:
         """Write the heading and, below it, the note at the top left of a figure."""
         if not self.heading and not self.note:
             return
+        # 0.04 inches from the left edge, as a share of the width
         left = 0.04 / fig.get_size_inches()[0]
-        # the heading reserves the room of both: a figure is laid out around one text at its top
+        # matplotlib keeps room for one text at the top, so empty lines in the heading reserve that of the note
         room = "\n" * len(self.note)
         text = fig.suptitle("\n".join(self.heading) + room, x=left, ha="left", fontsize=HEADING, fontweight="bold")
         text.set_linespacing(1.2)
@@ -61,7 +63,7 @@ class Head:
 
 
 def _wrap(text: str, size: float, width: float) -> tuple[str, ...]:
-    """Return the lines of a text of ``size`` points in a figure of ``width`` inches."""
+    """Return a text broken into lines, with letters of ``size`` points, for a figure of ``width`` inches."""
     # a letter is about half as wide as it is high
     letters = int(72 * width / (0.56 * size))
     return tuple(textwrap.wrap(text, letters))

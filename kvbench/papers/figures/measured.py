@@ -1,7 +1,7 @@
-"""Grids of methods and knobs behind figures of results, measured where missing and read from the store.
+"""Plan and run the sweeps behind figures of results, and read the figures' data from the store.
 
-A figure declares sweeps; each is one run on one dataset, so that all of its points read every prompt once. On the tiny
-model the windows of a paper's preset are scaled to its prompts, as in the paper's tables.
+A figure declares sweeps. Each sweep is one run on one dataset, so all of its points share one reading of each prompt.
+On the tiny model the windows of a paper's preset are scaled to its prompts, as in the paper's tables.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ from kvbench.tasks.metrics import metric, stats
 
 VALUES = ("score", "low", "high", "relative", "relative_low", "relative_high", "n", "kept", "bytes")
 COLUMNS = ("series", "x", "task", "metric", *VALUES)
+"""The columns of a figure of measured scores; ``SweepRun.frame`` explains them. VALUES are its columns of numbers."""
 GAINS = ("gain", "gain_low", "gain_high")
+"""The columns that ``SweepRun.gains`` adds to those of ROW: a mean paired difference with its interval."""
 
 
 Row = dict[str, str | float | None]
@@ -47,9 +49,12 @@ Row = dict[str, str | float | None]
 
 @dataclass(frozen=True)
 class _TaskResult:
-    """The numbers of a point on one task.
+    """The numbers of one point on one task.
 
-    pairs: scores [n, 2] of the method and of the full cache. scores: the method's scores by example.
+    group: the task, with the cells that are measured on it.
+    means: the means of the point's cell.
+    pairs: the scores [n, 2] of the method and of the full cache on the examples that both answered.
+    scores: the method's scores by example id.
     """
 
     group: Group
@@ -60,14 +65,17 @@ class _TaskResult:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """A sweep, the run that measures the sweep, and the chain of each of its points."""
+    """A sweep with the run that measures it. Its methods read the results from the run's store.
+
+    chains: the chain of each of the sweep's points, in the same order.
+    """
 
     sweep: Sweep
     run: RunPlan
     chains: tuple[Chain, ...]
 
     def points(self) -> Iterator[tuple[Point, list[tuple[Group, Cell]]]]:
-        """Yield every point of the sweep with its cells and their groups, the full cache first."""
+        """Yield each point with its (group, cell) on every task. The full cache comes first if it is measured."""
         points = list(zip(self.sweep.points, self.chains, strict=True))
         if self.sweep.baseline:
             points.insert(0, (FULL_POINT, Chain()))
@@ -79,22 +87,25 @@ class SweepRun:
             yield point, cells
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:
-        """Yield every cell with its point."""
+        """Yield (point, group, cell) of every point of the sweep on every task."""
         for point, cells in self.points():
             for group, cell in cells:
                 yield point, group, cell
 
     def frame(self) -> pd.DataFrame:
-        """Return a row per point and task with its numbers, and one for the mean over tasks.
+        """Return the scores of the sweep: a row for each point and task, and one for each point's mean over tasks.
 
-        Scores are as printed, with 95 % intervals. ``relative`` is in per cent of the full cache over the same
-        examples. Tokens kept and bytes held, at 16 bits, are in per cent of the full cache's. Refused cells and cells
-        without any answer are left out. There is no mean unless all tasks are measured.
+        Refused cells and cells without any answer are left out. There is no mean unless all tasks are measured.
+
+        score, low, high: the score as printed, with its 95 % interval.
+        relative, relative_low, relative_high: the score in per cent of the full cache's over the same examples.
+        n: the number of examples.
+        kept, bytes: tokens kept, and bytes held at 16 bits, in per cent of the full cache's.
         """
         rows: list[Row] = []
         for point, cells in self.points():
             measured = self._results(cells)
-            # a point of which nothing is measured has no row, and the CSV's head names it
+            # a point without any measured task has no row; ``left_out`` names it for the head of the CSV
             if not measured:
                 continue
             x = point.x
@@ -111,15 +122,16 @@ class SweepRun:
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
     def gains(self, stage: str) -> pd.DataFrame:
-        """Return what ``stage`` adds to the score of each method that was measured with and without it, as printed.
+        """Return how many points ``stage`` adds to the score of each method that was measured with and without it.
 
-        A row has a point with the stage, and a task or the mean over tasks. The differences are paired: each example's
-        score with the stage minus its score without. Fewer than stats.FEWEST examples have no interval.
+        There is a row for each point with the stage and each task, and one for the point's mean over tasks. The gain is
+        a mean of paired differences: each example's score with the stage minus its score without, as printed. Fewer
+        than stats.FEWEST examples have no interval.
         """
         cells_of = {(point.series, point.x): cells for point, cells in self.points()}
         rows: list[Row] = []
         for (series, x), cells in cells_of.items():
-            # a chain's name is that of its stages in order, as in h2o+vatp
+            # a chain is named after its stages in order: h2o+vatp has h2o as its base
             base_cells = cells_of.get((series.removesuffix(f"+{stage}"), x))
             if not series.endswith(f"+{stage}") or base_cells is None:
                 continue
@@ -130,7 +142,7 @@ class SweepRun:
                 scale = metric(result.group.task.metric).scale
                 base_scores = without.get(result.group.task.id, {})
                 differences = [score - base_scores[e] for e, score in result.scores.items() if e in base_scores]
-                # a log loss is printed as a perplexity, and its differences are no points
+                # differences of log losses are no points, since a log loss is printed as a perplexity
                 if not differences or metric(result.group.task.metric).shown:
                     continue
                 tasks.append([scale * difference for difference in differences])
@@ -146,21 +158,21 @@ class SweepRun:
         for group, cell in cells:
             means = report_cell(group, cell, SampleReader(self.run.store)).summary
             if means is not None:
-                own_scores = stored_scores(self.run.store, group, cell)
-                results.append(_TaskResult(group, means, self._pairs(group, cell), own_scores))
+                scores = stored_scores(self.run.store, group, cell)
+                results.append(_TaskResult(group, means, self._pairs(group, cell), scores))
         return results
 
     def _pairs(self, group: Group, cell: Cell) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
-        # a run without a baseline has no full cache: the cell is then its own, and all shares are 100
+        # a run without the full cache compares the cell with itself, so all shares are 100 %
         full_cell = next((c for c in group.cells if not c.chain.stages), cell)
-        own_scores = stored_scores(self.run.store, group, cell)
+        scores = stored_scores(self.run.store, group, cell)
         full_scores = stored_scores(self.run.store, group, full_cell)
-        pairs = [(score, full_scores[e]) for e, score in own_scores.items() if e in full_scores]
+        pairs = [(score, full_scores[e]) for e, score in scores.items() if e in full_scores]
         return np.array(pairs, dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
-        """Return a text for each cell whose scores are missing, incomplete or meaningless: the cell and the reason."""
+        """Return ``cell: reason`` as text for each cell whose scores are missing, incomplete or meaningless."""
         reasons = []
         for _, group, cell in self.cells():
             reason = self._why_left_out(group, cell)
@@ -171,7 +183,7 @@ class SweepRun:
     def _why_left_out(self, group: Group, cell: Cell) -> str | None:
         """Return why a cell's scores are missing, incomplete or meaningless; None if all is well."""
         store = self.run.store
-        # samples that a refused cell has from before are not shown
+        # a refused cell can have older samples, but they are not shown
         refusal = store.refusal(cell.id)
         if refusal is not None:
             return refusal
@@ -187,25 +199,25 @@ class SweepRun:
 
 @dataclass(frozen=True)
 class MeasuredFigure:
-    """The runs of a figure's sweeps, in the order of the sweeps."""
+    """The planned runs behind a figure, one for each of its sweeps, in the order of the sweeps."""
 
     runs: tuple[SweepRun, ...]
 
     def frame(self) -> pd.DataFrame:
-        """Return the rows of all sweeps."""
+        """Return the scores of all sweeps in one table, as ``SweepRun.frame`` has them."""
         return pd.concat([r.frame() for r in self.runs], ignore_index=True)
 
     def gains(self, stage: str) -> pd.DataFrame:
-        """Return what ``stage`` adds to the scores of all sweeps, as ``SweepRun.gains`` does."""
+        """Return how many points ``stage`` adds in all sweeps in one table, as ``SweepRun.gains`` has them."""
         return pd.concat([r.gains(stage) for r in self.runs], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
-        """Measure the missing answers."""
+        """Measure the answers that the store does not have yet."""
         for sweep_run in self.runs:
             experiment.measure(sweep_run.run, quiet)
 
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the data, for the head of the CSV."""
+        """Return the origin of the data by key, for the head of the CSV: settings, weights, examples, missing cells."""
         if not self.runs:
             return {}
         settings: dict[str, None] = {}
@@ -214,7 +226,7 @@ class MeasuredFigure:
         omissions: list[str] = []
         for sweep_run in self.runs:
             settings[of_run.describe_settings(sweep_run.run).removesuffix(".")] = None
-            # points without a place of their own are methods that the user named
+            # methods that the user named have nan in place of a declared x
             own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
             counts.update(len(group.examples) for group in sweep_run.run.groups)
             omissions += sweep_run.left_out()
@@ -232,7 +244,7 @@ class MeasuredFigure:
 
 
 def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
-    """Plan the runs of a figure, checked before any model is loaded.
+    """Plan the runs of a figure and check them, before any model is loaded.
 
     ``options`` are options of ``run`` as the user typed them, by key. ``dataset=`` and ``method=`` replace the figure's
     own. A figure with a budget for each dataset takes only its own datasets. Raises UsageError for a model, a dataset
@@ -245,7 +257,7 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     names = datasets
     if "dataset" in options:
         names = split_list(options["dataset"])
-    # with several datasets each has a budget of its own, so that none can stand in for another
+    # a figure with several datasets has a budget for each, so the user can choose among them but name no other
     if len(datasets) > 1:
         for name in names:
             if not any(_is_within(name, dataset) for dataset in datasets):
@@ -253,7 +265,7 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
                     f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
                     f"{', '.join(datasets)}"
                 )
-    # results= says where the figure goes, and limit= is an option of all figures in one command
+    # results= only names the folder, and limit= may be meant for other figures of the same command
     if options and not sweeps and set(options) - {"results", "limit"}:
         raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
     sweep_runs = []
@@ -272,22 +284,22 @@ def _is_within(name: str, dataset: str) -> bool:
 
 
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
-    """Plan the run of one sweep on a model; ``options`` are the user's, with the dataset that is read."""
+    """Plan the run of one sweep on a model. ``options`` are the user's, and name the datasets to read."""
     tiny = model == stand_ins.MODEL
     cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
-        # the user's methods stand in place of the figure's, the full cache beside them
+        # the user's methods replace the figure's; the full cache has no stages and is no point of its own
         chain_configs = [c for c in cfg.chains if c.chain.stages]
         points = _own_points([c.label for c in chain_configs], several="x" in figure.columns)
         chains = tuple(c.chain for c in chain_configs)
         return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
     values: Mapping[str, object] = {}
     if sweep.preset:
-        # values of a preset can be stated for single models; a folder or hub id gets those for any model
+        # a preset can have values for single models of conf/model; a folder or hub id gets the values for any model
         values = presets.values(sweep.preset, model if model in entries("model") else "")
     small = replace(stand_ins.TINY, of=sweep.length) if tiny else None
     chains = tuple(_build_chain(point, values, small) for point in sweep.points)
-    # scaled points can become one chain, which is measured once
+    # scaling can make two points one chain, which is measured once
     labels: dict[Chain, str] = {}
     for point, chain in zip(sweep.points, chains, strict=True):
         labels[chain] = f"{point.series} {point.x:g}"
@@ -301,7 +313,7 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
     arguments = list(sweep.arguments)
     if model != stand_ins.MODEL:
         arguments += sweep.pretrained
-    # an option of a dataset would be refused for one that does not have it
+    # a run refuses an option that one of its datasets does not have, so such options of the figure are dropped
     known_options = [entries("dataset").get(name.partition("/")[0], {}) for name in split_list(options["dataset"])]
     for key, value in split_options(arguments).items():
         if all(key in known for known in known_options):
@@ -313,16 +325,17 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
 
 
 def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
-    """Return a point for each of the user's methods.
+    """Return a point for each method that the user named, with nan as its x.
 
-    With ``several``, methods whose labels differ only in their budgets are points of one series.
+    labels: the methods' labels.
+    several: True if a series can have several points. Methods whose labels differ only in budgets then share a series.
     """
-    # a line is a label without its budgets
+    # each line is a label without its budgets
     lines = [line_of(label) for label in labels]
     points = []
     for label, line in zip(labels, lines, strict=True):
         name = label
-        # a line that only one method has is a shorter name for it
+        # a label without budgets is shorter, and a clear name if no other method has the same
         if several or lines.count(line) == 1:
             name = line
         points.append(Point(name, math.nan, label))
@@ -330,31 +343,36 @@ def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
 
 
 def _build_chain(point: Point, values: Mapping[str, object], small: row_knobs.StandIn | None) -> Chain:
-    """Build the chain of a point, with windows and sizes scaled to a ``small`` model."""
+    """Build the chain of a point.
+
+    values: the values of the sweep's preset by full key.
+    small: the tiny model, to which windows and sizes are scaled; None for any other model.
+    """
     entry: dict[str, Any] = {"method": point.method}
     if small is not None:
         scaled = row_knobs.scaled_windows(values, registry.split(point.method), small)
         entry |= {key: int(value) for key, value in scaled.items()}
     entry |= point.knobs
-    # a figure's own numbers of tokens are the paper's, as those of its preset
+    # a figure states kv_size in tokens of the paper's prompts, as its preset does
     if small is not None and "kv_size" in entry:
         entry["kv_size"] = small.tokens(entry["kv_size"])
     return chain_of(entry, preset=values)
 
 
 def _task_name(group: Group, several: bool) -> str:
-    """Return a task's name in a figure with one task, or with ``several``."""
+    """Return the name of a task in a figure's data. ``several``: True if the run has more than one task."""
     task = group.task.id
     if several:
-        # the part behind the dataset tells its tasks apart; another dataset has one task, without parts
+        # a task is named dataset/part if its dataset has several; a dataset with one task has no parts
         return task.partition("/")[2] or task
     return task
 
 
 def _gain_numbers(tasks: Sequence[Sequence[float]], scale: float) -> Row:
-    """Return the mean over tasks of paired differences in printed units, and its interval.
+    """Return the columns GAINS: the mean over tasks of paired differences as printed, with its interval.
 
-    ``scale`` is the difference between the best and the worst score, as printed.
+    tasks: the differences of each task's examples.
+    scale: the best score minus the worst, as printed, which bounds a difference.
     """
     gain, interval = stats.mean_over_tasks(tasks, bounds=(-scale, scale))
     low, high = interval or (None, None)
@@ -362,7 +380,7 @@ def _gain_numbers(tasks: Sequence[Sequence[float]], scale: float) -> Row:
 
 
 def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
-    """Return the tokens kept and the bytes held at 16 bits over all prompts, in per cent of the full cache's."""
+    """Return the columns kept and bytes over all prompts of ``cells``, in per cent of the full cache's, at 16 bits."""
 
     def total(field_name: str) -> float:
         """Return the sum of a field over all prompts. The field of a cell is the mean over the cell's n prompts."""
@@ -375,7 +393,7 @@ def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
 
 
 def _task_numbers(result: _TaskResult) -> Row:
-    """Return the columns of a point on one task."""
+    """Return the columns of a point on one task: its metric and the columns VALUES."""
     means = result.means
     low, high = means.ci or (None, None)
     row: Row = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
@@ -396,7 +414,7 @@ def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
     has_perplexity = any(metric(name).shown for name in names)
     if has_perplexity or any(task_means.score is None for task_means in means):
         return row
-    # all other metrics have the same scale, so any of their names will do
+    # all metrics but perplexities have one scale, so the name of any task's metric will do
     name = next(iter(names))
     scale = metric(name).scale
     # scores are stored from 0 to 1, and shown in the metric's unit
@@ -409,9 +427,10 @@ def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
 
 
 def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
-    """Return the method's mean score over tasks in per cent of the full cache's, with its interval.
+    """Return the columns relative, relative_low and relative_high: the mean score in per cent of the full cache's.
 
-    ``name`` is the metric. A perplexity has no such share, and the columns are then None.
+    tasks: for each task the scores [n, 2] of the method and of the full cache.
+    name: the name of the metric. A perplexity has no such share, and its columns are None.
     """
     relative = stats.Share()
     if not metric(name).shown:

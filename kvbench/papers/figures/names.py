@@ -1,4 +1,4 @@
-"""Printed names of models, tasks and texts, for the titles of figures."""
+"""Printed names of models, tasks and texts, for the titles and notes of figures."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ TASKS = {
 SYNTHETIC = {"needle", "hop", "listing", "labels", "multikey", "code"}
 """The tasks of the tiny suite."""
 UNITS = ("token", "word", "byte")
-"""The last part of the id of a task of language modelling."""
+"""The last parts that ids of language modelling tasks can have, such as ``pg19/token``."""
 
 
 def print_model(name: str) -> str:
-    """Return the printed name of a model."""
+    """Return the printed name of a model, such as SmolLM2-135M; other models keep their own name."""
     return MODELS.get(name, name)
 
 
 def print_task(task: str) -> str:
     """Return the printed name of the task with the id ``task``: ``longbench/qasper`` is Qasper.
 
-    The last part of the id decides. It is also the name of a task that has no other.
+    The last part of the id decides. A task without a printed name is shown by this part.
     """
     parts = task.split("/")
     if parts[0] == "tiny_stream":
@@ -68,7 +68,7 @@ def print_text(text: str) -> str:
 
 
 def find_model(facts: dict[str, str]) -> str:
-    """Return the printed name of the model in the facts of a CSV, '' if they name no model."""
+    """Return the printed name of the model that the facts of a CSV name; '' if they name none."""
     # measured scores have the fact runs: "Model NAME, float32; dataset ..."
     # figures of activations have the fact model: "NAME (fingerprint), float32"
     found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
@@ -78,10 +78,13 @@ def find_model(facts: dict[str, str]) -> str:
 
 
 def find_texts(facts: dict[str, str]) -> str:
-    """Return what a figure of activations read: names and numbers of prompts, '' for any other figure."""
+    """Return in words what a figure of activations read, from the facts of its CSV; '' for any other figure.
+
+    It is the names of the texts or tasks, the number of prompts and their lengths.
+    """
     if "texts" not in facts:
         return ""
-    # "needle (1), hop (1)": names may have commas, and their counts stand in brackets
+    # facts["texts"] is such as "needle (1), hop (1)": a name may have commas, so the count in brackets ends it
     names = [print_text(name) for name in re.findall(r"(?:^|, )(.+?) \(\d+\)", facts["texts"])]
     text = ", ".join(names)
     if len(names) > 3:
@@ -100,7 +103,7 @@ def find_texts(facts: dict[str, str]) -> str:
 
 
 def find_tasks(data: pd.DataFrame) -> str:
-    """Return the printed names of a figure's tasks, or their number; '' for data without tasks."""
+    """Return the printed names of a figure's tasks, or the number of many tasks; '' for data without tasks."""
     if "task" not in data:
         return ""
     tasks = list(dict.fromkeys(print_task(task) for task in data["task"] if task != "mean"))

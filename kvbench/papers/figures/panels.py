@@ -1,7 +1,7 @@
-"""Pictures of tidy data: panels of lines, points, bars or a map, placed by the values of columns.
+"""Draw tidy data as pictures: grids of panels with lines, points, bars or a map, placed by the values of columns.
 
-A picture is a value whose defaults fit most figures, and figures.yaml states the rest beside the runs behind it: nearly
-all panels are lines over one column. As a Python function a picture is over half longer than as an entry.
+A picture is a value, which figures.yaml declares beside the runs behind it. Defaults fit most figures, since nearly all
+panels are lines over one column.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from kvbench.tasks.metrics import stats
 
 METHOD_COLUMNS = ("series", "method")
 """Columns whose values are methods: each has its own look and printed name (kvbench.report.looks)."""
-MOST_BANDS = 2  # curves with bands around them; more would be grey on grey and have bars at their points
-DODGED = 0.05  # points with bars that share one x are spread over this share of the axis
-WIDE = 10  # highest over lowest value, from where on an ``auto`` scale is logarithmic
-PREFIX = len("(a) ")  # what a letter adds to a title
-FAR = 1.4  # times the room of a title, from where on it reaches into the next panel even in small letters
-BEHIND = 1.9  # zorder of quiet lines, just below the 2 that matplotlib gives to lines; the legend knows them by it
+MOST_BANDS = 2  # so many curves have bands around them; more bands would hide each other, and become error bars
+DODGED = 0.05  # points with error bars that share one x are spread over this share of the axis
+WIDE = 10  # an ``auto`` scale is logarithmic if the highest value is more than so many times the lowest
+PREFIX = len("(a) ")  # the characters that a letter adds to a title
+FAR = 1.4  # a title longer than so many times its room is broken, since it is too long even in small letters
+BEHIND = 1.9  # the zorder of quiet lines, just below matplotlib's 2 for lines; the legend recognises them by it
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,21 @@ class Panel:
     value: str = ""  # the numbers behind the colours of heat and points
     marked: str = ""  # bars with True stand out
     shaded: str = ""  # points with True have a grey background
-    # the ends of intervals: bands around one or two lines, error bars at the points of more lines
+    # low and high are the ends of intervals, drawn as bands around one or two lines, as error bars for more lines
     low: str = ""
     high: str = ""
     first_band: bool = False  # only the first line shows its interval, as a band
     level: Mapping[str, object] = field(default_factory=dict)  # rows with these values are a dashed horizontal line
-    fails: bool = False  # the panel says so if that line is next to 0
+    fails: bool = False  # if the level is next to 0, the panel says that the model fails, and shows no lines
     direct: bool = False  # names stand beside the lines, not in a legend
     look: Mapping[str, object] = field(default_factory=dict)  # matplotlib's keywords for all lines
-    looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same by value of ``hue``
+    looks: Mapping[str, Mapping[str, object]] = field(default_factory=dict)  # the same, by value of ``hue``
     quiet: Sequence[str] = ()  # the values of ``hue`` that are drawn thin and grey
     crowd: str = ""  # the common name of more than seven lines, which are then thin and grey, beside their mean
     shades: bool = False  # the values of ``hue`` have an order, which their colours show
     xscale: str = ""  # ``log``, ``log2``, or ``auto``: logarithmic if the values are far apart
-    yscale: str = ""  # likewise
-    ticks: str | Sequence[float] = ()  # ``data``, ``even``, ``powers`` (of 2) or a list
+    yscale: str = ""  # as xscale
+    ticks: str | Sequence[float] = ()  # x ticks: ``data``, ``even``, ``powers`` (of 2) or a list
     reverse: bool = False  # x runs from right to left
     decades: float = 0  # the y axis ends at most this many powers of ten below the highest value
     top: bool = False  # the y axis runs from 0 to the highest value, or to 100 if that is near
@@ -89,16 +89,21 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A grid with a place for each pair of values of the columns ``rows`` and ``columns``; each holds all ``panels``.
+    """A grid of places that each hold all ``panels``, one place for each pair of values of two columns of the data.
 
-    panels: stacked if ``heights`` are given, else side by side.
+    panels: the panels of a place. They are stacked if ``heights`` are given, else they stand side by side.
+    width: the width of the figure in inches.
+    height, base: in inches. The figure is ``base`` high, plus ``height`` for each row of the grid, plus its head.
+    rows, columns: the columns of the data whose values make the rows and columns of the grid; '' for a single one.
     wrap: the most places in a row of the grid; 0 for no limit.
-    width, height, base: in inches; the figure is ``base`` plus ``height`` for each row of the grid high.
-    names: for a column, the texts of its values, in the order in which they are drawn.
+    heights: the relative heights of stacked panels.
+    names: for a column, the texts that replace its values, in the order in which places are drawn.
     sharex, sharey: as in matplotlib's ``subplots``.
-    legend, legend_columns: ``below``, ``right`` or '' for none, and its number of columns.
-    bars: ``each`` for a colour bar a place, ``one`` for a common one.
-    beside, share: a second picture at the right; this one is ``share`` times as wide as it.
+    legend: the place of the legend, ``below`` or ``right``; '' for none.
+    legend_columns: the most columns of a legend below.
+    bars: ``each`` for a colour bar at each place of the grid, ``one`` for a common one.
+    beside: a second picture of the same data, at the right.
+    share: the width of this picture over the width of the second one.
     """
 
     panels: tuple[Panel, ...]
@@ -136,14 +141,14 @@ class Picture:
             self.beside._fill(halves[1], data, letters_used)
         _draw_legend(fig, self.legend, self.legend_columns)
         if any(panel.direct for panel in self.panels):
-            # names keep clear of points, whose places are known once the figure is laid out
+            # the names of lines keep clear of points, whose positions are known only once the figure is laid out
             fig.draw_without_rendering()
             for ax in fig.axes:
                 _write_line_names(ax)
         return fig
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
-        """Return {column: value} of ``rows`` and ``columns`` for each place of the grid, row by row."""
+        """Return the places of the grid, row by row: {column: value} with the values that the rows of a place have."""
         data = data[_mask_of(data, self.panels[0].where)]
         places: list[dict[str, object]] = [{}]
         for column in (self.rows, self.columns):
@@ -160,7 +165,7 @@ class Picture:
         return places
 
     def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:
-        """Return how many places stand beside each other in a row of the grid."""
+        """Return how many places stand beside each other in a row of the grid, at most ``wrap``."""
         count = len({place.get(self.columns) for place in places})
         if not self.wrap or count <= self.wrap:
             return count
@@ -168,9 +173,12 @@ class Picture:
         return math.ceil(count / math.ceil(count / self.wrap))
 
     def _fill(self, fig: Any, data: pd.DataFrame, first_letter: int) -> int:
-        """Draw the panels on ``fig`` and return how many letters are used: ``first_letter`` plus one for each title."""
+        """Draw all panels with their titles and colour bars on ``fig``. Return the letters used so far.
+
+        first_letter: how many letters of titles are used already, by a picture at the left.
+        """
         places = self._places(data)
-        # a place holds some panels below each other, or beside each other
+        # the panels of a place are stacked if there are heights, else they stand side by side
         places_across, panels_down = self._places_in_a_row(places), len(self.heights) or 1
         places_down, panels_across = math.ceil(len(places) / places_across), len(self.panels) // panels_down
         axes = fig.subplots(
@@ -182,7 +190,7 @@ class Picture:
             squeeze=False,
         )
         titles: list[tuple[Axes, str]] = []
-        # by colour bar: the axes that it belongs to, with their images and its label
+        # for each colour bar, (axes, image, label) of the panels that share it
         images: dict[int, list[tuple[Axes, Any, str]]] = {}
         for i, place in enumerate(places):
             row, column = divmod(i, places_across)
@@ -202,7 +210,7 @@ class Picture:
                 first = _with_printed_names(rows.iloc[0])
                 if panel.title:
                     titles.append((ax, panel.title.format(**first)))
-                # x is labelled below the last row of the grid, or everywhere if that row has gaps; y at the left
+                # x is labelled below the last row of the grid, or everywhere if that row has gaps; y only at the left
                 if i + places_across >= len(places) or len(places) % places_across:
                     ax.set_xlabel(panel.xlabel.format(**first))
                 if panels_down == 1 or (j == len(self.panels) - 1 and i + places_across >= len(places)):
@@ -231,10 +239,13 @@ class Picture:
     def _write_titles(
         self, titles: Sequence[tuple[Axes, str]], first_letter: int, max_characters: float, stacked: bool
     ) -> None:
-        """Write each panel's title, lettered (a), (b), ... from ``first_letter`` on if the figure has several panels.
+        """Write each panel's title. In a figure with several panels titles are lettered (a), (b), ...
 
         All titles are small if one is longer than ``max_characters``, and broken into lines if one is far longer.
-        ``stacked``: panels stand below each other within a place of the grid.
+
+        titles: the axes and title of each panel.
+        first_letter: the number of the first letter, 0 for a.
+        stacked: True if panels stand below each other within a place of the grid.
         """
         lettered = first_letter or len(titles) > 1 or self.beside
         longest = max((len(title) + PREFIX for _, title in titles), default=0)
@@ -254,9 +265,10 @@ class Picture:
 
 
 def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Draw a line with its band for each value of ``hue``; without a line style, points with error bars.
+    """Draw a panel of lines: one for each value of ``hue``, with its intervals, and a dashed one for the ``level``.
 
-    rows: the data of this panel. everything: the data of all panels, which decide the names, colours and limits.
+    rows: the data of this panel.
+    everything: the data of all panels of the picture, so that a name has one look in all of them.
     """
     is_level = pd.Series(False, index=rows.index)
     curves = everything
@@ -268,20 +280,20 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     if len(level_rows) and not fails:
         level = float(level_rows[panel.y].iloc[0])
         ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
-    # the names of all places, so that a name has one look in all of them
+    # names are those of all panels, so that each has one look in all of them
     names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
     of_methods = panel.hue in METHOD_COLUMNS
     method_looks = looks.looks_of([str(name) for name in names])
-    # more bands than two hide each other: their points have bars instead, beside each other
+    # more than two bands would hide each other, so points have error bars instead, which stand beside each other
     drawn_here = rows.loc[~is_level, panel.hue].nunique()
     has_bars = bool(panel.low) and drawn_here > MOST_BANDS and not panel.first_band
-    # at the budgets that a figure declares all curves have points; measured positions stay what they are
+    # only x as declared is moved, since all curves have points there; a measured position stays where it is
     dodged = has_bars and panel.x == "x" and bool(rows[panel.low].notna().any())
     for i, name in enumerate(names):
         curve_rows = rows[~is_level & (rows[panel.hue] == name)].sort_values(panel.x, kind="stable")
         if fails:
-            # a place without points keeps its entry in the legend
+            # NaN draws no points, but keeps the curve's entry in the legend
             curve_rows = curve_rows.assign(**{panel.y: np.nan, panel.low: np.nan, panel.high: np.nan})
         if dodged:
             curve_rows = _dodge(curve_rows, curves[panel.x], i / (len(names) - 1) - 0.5, panel)
@@ -303,7 +315,7 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
                 ground = line[line[panel.shaded]]
                 ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
             if crowded:
-                label = panel.crowd  # a legend has a label once: all quiet lines together are one entry
+                label = panel.crowd  # equal labels are one entry of the legend, which stands for all quiet lines
             (curve,) = ax.plot(line[panel.x], line[panel.y], **({"label": label} | look))
             if panel.low and not (panel.first_band and name != names[0]):
                 with_band = look.get("linestyle") != "none" and not has_bars
@@ -316,11 +328,13 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 def _line_look(
     panel: Panel, name: Any, names: Sequence[Any], points: int, method_looks: Mapping[str, looks.Look]
 ) -> dict[str, Any]:
-    """Return matplotlib's keywords for the line ``name``, one of ``names``, with this number of points.
+    """Return matplotlib's keywords for the line ``name``.
 
-    method_looks: the looks of methods, for panels whose lines are methods.
+    names: the names of all lines, by whose order colours are given.
+    points: the number of points of the line.
+    method_looks: the looks of methods by name, for panels whose lines are methods.
     """
-    # names with a look of their own use up no marker and colour of the others
+    # a name with keywords of its own takes no marker or colour from the others
     unstyled = [other for other in names if other not in panel.looks]
     number = 0
     if name in unstyled:
@@ -339,7 +353,9 @@ def _line_look(
 def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
     """Write in the panel that the model fails, if the full cache's score is next to 0 or its interval reaches 0.
 
-    level_rows: the rows of the full cache. Returns True if the text was written.
+    Return True if the text was written.
+
+    level_rows: the rows of the full cache.
     """
     if level_rows.empty:
         return False
@@ -364,20 +380,22 @@ def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
 def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
     """Return a curve's rows moved along x, so that the error bars of curves with equal x stand beside each other.
 
+    The first and the last curve move apart by the share DODGED of the axis.
+
     xs: the x of all curves. Their range stands for the length of the axis.
-    side: the place among the curves, from -0.5 for the first to 0.5 for the last. The first and the last curve move
-    apart by the share DODGED of the axis.
+    side: the curve's place among all curves, from -0.5 for the first to 0.5 for the last.
     """
     if panel.xscale.startswith("log"):
-        # equal distances on a logarithmic axis are factors
+        # on a logarithmic axis a distance is a factor: (max / min)^(DODGED * side)
         factor = (xs.max() / xs.min()) ** (DODGED * side)
         return rows.assign(**{panel.x: rows[panel.x] * factor})
     return rows.assign(**{panel.x: rows[panel.x] + DODGED * side * (xs.max() - xs.min())})
 
 
 def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band: bool) -> None:
-    """Draw a line's intervals from ``low`` to ``high``.
+    """Draw a line's intervals from ``low`` to ``high``, as a band or as error bars.
 
+    rows: the points of the line that have an interval.
     with_band: True for a band around the line, False for error bars at its points.
     """
     if rows.empty:
@@ -385,18 +403,18 @@ def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band
     if with_band:
         ax.fill_between(rows[panel.x], rows[panel.low], rows[panel.high], color=color, alpha=0.13, linewidth=0)
     else:
-        # matplotlib takes the distances from the point, not the ends
+        # errorbar takes the distances of both ends from the point
         spread = (rows[panel.y] - rows[panel.low], rows[panel.high] - rows[panel.y])
         ax.errorbar(rows[panel.x], rows[panel.y], spread, ls="", elinewidth=0.5, color=color, alpha=0.8)
 
 
 def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """Draw a point for each row, its colour by ``value``."""
+    """Draw a panel with a point for each row, coloured by ``value``. Return it for a colour bar."""
     return ax.scatter(rows[panel.x], rows[panel.y], c=rows[panel.value], s=11, linewidths=0.3, edgecolors="black")
 
 
 def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Draw a bar for each x, red where it is ``marked``."""
+    """Draw a panel with a bar for each x; a ``marked`` bar is red. Only the first row of an x counts."""
     rows = rows.drop_duplicates(panel.x)
     colors = [style.GREY] * len(rows)
     if panel.marked:
@@ -405,14 +423,14 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
 
 
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """Draw a map of means of ``value``, x to the right and y downwards, with its numbers if they are few.
+    """Draw a map of the mean ``value`` of each x and y, x to the right and y downwards. Return it for a colour bar.
 
-    everything: the data of all panels, over whose values the colours of logarithmic maps go.
+    everything: the data of all panels of the picture, whose values are the range of a logarithmic map's colours.
     """
     table = rows.pivot_table(index=panel.y, columns=panel.x, values=panel.value)
     row_labels = [f"{value:g}" for value in table.index if isinstance(value, int | float)]
     if not row_labels:
-        # names stand in the order of the data
+        # y are names, not numbers: pivot_table has sorted them, and they go back to the order of the data
         table = table.loc[list(dict.fromkeys(rows[panel.y]))]
         row_labels = [looks.print_name(str(name)) for name in table.index]
     lowest, highest = None, None
@@ -443,18 +461,20 @@ KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
     "bars": bars,
     "heat": heat,
 }
+"""The functions that draw a panel on its axes, by ``Panel.kind``. They take (axes, rows, panel, everything)."""
 
 
 def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
-    """Set the scales, ticks and limits of a panel, and draw its reference lines.
+    """Set the scales, ticks and limits of a panel, and draw its reference lines. A map keeps its own axes.
 
-    rows: the data of this panel. everything: the data of all panels, which decide the limits.
+    rows: the data of this panel.
+    everything: the data of all panels of the picture, which decide the limits.
     """
     if panel.kind == "heat":
         return
     if panel.level:
         everything = everything[~_mask_of(everything, panel.level)]
-    # all places have the limits of all data, so that they compare
+    # limits are those of all data, so that panels can be compared
     values = everything[panel.y].dropna()
     _set_scales(ax, panel, everything[panel.x].dropna(), values)
     _set_ticks(ax, panel, sorted(everything[panel.x].unique()))
@@ -462,7 +482,8 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
         ax.invert_xaxis()
     highest = values.max()
     if panel.decades:
-        # from so many decades below the highest value, or just below the lowest, to just above the highest
+        # the axis begins so many decades below the highest value, or just below the lowest if that is higher; values
+        # are clipped, since a logarithmic axis has no 0
         lowest_positive = values.clip(lower=1e-12).min()
         ax.set_ylim(max(highest * 10**-panel.decades, 0.8 * lowest_positive), 1.6 * highest)
     elif panel.bottom is not None:
@@ -485,15 +506,18 @@ def _set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFra
     if panel.at_x is not None and rows[panel.x].min() <= panel.at_x <= rows[panel.x].max():
         ax.axvline(panel.at_x, color=style.GREY, lw=0.6, ls=":")
         if panel.at_text:
-            # above the line
-            place = ax.get_xaxis_transform()
-            ax.text(panel.at_x, 1.01, panel.at_text, transform=place, ha="center", fontsize=6, color=style.GREY)
+            # x in data, y as a share of the axes' height: just above the panel
+            transform = ax.get_xaxis_transform()
+            ax.text(panel.at_x, 1.01, panel.at_text, transform=transform, ha="center", fontsize=6, color=style.GREY)
     if panel.at_y is not None:
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
 
 
 def _set_scales(ax: Axes, panel: Panel, xs: pd.Series[float], ys: pd.Series[float]) -> None:
-    """Set logarithmic scales; an ``auto`` one is logarithmic where the values of its own axis are far apart."""
+    """Set the scales of a panel's axes that are not linear.
+
+    xs, ys: the values along both axes. They decide whether an ``auto`` scale is logarithmic.
+    """
     for set_scale, axis, scale, values in (
         (ax.set_xscale, ax.xaxis, panel.xscale, xs),
         (ax.set_yscale, ax.yaxis, panel.yscale, ys),
@@ -511,14 +535,17 @@ def _set_scales(ax: Axes, panel: Panel, xs: pd.Series[float], ys: pd.Series[floa
 
 
 def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
-    """Set the ticks of the x axis on the ascending values ``xs`` of the data; matplotlib's stay without ``ticks``."""
+    """Set the ticks of the x axis as ``panel.ticks`` says. An empty ``ticks`` leaves matplotlib's.
+
+    xs: the different values of x in the data, ascending.
+    """
     if not panel.ticks:
         return
     # minor ticks of a logarithmic axis would stand between those that are set
     ax.xaxis.set_minor_locator(NullLocator())
     if panel.ticks == "even":
-        places, _ = style.integer_ticks(xs, 9)
-        ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in places]))
+        indices, _ = style.integer_ticks(xs, 9)
+        ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in indices]))
         return
     if panel.ticks == "powers":
         lowest_power = math.floor(math.log2(xs[0]))
@@ -536,7 +563,7 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
 
 
 def _thin_out(values: Sequence[float]) -> list[float]:
-    """Return the values that leave room for their labels on a logarithmic axis, the smallest first."""
+    """Return those of the ascending values whose labels have room on a logarithmic axis: a factor of 1.2 apart."""
     ticks = list(values[:1])
     for value in values[1:]:
         if value > 1.2 * ticks[-1]:
@@ -545,7 +572,7 @@ def _thin_out(values: Sequence[float]) -> list[float]:
 
 
 def _with_printed_names(row: pd.Series) -> dict[str, Any]:
-    """Return a row's values for texts, with printed names of methods and tasks."""
+    """Return a row's values by column, with methods and tasks under their printed names."""
     values: dict[str, Any] = {str(column): value for column, value in row.items()}
     for column in METHOD_COLUMNS:
         if column in values:
@@ -562,18 +589,22 @@ def _write_line_names(ax: Axes) -> None:
     points: list[list[float]] = []
     for line in ax.get_lines():
         label = str(line.get_label())
-        places = np.asarray(line.get_xydata(), dtype=float).tolist()
-        # matplotlib's own lines have labels with _, and reference lines no markers
-        if label.startswith("_") or not places or line.get_marker() in ("", "None"):
+        positions = np.asarray(line.get_xydata(), dtype=float).tolist()
+        # lines without a label of their own get one with _ from matplotlib; reference lines have no markers
+        if label.startswith("_") or not positions or line.get_marker() in ("", "None"):
             continue
-        points += places
-        x, y = max(places, key=lambda place: place[1])
+        points += positions
+        x, y = max(positions, key=lambda place: place[1])
         highest.append((x, y, label, str(line.get_color())))
     style.write_names(ax, highest, points)
 
 
 def _draw_legend(fig: Any, where: str, columns: int) -> None:
-    """Draw one legend for all panels at ``where``, with quiet lines last; draw none if ``where`` is empty."""
+    """Draw one legend for all panels of a figure, with quiet lines last. A single line gets no legend.
+
+    where: ``below`` or ``right``; '' for no legend.
+    columns: the most columns of a legend below.
+    """
     handles = {}
     for ax in fig.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
@@ -593,7 +624,7 @@ def _draw_legend(fig: Any, where: str, columns: int) -> None:
 
 
 def _mask_of(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
-    """Return a mask of the rows that have these values."""
+    """Return a mask that is True for the rows with the values of ``where``, by column."""
     mask = pd.Series(np.ones(len(data), bool), index=data.index)
     for column, value in where.items():
         mask &= data[column] == value

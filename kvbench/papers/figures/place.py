@@ -1,4 +1,4 @@
-"""Where a figure is written: never in place of one that shows something else."""
+"""Choose the folder that a figure is written to, so that it never replaces a figure that shows something else."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from kvbench.papers.figures.figure import OWN_METHODS, Figure, facts_of, figure_
 from kvbench.tasks.base import read_text
 
 SAME_FIGURE = ("model", "results", "output", "threads", "device", "data.root")
-"""The keys with which a figure is still drawn with its own settings."""
+"""Options that leave a figure's declared settings alone. With any other option it goes to the user's own folder."""
 LEFT_OUT = "left out"
-"""The fact that names missing measurements."""
+"""The key of a CSV's fact that names missing measurements."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The folders that a command's figures go to.
+    """The options of a command that decide which folder each of its figures goes to.
 
     results, model: the command's results folder and model.
-    output: the folder that the command names, '' if it names no folder.
-    settings: the command's other arguments, such as ``limit=1``.
+    output: the folder of ``output=``, where all figures go; '' without it.
+    settings: the options that change a figure, such as ``limit=1``.
     """
 
     results: Path
@@ -34,27 +34,27 @@ class Place:
 
     @classmethod
     def of(cls, options: Mapping[str, str], results: str, model: str) -> Place:
-        """Return the place of a command's arguments."""
+        """Return the place for a command's ``options`` by key, and its results folder and model."""
         settings = tuple(f"{key}={value}" for key, value in options.items() if key not in SAME_FIGURE)
         return cls(Path(results), model, options.get("output", ""), settings)
 
     def folder(self, figure: Figure, facts: Mapping[str, object]) -> Path:
-        """Return the folder for a figure that was computed under ``facts``.
+        """Return the folder for a figure whose CSV has these facts.
 
-        A figure with its declared settings goes to the folder of results. A figure with other settings goes to the
-        folder of the user's own figures, as does a figure that would replace one with other facts. Both print a
-        message.
+        A figure with its declared settings goes to the folder of results. Figures of the user's methods and figures
+        with other settings go to the folder of the user's own figures. So does a figure that would replace one with
+        other facts. A message says where the last two go.
         """
         if self.output:
             return Path(self.output)
         results_folder = figure_folder(self.results, self.model)
         users_folder = own_folder(self.results, self.model)
-        # the user's methods are none of the figure's, whatever lies in the folder of results
+        # figures of the user's methods never go to the folder of results, even if that is empty
         if OWN_METHODS in facts:
             return users_folder
         path = results_folder / f"{figure.id}.csv"
         if path.exists():
-            # equal facts were computed from the same data, so that nothing is lost
+            # equal facts mean that both figures show the same data, so replacing the old one loses nothing
             if _can_replace(facts_of(read_text(path, figure.id)), {"figure": figure.id} | dict(facts)):
                 return results_folder
             say(
@@ -62,7 +62,7 @@ class Place:
                 "output=FOLDER names another"
             )
             return users_folder
-        # a first figure with other settings would keep the one with its own from being written
+        # a figure with other settings must not be the first here: the declared one could not replace it later
         if self.settings:
             settings = " ".join(self.settings)
             say(f"{figure.id} with {settings} goes to {users_folder}; output=FOLDER names another")
@@ -81,19 +81,22 @@ def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
 
 
 def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
-    """Return facts for comparison: without the fact that names missing measurements, and lists without brackets."""
+    """Return facts as texts for comparison, without brackets, spaces and the fact on missing measurements."""
     texts = {}
     for key, value in facts.items():
         if key != LEFT_OUT:
-            # in a CSV a fact is a text, which may have been written as [1, 2] or as 1,2
+            # a fact in a CSV is a text, and a list may stand there as [1, 2] or as 1,2
             texts[key] = re.sub(r"[\[\]\s]", "", str(value))
     return texts
 
 
 def redrawn_path(figure: Figure, csv: Path, text: str, results: str, output: str) -> Path:
-    """Return the path, without ending, of pictures that are drawn from a CSV: beside it, or in a folder of the user's.
+    """Return the path, without ending, of the pictures that are drawn from a CSV.
 
-    Raises UsageError where a CSV with other data lies there.
+    They go to the folder ``output``, else below the folder ``results``, else beside the CSV. An option that the user
+    did not give is ''. Raises UsageError if a CSV with other data lies below ``results``.
+
+    csv, text: the path and the content of the CSV.
     """
     if output:
         stem = Path(output) / figure.id

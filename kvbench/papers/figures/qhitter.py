@@ -22,17 +22,25 @@ from kvbench.methods.core.stage import Role, Stage
 from kvbench.papers.figures.figure import Code, Fact, percent_text
 from kvbench.papers.figures.reading import Prompt, Reading
 
-CRITICAL = 0.2  # of the tokens: those with the most accumulated attention
-OUTLIER = 5.0  # times the mean accumulated attention, which is 1: ultra-crucial tokens
+CRITICAL = 0.2  # the critical tokens are this share of all, those with the most accumulated attention
+OUTLIER = 5.0  # ultra-crucial tokens have more than so many times the mean accumulated attention, which is 1
 WIDTHS = (8, 4, 3, 2)
+"""The bits of figure 2 by default."""
 KINDS = {"own": "keys of this layer", "all": "whole cache"}
+"""The kinds of quantisation in figure 2 (see ``shifts``), in words."""
 DEPTHS = (0.0, 0.5, -1.0)
+"""The layers of figure 3 by default, as in ``Reading.layers``: the first, the middle and the last."""
 ROWS = {"k_error": "keys", "v_error": "values"}
+"""The columns of errors in figure 3, each with the name of its row of panels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coarse(Stage):
-    """Keys and values of ``bits`` bits for the prompt's attention; errors reach later layers. It is no method."""
+    """Quantise all keys and values that the prompt's attention reads to ``bits`` bits.
+
+    A layer's errors change the hidden states of the layers behind it. This stage serves figure 2 alone: it is not
+    registered as a method.
+    """
 
     id: ClassVar[str] = "coarse"
     role: ClassVar[Role] = "quantise"
@@ -40,7 +48,7 @@ class Coarse(Stage):
 
     @property
     def prefill_key(self) -> str:
-        """Return a key that keeps these passes apart from exact ones."""
+        """Return a key that differs from the exact stages' key, so that no pass is shared with them."""
         return f"coarse bits={self.bits}"
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +59,11 @@ class Coarse(Stage):
 
 
 def overlap(exact: Tensor, shifted: Tensor) -> Tensor:
-    """Return |S_o & S_q| / |S_o| of the critical sets of scores [H, n] -> [H]; the lower token wins ties."""
+    """Return how much the critical tokens of two score tensors [H, n] agree: |S_o & S_q| / |S_o| of each head [H].
+
+    S_o and S_q are the critical tokens by exact and by shifted scores. Both have CRITICAL of the n tokens, at least
+    one. The lower token wins ties.
+    """
     size = max(1, int(CRITICAL * exact.shape[1]))
     # S_o as a mask [H, n], which is read at the positions of S_q [H, size]: both sets have one size
     critical = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, top_indices(exact, size), True)
@@ -59,9 +71,10 @@ def overlap(exact: Tensor, shifted: Tensor) -> Tensor:
 
 
 def shifts(reading: Reading) -> pd.DataFrame:
-    """Return the mean overlap of critical sets over prompts: per kind, bits, layer and query head.
+    """Return the data of figure 2: the mean overlap of critical sets over prompts.
 
-    ``own``: this layer's keys alone are quantised. ``all``: all keys and values that the prompt's attention reads are.
+    There is a row for each kind, number of bits, layer and query head. The kind is ``own`` if only this layer's keys
+    are quantised, and ``all`` if all keys and values that the prompt's attention reads are quantised.
     """
     widths = reading.knobs.get("bits") or WIDTHS
     rows: list[tuple[str, int, int, int, float]] = []
@@ -74,12 +87,16 @@ def shifts(reading: Reading) -> pd.DataFrame:
 
 
 def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[tuple[str, int, int, int, float]]:
-    """Return (kind, bits, layer, head, overlap) for each layer and query head of one prompt.
+    """Return (kind, bits, layer, head, overlap) for each kind, width, layer and query head of one prompt.
 
     The prompt is read once with an exact cache, and once for each of ``widths`` with a quantised cache.
+
+    ids: the prompt's token ids [n].
+    widths: the numbers of bits.
     """
+    # accumulated attention [query heads, n] from exact keys by layer, from quantised ones by kind, bits and layer
     exact: dict[int, Tensor] = {}
-    shifted: dict[tuple[str, int, int], Tensor] = {}  # by kind, bits and layer
+    shifted: dict[tuple[str, int, int], Tensor] = {}
 
     def keep_exact(obs: Observation, k: Tensor, v: Tensor) -> None:
         """Keep a layer's exact scores, and those with its own keys quantised."""
@@ -96,39 +113,38 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
             assert obs.colsums is not None
             shifted["all", bits, obs.layer] = obs.colsums
 
-        # errors of one layer change the hidden states of the next, so that each width needs a pass of its own
+        # errors of one layer change the hidden states of the next, so each width needs a pass of its own
         reading.read(ids, Needs(colsums=True), keep_coarse, Chain((Coarse(bits=bits),)))
     rows = []
     for (kind, bits, layer), scores in shifted.items():
-        # accumulated attention [query heads, n] of both sides
         for head, value in enumerate(overlap(exact[layer], scores).tolist()):
             rows.append((kind, bits, layer, head, value))
     return rows
 
 
 def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield overlaps by width, and overlaps of shallow layers beside overlaps of deep layers."""
-    # a third of the layers from either end, at least one
+    """Yield the mean overlaps of each kind by width, over all layers and over the first and last third of layers."""
+    # either end has a third of the layers, at least one
     order = sorted(data["layer"].unique())
     third = max(1, len(order) // 3)
     data = data.sort_values("bits", ascending=False, kind="stable").assign(overlap=100 * data["overlap"])
     for kind, name in KINDS.items():
         rows = data[data["kind"] == kind]
         by_layers = {"mean": order, "first third of layers": order[:third], "last third": order[-third:]}
-        parts = {}
-        for part, layers in by_layers.items():
+        overlaps = {}
+        for words, layers in by_layers.items():
             layer_rows = rows[rows["layer"].isin(layers)]
-            parts[part] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
-        parts["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
+            overlaps[words] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
+        overlaps["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
         label = f"Overlap of the critical {percent_text(CRITICAL)} (chance: {percent_text(CRITICAL)}), {name} quantised"
-        yield Fact(label, pd.concat(parts), "{:.0f} %", "{} bits")
+        yield Fact(label, pd.concat(overlaps), "{:.0f} %", "{} bits")
 
 
 def errors(reading: Reading) -> pd.DataFrame:
-    """Return accumulated attention and quantisation error of every token, per prompt and layer.
+    """Return the data of figure 3: accumulated attention and quantisation error of every token, per prompt and layer.
 
-    Attention is the sum that the token receives from all queries, as a mean over query heads. Errors are
-    ||x - Quant(x)||_2 of the token's key, and of its value, over all kv heads.
+    attention: the sum of attention that the token receives from all queries, as a mean over query heads.
+    k_error, v_error: ||x - Quant(x)||_2 of the token's key and of its value, over all kv heads.
     """
     bits = (reading.knobs.get("bits") or (4,))[0]
     layers = reading.layers(DEPTHS)
@@ -160,13 +176,17 @@ def errors(reading: Reading) -> pd.DataFrame:
 
 
 def token_error(x: Tensor, bits: int) -> Tensor:
-    """Return ||x - Quant(x)||_2 [n] of x [H, n, D], over the heads and channels of a token."""
+    """Return each token's quantisation error ||x - Quant(x)||_2 [n] of x [H, n, D], over its heads and channels."""
     error = x.float() - quantise_zero_point(x, bits).dequantise(torch.float32)
     return error.square().sum(dim=(0, 2)).sqrt()
 
 
 def _mark_tokens(data: pd.DataFrame, error: str) -> pd.DataFrame:
-    """Add ``outlier`` tokens, and ``both``: in the top 20 % of a prompt's layer by attention and by error."""
+    """Return the data with two marks for each token. ``error`` is the column of its error.
+
+    outlier: True if its attention is above OUTLIER.
+    both: True if it is in the top CRITICAL of its prompt and layer both by attention and by error.
+    """
     groups = data.groupby(["prompt", "layer"])
     attention_rank = groups["attention"].rank(ascending=False, method="first")
     error_rank = groups[error].rank(ascending=False, method="first")
@@ -175,16 +195,21 @@ def _mark_tokens(data: pd.DataFrame, error: str) -> pd.DataFrame:
 
 
 def by_half(data: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each token's key and for its value, with the ``error`` and the ``mark`` of the token."""
+    """Return figure 3's data for drawing: a row for each token's key and one for its value.
+
+    half: keys or values.
+    error: the error of that half.
+    mark: the group of the token in words, which decides its look.
+    """
     halves = [_mark_tokens(data, error).assign(half=name, error=data[error]) for error, name in ROWS.items()]
     long = pd.concat(halves, ignore_index=True)
-    # an outlier has that mark alone, whether or not its error is large
+    # the mark of an outlier replaces the other two, whether or not its error is large
     mark = long["both"].map({True: "top 20 % by attention and error", False: "other tokens"})
     return long.assign(mark=mark.mask(long["outlier"], f"attention above {OUTLIER:g} times the mean"))
 
 
 def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield where ultra-crucial tokens stand by error, and how many tokens are crucial and hard to quantise."""
+    """Yield the share of ultra-crucial tokens, their quantile by error, and the share of tokens in both top sets."""
     outliers = 100 * (data["attention"] > OUTLIER).mean()
     yield Fact(f"Tokens with more than {OUTLIER:g} times the mean attention", outliers, "{:.1f} %")
     for error, name in ROWS.items():

@@ -1,4 +1,4 @@
-"""The source of figures of activations: a model, the prompts that it reads, and the knobs of the figure."""
+"""The source of figures of activations: a model, the prompts that it reads, and the options of the figure."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ from kvbench.methods.core.chain import Chain
 from kvbench.models.interface import sliding_window
 
 OnLayer = Callable[[Observation, Tensor, Tensor], None]
+"""A function that takes a layer's observation, its keys and its values [kv heads, n, D]."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids [n] with a name; ``source`` is the text or task that it is from."""
+    """A prompt as token ids.
+
+    source: the text or task that it is from, as figures show it.
+    name: its own name, for errors.
+    ids: the token ids [n].
+    """
 
     source: str
     name: str
@@ -32,11 +38,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Reading:
-    """A model and the prompts that it reads.
+    """A model and the prompts that it reads for one figure.
 
     knobs: the figure's options by name.
     decode: returns the text of a token id.
-    tick: is called after each prompt, to show progress.
+    tick: is called by the figure after each prompt, to show progress.
     """
 
     model: PreTrainedModel
@@ -47,7 +53,7 @@ class Reading:
 
     @property
     def shape(self) -> Shape:
-        """Return the numbers of layers, heads and channels."""
+        """Return the model's numbers of layers, heads and channels."""
         return from_config(self.model.config)
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
@@ -73,15 +79,20 @@ class Reading:
         return ids
 
     def read(self, ids: Tensor, needs: Needs, on_layer: OnLayer, chain: Chain | None = None) -> None:
-        """Hand every layer of one pass over ``ids`` to ``on_layer``: observation, keys and values [Hk, n, D]."""
-        # one layer's activations are held at a time, so that long prompts fit
+        """Read a prompt in one pass, and call ``on_layer`` with each layer's observation, keys and values [Hk, n, D].
+
+        needs: the quantities that the observation must have.
+        chain: the methods under which the prompt is read; None for the full cache.
+        """
+        # only one layer's activations are held at a time, so that long prompts fit into memory
         observe_prompt(self.model, ids, needs, on_layer, chain=chain)
 
     def layers(self, depths: Sequence[float]) -> list[int]:
-        """Return the numbers of the layers that the knob ``layers`` names, or of those at ``depths`` without this knob.
+        """Return the numbers of the layers to show, ascending: those in the knob ``layers``, else those at ``depths``.
 
         The layer at depth d, 0 <= d < 1, has the share d of all layers before it. Figures of models with few and with
-        many layers are comparable this way. -1 is the last layer.
+        many layers are comparable this way. The depth -1 is the last layer. Raises UsageError for a layer that the
+        model does not have.
         """
         count = self.shape.layers
         numbers = self.knobs.get("layers")
@@ -95,14 +106,16 @@ class Reading:
         return self._check_numbers("layers", numbers, count)
 
     def chosen_heads(self, default: Sequence[int], count: int) -> list[int]:
-        """Return the numbers of the heads in the knob ``heads``, or ``default`` without it. There are ``count`` heads.
+        """Return the numbers of the heads to show, ascending: those in the knob ``heads``, else ``default``.
 
         Raises UsageError for a head that the model does not have.
+
+        count: the number of heads that the model has, kv heads or query heads as the figure shows.
         """
         return self._check_numbers("heads", self.knobs.get("heads") or default, count)
 
     def _check_numbers(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
-        """Return the numbers in order, each once; raise UsageError for one that the model does not have."""
+        """Return layer or head numbers ascending, each once. Raises UsageError for a number of ``count`` or more."""
         absent = [number for number in numbers if number >= count]
         if absent:
             raise UsageError(

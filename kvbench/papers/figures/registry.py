@@ -1,6 +1,6 @@
-"""All figures by id: texts, pictures and sweeps from the papers' figures.yaml, with the code that computes them.
+"""Build all figures from their YAML entries and the code that computes them, and find them by id.
 
-Also the figures that were drawn in a folder, for the report.
+The module also lists the figures that were drawn in a folder, for the report.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from kvbench.papers.figures.panels import Panel, Picture
 from kvbench.papers.figures.sweep import Point, Sweep
 
 CODE: dict[str, Code] = {}
+"""The code of figures by id. A figure of measured scores may have none."""
 for _module in (fidelity, qhitter, scores, think, uncomp, vatp):
     CODE |= _module.CODE
 
 
 def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
-    """Build a figure from its entry, with the code that computes and describes it."""
+    """Build the figure ``name`` from its YAML entry and its code. The entry is taken apart."""
     knobs = {}
     for knob, default in entry.pop("knobs", {}).items():
         # YAML has lists, and the options of a command are tuples
@@ -46,7 +47,7 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
         tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
         if code.compute is None:
             code = _score_code(code, tasks, fact_tables)
-    # what is left of the entry are texts and numbers under the names of the figure's fields
+    # the keys that are left in the entry are names of the figure's fields
     return Figure(
         id=name,
         columns=columns,
@@ -62,10 +63,14 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
 
 
 def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
-    """Return the code of a figure of measured scores: what all such figures share, then what ``code`` adds."""
+    """Return the code of a figure of measured scores: the code that all such figures share, extended by ``code``.
+
+    tasks: the rows to draw, as in ``scores.choose_rows``.
+    fact_tables: the entries of ``says``, each for one fact.
+    """
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
-        """Yield the facts that the entry asks for, and the facts of the figure's own code."""
+        """Return the facts that the entry asks for, and the facts of the figure's own code."""
         return scores.state_facts(data, fact_tables, code.facts)
 
     def prepare(data: pd.DataFrame) -> pd.DataFrame:
@@ -76,7 +81,7 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
 
 
 def _build_picture(entry: dict[str, Any]) -> Picture:
-    """Build a picture, and the one beside it, from its entry."""
+    """Build a picture, with the one beside it if there is one, from its YAML entry. The entry is taken apart."""
     beside_entry = entry.pop("beside", None)
     beside = None
     if beside_entry:
@@ -86,9 +91,9 @@ def _build_picture(entry: dict[str, Any]) -> Picture:
 
 
 def _build_sweep(entry: dict[str, Any]) -> Sweep:
-    """Build a sweep from its entry in figures.yaml. The entry is taken apart.
+    """Build a sweep from its YAML entry. The entry is taken apart.
 
-    An ``x`` of the whole entry is the default of its grids of points.
+    An ``x`` of the whole entry is the default for its grids of points.
     """
     default_x = entry.pop("x", None)
     points: list[Point] = []
@@ -107,9 +112,10 @@ def _points_of_grid(
 ) -> Iterator[Point]:
     """Yield the points of one grid: one for each method and each combination of the values of its knobs.
 
-    x: the place of the points on the x axis. A number holds for all of them. The name of a knob stands for ``times``
-    the knob's value. With None, the combinations of a method are numbered from 0.
-    knobs: by name a value, or a list of values.
+    method: the name of a method or chain, or a list of names.
+    x: the position of the points on the x axis. A number is the position of all points. The name of a knob stands for
+    ``times`` the knob's value. With None, the combinations of a method are numbered from 0.
+    knobs: the value of each knob by name, or a list of its values.
     series: the name of the points' series, by default the method.
     """
     methods = method
@@ -138,7 +144,10 @@ FIGURES: dict[str, Figure] = {name: _build_figure(name, deepcopy(entry)) for nam
 
 
 def select_figures(names: Sequence[str]) -> list[Figure]:
-    """Return the figures of ids (``uncomp/fig1``), papers (``uncomp``) or ``all``, each once."""
+    """Return the figures that the user names by id (``uncomp/fig1``), paper (``uncomp``) or ``all``, each once.
+
+    Raises UsageError for any other name.
+    """
     figures: dict[str, Figure] = {}
     for name in names:
         matches = {id_: figure for id_, figure in FIGURES.items() if name in (id_, figure.paper, "all")}
@@ -151,7 +160,11 @@ def select_figures(names: Sequence[str]) -> list[Figure]:
 
 
 def read_drawn(folder: Path) -> list[dict[str, str]]:
-    """Return every figure below ``folder``: its picture, what it shows, the paper's finding, and ours."""
+    """Return the texts of every picture below ``folder``, for the report: a dict for each, in the order of the names.
+
+    ``name`` and ``picture`` are the name and the path. A figure's dict also has its ``title`` and, by the headings of
+    the report, its caption (Shows), our finding (Here), the paper's (The paper), open points and the runs.
+    """
 
     def by_number(path: Path) -> tuple[str | int, ...]:
         return number_key(str(path.relative_to(folder)))
@@ -180,7 +193,7 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
 def number_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
     parts: list[str | int] = []
-    # the group in the pattern keeps the numbers: texts and numbers alternate, so that like is compared with like
+    # with brackets in the pattern split keeps the numbers; texts and numbers alternate, so only like is compared
     for part in re.split(r"(\d+)", name):
         if part.isdigit():
             parts.append(int(part))

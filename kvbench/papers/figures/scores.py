@@ -1,4 +1,4 @@
-"""Measured scores as figures show and tell them: over tasks or their mean, and needles by length and depth."""
+"""Prepare measured scores for figures, and state their findings: scores by task, their means, and needle maps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from kvbench.tasks.needle import EMPTY_SCORES
 if TYPE_CHECKING:
     from kvbench.papers.figures.measured import MeasuredFigure
 
-CLOSE = 2.0
-LOST = 50  # a mean score below which a needle is lost
+CLOSE = 2.0  # so many points below the full cache's mean score are next to no loss
+LOST = 50  # needles with a lower mean score are lost
 FRONT = "Pareto front"
+"""The name of the series that ``with_front`` adds."""
 
 
 class FactTable(TypedDict):
-    """An entry of ``says`` in a figure's YAML: the arguments of ``table_fact``."""
+    """An entry of ``says`` in a figure's YAML: the arguments of ``table_fact``, which explains them."""
 
     label: str
     y: NotRequired[str]
@@ -36,17 +37,17 @@ class FactTable(TypedDict):
 
 
 def series_of(data: pd.DataFrame) -> list[str]:
-    """Return the names of the lines in the order of the data, without the full cache."""
+    """Return the names of the series in the order of the data, without the full cache."""
     return [s for s in dict.fromkeys(data["series"]) if s != FULL]
 
 
 def tasks_of(data: pd.DataFrame) -> list[str]:
-    """Return the tasks in the order of the data, without their mean."""
+    """Return the names of the tasks in the order of the data, without the mean over tasks."""
     return [t for t in dict.fromkeys(data["task"]) if t != MEAN]
 
 
 def samples_text(data: pd.DataFrame) -> str:
-    """Return the number of examples behind each point, in words: n = 8 of each task."""
+    """Return the number of examples behind each point in words, such as ``n = 4 to 8 a task``."""
     counts = data.loc[data["task"] != MEAN, "n"].astype(int)
     text = f"n = {_range_of(counts)}"
     if len(tasks_of(data)) > 1:
@@ -63,13 +64,17 @@ def _range_of(counts: pd.Series[int]) -> str:
 
 
 def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
-    """Select the rows of the ``mean`` over tasks, of ``each`` task, or of ``all`` of these.
+    """Return the rows that a figure shows, with columns for its titles.
 
-    Where there is only one task, its rows are selected. Columns for titles are added: ``samples``, ``over`` (mean
-    over tasks, or the only task) and ``share`` (per cent of tokens kept).
+    samples: the number of examples in words.
+    over: ``mean over tasks``, or the name of the only task.
+    share: the mean per cent of tokens that compressed methods keep on the row's task.
+
+    tasks: ``mean`` for the rows of the mean over tasks, ``each`` for those of each task, ``all`` for both. If there is
+    only one task, its rows are returned in any case.
     """
     names = tasks_of(data)
-    # one task has no mean beside it: its own rows are the mean's
+    # a single task has no rows of a mean, so its own rows take their place
     mean_task, over = names[0], names[0]
     if len(names) > 1:
         mean_task, over = MEAN, "mean over tasks"
@@ -87,56 +92,58 @@ def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
 
 
 def pareto_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the points that no other equals or beats with fewer bytes, smallest first."""
+    """Return the points whose score no point with fewer or as many bytes reaches, fewest bytes first."""
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
-    # the best score of all points with fewer bytes, or with as many and a higher score
+    # the best score of the points before this one, which have fewer bytes, or as many and a higher score
     best_before = rows["score"].cummax().shift(fill_value=float("-inf"))
     return rows[rows["score"] > best_before]
 
 
 def separate_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the points of the front whose intervals lie apart: each lies wholly above the last returned point's.
+    """Return those points of the Pareto front whose scores can be told apart, fewest bytes first.
 
-    No point is returned if no two of them can be told apart.
+    The interval of each returned point lies wholly above that of the point before it. If no two points can be told
+    apart, none is returned.
     """
-    kept: list[pd.Series] = []
+    separate: list[pd.Series] = []
     if "low" in data:
         for _, point in pareto_front(data).dropna(subset=["low", "high"]).iterrows():
-            if not kept or point["low"] > kept[-1]["high"]:
-                kept.append(point)
-    if len(kept) < 2:
+            if not separate or point["low"] > separate[-1]["high"]:
+                separate.append(point)
+    if len(separate) < 2:
         return data.iloc[:0]
-    return pd.DataFrame(kept)
+    return pd.DataFrame(separate)
 
 
 def with_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data and, as one more series, the front of ``separate_front``, drawn up to 100 % of the bytes.
+    """Return the data with the points of ``separate_front`` as one more series, named FRONT.
 
-    The added column ``alike`` marks points that cannot be told from the full cache.
+    The front ends at 100 % of the bytes with its last score. The column ``alike`` is True for points that cannot be
+    told from the full cache.
     """
     marked = data.assign(alike=_like_full(data), series=data["series"])
-    best = separate_front(data).assign(series=FRONT, low=float("nan"), alike=False)
-    return pd.concat([marked, best, best.iloc[-1:].assign(bytes=100.0)])
+    front = separate_front(data).assign(series=FRONT, low=float("nan"), alike=False)
+    return pd.concat([marked, front, front.iloc[-1:].assign(bytes=100.0)])
 
 
 def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
-    """Return for each row whether it cannot be told from the full cache: its interval includes the full score."""
+    """Return a mask of the methods that cannot be told from the full cache: their interval includes 100 % of it."""
     if "relative_low" not in data:
         return pd.Series(False, index=data.index)
-    has_all = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
-    return has_all & (data["series"] != FULL)
+    includes_full = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
+    return includes_full & (data["series"] != FULL)
 
 
 def bytes_per_copy(data: pd.DataFrame, _facts: Mapping[str, str]) -> pd.DataFrame:
-    """Divide the methods' bytes by the number of copies of keys and values that they store; add it as ``copies``.
+    """Return the data with the methods' bytes for one copy of keys and values, and the number of ``copies`` they store.
 
-    With per=query_head keys and values are repeated for query heads. The full cache beside such methods is repeated as
-    well, but the CSV counts bytes in per cent of a full cache with one copy.
+    With per=query_head methods repeat keys and values for the query heads of a group. The full cache beside them does
+    so as well, but the CSV counts bytes in per cent of a full cache with one copy.
     """
-    # One copy of k % of the tokens holds k % of the bytes and some overhead, c copies hold c times as much. Methods
-    # that store a part of each token hold less, so the method with most bytes per token decides.
+    # one copy of k % of the tokens holds k % of the bytes and some overhead, and c copies hold c times as much; methods
+    # that store a part of each token hold less, so the method with most bytes per token decides
     methods = data[data["series"] != FULL]
-    # The overhead is less than another copy, so the ratio is rounded down.
+    # the overhead is less than another copy, so the ratio is rounded down
     copies = max(1, math.floor((methods["bytes"] / methods["kept"]).max()))
     bytes_held = data["bytes"].where(data["series"] == FULL, data["bytes"] / copies)
     return data.assign(bytes=bytes_held, copies=copies)
@@ -151,14 +158,16 @@ def table_fact(
     at: str = "{:g}",
     form: str = "{:.1f}",
 ) -> Fact:
-    """Build a fact with the values of the column ``y`` at each x, by name. A name is the task and the series.
+    """Build a fact with the values of the column ``y`` by name and x. A name is the task and the series.
 
-    Where there is only one task, or only one series, it is left out of the names.
+    A task or series that is the only one is left out of the names.
 
     label: the words before the values.
+    y: the column of the values.
     tasks: the rows to show, ``mean``, ``each`` or ``all``, as in ``choose_rows``.
-    x: the only x to show, by task alone. None shows every x.
-    at: the format of an x. form: the format of a value.
+    x: the only x to show. Names are then tasks alone. None shows every x.
+    at: the format of an x.
+    form: the format of a value.
     """
     rows = choose_rows(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
@@ -168,7 +177,7 @@ def table_fact(
         index.append("task")
     if len(series_of(data)) > 1:
         index.append("series")
-    # without names before the numbers the place itself is the name, as in "4 bits: 31.2"
+    # numbers without a name are named by their x, as in "4 bits: 31.2"
     if not index:
         at = f"{at}:"
     return Fact(label, rows.set_index(index + ["x"])[y], form, at)
@@ -177,9 +186,11 @@ def table_fact(
 def state_facts(
     data: pd.DataFrame, says: Sequence[FactTable], more: Callable[[pd.DataFrame], Iterable[Fact]]
 ) -> Iterator[Fact]:
-    """Yield the facts below a figure: the full cache's scores, a table per entry of ``says``, and n.
+    """Yield the facts below a figure of measured scores.
 
-    more: returns the figure's own facts, which come before n.
+    They are the full cache's scores, one fact for each entry of ``says``, the figure's own facts, and n.
+
+    more: returns the figure's own facts from the data.
     """
     full = data[data["series"] == FULL]
     if len(full):
@@ -191,10 +202,10 @@ def state_facts(
 
 
 def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the points on the front, and the fewest bytes at next to no loss."""
+    """Yield the points on the front, the points that equal the full cache, and the fewest bytes at next to no loss."""
     rows = choose_rows(data, "mean")
-    best = separate_front(rows)
-    points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in best.itertuples()]
+    front = separate_front(rows)
+    points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in front.itertuples()]
     text = "none, as the intervals overlap"
     if points:
         text = ", ".join(points)
@@ -206,17 +217,20 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
         least = rows[alike].sort_values("bytes").head(1)
         yield Fact("Fewest bytes among them", least.set_index("series")["bytes"], "{:.1f} %")
     full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
-    # the full cache itself is such a row, so that there is always one
+    # the full cache's own row is within CLOSE, so there is always one
     least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
     yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {least["series"]: least["bytes"]}, "{:.1f} %")
 
 
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
-    """Yield the points that ``stage`` adds at every x to each series that also ran with it. ``at`` formats an x."""
+    """Yield how many points of score ``stage`` adds at every x to each series that also ran with it.
+
+    at: the format of an x.
+    """
     scores = choose_rows(data, "mean").pivot_table(index="x", columns="series", values="score")
     gains = {}
     for base in series_of(data):
-        # a chain's name is that of its stages in order, as in snapkv+think
+        # a chain is named after its stages in order, as in snapkv+think
         chain = f"{base}+{stage}"
         if chain in scores:
             gains[base] = (scores[chain] - scores[base]).dropna()
@@ -224,18 +238,18 @@ def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
 
 
 def with_gains(measured: MeasuredFigure, stage: str) -> pd.DataFrame:
-    """Return the scores of a figure. Rows of chains that end with ``stage`` also have the gain that the stage adds."""
+    """Return a figure's scores. Rows of chains that end with ``stage`` also have the columns of its gain."""
     return measured.frame().merge(measured.gains(stage), how="left", on=ROW)
 
 
 def drawn_gains(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the mean over tasks, or of the only task, that have a gain."""
+    """Return the rows to draw: those of the mean over tasks, or of the only task, that have a gain."""
     rows = choose_rows(data, "mean")
     return rows[rows["gain"].notna()]
 
 
 def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
-    """Yield the points that ``stage`` adds at every x to each series, and how many of them differ from 0."""
+    """Yield how many points of score ``stage`` adds at every x to each series, and how many intervals exclude 0."""
     rows = drawn_gains(data)
     names = rows["series"].str.removesuffix(f"+{stage}")
     index = pd.MultiIndex.from_arrays([names, rows["x"]])
@@ -253,14 +267,14 @@ def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
 
 
 def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the x of the best score of each task, the smallest of equals."""
+    """Yield, for each task, the x with the best score; the smallest x if several have it."""
     rows = choose_rows(data[data["series"] != FULL], "each")
     best = rows.loc[rows.groupby("task", sort=False)["score"].idxmax()]
     yield Fact("Best (the smallest of equals)", best.set_index("task")["x"], "{:g}")
 
 
 def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the number of tasks on which keys lose more than values at the fewest bits."""
+    """Yield on how many tasks quantised keys lose more than quantised values, and less, at the fewest bits."""
     rows = choose_rows(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
     # below 0 where quantised keys lose more of the score than quantised values
@@ -270,7 +284,7 @@ def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean score and the number of prompts of every method, length and depth."""
+    """Return the data of the needle maps: mean score and number of prompts for every method, length and depth."""
     # (length, depth, score) of each prompt, by the name of the method's series
     points: dict[str, list[tuple[float, float, float]]] = {}
     for sweep_run in measured.runs:
@@ -287,10 +301,12 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
-    """Add ``silence``, the score of an empty answer, and ``found``, the score rescaled so that silence counts as 0.
+    """Return the data with ``silence``, the score of an empty answer, and ``found``, the score above it in per cent.
 
     An empty answer can score above 0: a phrasing that asks to complete a sentence scores the sentence's beginning with
     every answer.
+
+    facts: the facts of the CSV, which name the phrasing.
     """
     silence = 0.0
     named = re.search(r"phrasing=(\w+)", facts.get("runs", ""))
@@ -300,13 +316,13 @@ def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
 
 
 def with_map_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``mean`` of each map, and ``samples``: the number of prompts of a field in words."""
+    """Return the data with texts for titles: ``mean`` of the series' map, and ``samples``, the prompts of a field."""
     mean_texts = _prompt_means(data, "series", "found").map("{:.0f} %".format)
     return data.assign(mean=data["series"].map(mean_texts), samples=f"n = {_range_of(data['n'])} a field")
 
 
 def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean score by method, its part above an empty answer's, and the depths at which needles are lost."""
+    """Yield the mean score by method, its part above an empty answer's, the depths where needles are lost, and n."""
     yield Fact("Mean score", _prompt_means(data, "series", "score"))
     value = "score"
     if "silence" in data and data["silence"].iloc[0] > 0:
@@ -326,9 +342,9 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _prompt_means(data: pd.DataFrame, by: str | list[str], value: str) -> pd.Series[float]:
-    """Return the mean of a column ``value`` over all prompts, for each value of the columns ``by``.
+    """Return the mean of the column ``value`` over all prompts, for each combination of values of the columns ``by``.
 
-    A row of the data is the mean over ``n`` prompts.
+    A row of the data is already a mean, over ``n`` prompts.
     """
     # sum(n * mean) / sum(n)
     sums = data.assign(total=data[value] * data["n"]).groupby(by, sort=False)[["total", "n"]].sum()

@@ -1,4 +1,4 @@
-"""From a run's configuration to the model and prompts that figures read."""
+"""Find the checkpoint and the texts that figures of activations read, from a run's configuration."""
 
 from __future__ import annotations
 
@@ -24,21 +24,24 @@ from kvbench.tasks.base import Task, Tokenizer, load_tasks, read_text
 from kvbench.tasks.prompt import check, encode
 
 SAMPLES, TOKENS = 6, 1024
+"""By default a text is read as so many windows, each of so many tokens."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint and the texts to read, both checked; weights are loaded when a figure asks for ``model``.
+    """A checkpoint and the texts that figures read with it, both checked.
 
-    tasks: the tasks of the datasets of ``cfg``, with the prompts to read. It is empty if a text is read.
-    text: the text of a file, or the text by which this model is calibrated.
-    samples, tokens: the number of the text's windows that are read, and of tokens in each.
+    Prompts come either from tasks or from one long text. Weights are loaded when a figure first asks for ``model``.
+
+    tasks: the tasks of the datasets of ``cfg``, each with the name that figures show; () if a text is read.
+    text: the text of a file, or the text by which this model is calibrated; None if tasks are read.
+    samples: how many windows of the text are read.
+    tokens: the tokens of each window; None for the figure's own number.
     """
 
     cfg: RunConfig
     source: load.ModelSource
     tokenizer: Tokenizer
-    # each task with the name under which figures show it
     tasks: tuple[tuple[Task, str], ...]
     text: texts.CalibrationText | None = None
     samples: int = SAMPLES
@@ -46,19 +49,19 @@ class Origin:
 
     @property
     def context(self) -> int | None:
-        """Return the longest text that the model takes, in tokens."""
+        """Return the longest prompt that the model takes, in tokens; None if the model does not state it."""
         return traits.context_length(self.source.config, self.cfg.model.context)
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return the loaded model."""
+        """Return the model. The first call loads its weights."""
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
     def prompts(self, figure: Figure) -> list[Prompt]:
-        """Return the prompts that the figure reads."""
+        """Return the prompts that the figure reads: windows of the text, or examples of the tasks."""
         if self.text is not None:
             tokens = self.tokens or figure.knobs.get("tokens") or TOKENS
-            # a model that does not state its context is asked for no more than most have
+            # a model that does not state its context reads at most TOKENS, which most models can
             tokens = min(tokens, self.context or TOKENS)
             count = self.samples
             if figure.most:
@@ -75,9 +78,12 @@ class Origin:
         return prompts[: figure.most]
 
     def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, str]:
-        """Return the origin of a figure's data, for the head of its CSV: the first ``tokens`` of each prompt."""
+        """Return the facts about a figure's data by key, for the head of its CSV: model, texts and prompts.
+
+        tokens: how many tokens of each prompt the figure reads; None for all.
+        """
         cfg = self.cfg.model
-        # a model that has no entry of its own is named by its folder or hub id
+        # hf stands for a model without an entry in conf/model: its folder or hub id is its name
         name = cfg.name
         if name == "hf":
             name = cfg.path
@@ -94,7 +100,7 @@ class Origin:
         }
 
     def _ids(self, task: Task, example: Example) -> torch.Tensor:
-        """Return an example's ids, cut as a run cuts its prompt, with the question behind them."""
+        """Return an example's token ids: its prompt, cut as a run cuts it, and its question."""
         if example.scored is not None:
             return torch.tensor(example.scored.ids)
         # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
@@ -108,15 +114,19 @@ class Origin:
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
     """Find and check the checkpoint and texts of ``cfg``, before any weights are loaded.
 
-    ``named`` says that the user named datasets. Without one the tiny model reads the tiny suite, and any other reads
-    the text of its calibrations (WikiText-2). Raises UsageError naming key and value.
+    Raises UsageError, with the key and the value, for anything that is not possible.
+
+    named: True if the user named datasets. If not, and without ``text``, the tiny model reads the tiny suite, and any
+    other model reads the text of its calibrations (WikiText-2).
+    text: the file to read in place of datasets; None if the user named none.
+    samples, tokens: the number of the text's windows and the tokens of each; None for the defaults.
     """
     source = load.locate(cfg.model)
     load.resolve_device(cfg.device)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     is_tiny = cfg.model.path == "embedded:tiny"
     experiment.set_threads(cfg, source.config)
-    # without a dataset a pretrained model reads a long text, and tiny the suite that it was trained for
+    # the tiny model was trained for the tiny suite; a pretrained model reads a long text unless datasets are named
     if text is not None or not (named or is_tiny):
         windows = _read_text(cfg, text)
         return Origin(cfg, source, tokenizer, tasks=(), text=windows, samples=samples or SAMPLES, tokens=tokens)
@@ -129,7 +139,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 
 def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
-    """Yield the tasks of a run's datasets with the names that figures show."""
+    """Yield each task of a run's datasets with the name that figures show."""
     renderer = cfg.prompt.renderer(tokenizer)
     for dataset in cfg.datasets:
         tasks = load_tasks(
@@ -143,19 +153,22 @@ def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Ta
         )
         for task in tasks:
             dataset_name, _, part = task.id.partition("/")
-            # parts tell the tasks of one dataset apart; a dataset without parts has its own name
+            # ids are dataset/part; if there is only one dataset, the part alone tells its tasks apart
             name = task.id
             if len(cfg.datasets) == 1 and task.category == "language modelling":
                 # the part behind wikitext2/ is the unit of its perplexity, which figures do not show
                 name = dataset_name
             elif len(cfg.datasets) == 1 and part:
                 name = part
-            # a grid of a dataset's knobs gives its datasets labels
+            # a grid of a dataset's knobs makes several datasets of one name, which their labels tell apart
             yield task, f"{name} {dataset.label}".strip()
 
 
 def _read_text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
-    """Return the content of a text file, else the text of the model's calibrations; UsageError for an empty file."""
+    """Return the text of ``file``; without one, the text of the model's calibrations.
+
+    Raises UsageError for a file that is empty or cannot be read, and if the calibration text is not on this machine.
+    """
     if file:
         content = read_text(Path(file).expanduser(), f"text={file}")
         if not content.strip():

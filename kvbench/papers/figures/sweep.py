@@ -8,17 +8,21 @@ from dataclasses import dataclass, field
 from kvbench.papers.spec import stand_ins
 
 FULL = "full"
+"""The series of the full cache."""
 MEAN = "mean"
 """The task of rows that are means over all tasks."""
 ROW = ["series", "x", "task"]
-"""The columns that tell the rows of a figure's data apart."""
+"""The columns by whose values each row of a figure's data is found."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One place of a figure: a method with its knobs, under the name of its series, at ``x``.
+    """A point of a figure of results: a method with its knobs, and where it is drawn.
 
-    An ``x`` that is nan stands for the per cent of tokens that were kept.
+    series: the name of the point's line.
+    x: the position on the x axis; nan stands for the per cent of tokens that the method turns out to keep.
+    method: the name of the method or chain.
+    knobs: the method's knobs, in addition to those of the sweep's preset.
     """
 
     series: str
@@ -28,17 +32,20 @@ class Point:
 
 
 FULL_POINT = Point(FULL, 0.0, "full")
+"""The point of the full cache, which is measured beside a sweep's points."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Points that are measured on the same prompts.
+    """Points of a figure that one run measures on the same prompts.
 
-    dataset: the tiny model's. published: the paper's own, for any other model.
-    arguments: more arguments of ``run``. pretrained: those for any model but the tiny one. Options of a dataset go to
-    the datasets that have them.
-    baseline: True where the full cache is measured, too.
-    length: prompt tokens of the paper, by which windows and sizes are scaled for the tiny model.
+    dataset: the dataset that the tiny model reads.
+    published: the paper's own dataset, which any other model reads; '' for ``dataset``.
+    preset: the paper whose preset gives the points' defaults; None for no preset.
+    arguments: further options of ``kvbench run``. An option of a dataset is dropped for datasets that lack it.
+    pretrained: options that are added for any model but the tiny one.
+    baseline: True if the full cache is measured, too.
+    length: the tokens of the paper's prompts. Windows and sizes are scaled by it to the tiny model's prompts.
     """
 
     points: tuple[Point, ...]
@@ -51,7 +58,7 @@ class Sweep:
     length: int = stand_ins.PROMPT
 
     def reads(self, tiny: bool) -> str:
-        """Return the dataset that is read unless another is asked for."""
+        """Return the dataset that is read unless the user names one. ``tiny``: True for the tiny model."""
         if tiny:
             return self.dataset
         return self.published or self.dataset

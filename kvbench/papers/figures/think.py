@@ -27,19 +27,21 @@ from kvbench.plan import presets
 if TYPE_CHECKING:
     from kvbench.papers.figures.measured import MeasuredFigure
 
-DEPTHS = (14 / 32, 20 / 32)  # layers 14 and 20 of LLaMA-2-7B's 32
+DEPTHS = (14 / 32, 20 / 32)  # the paper shows layers 14 and 20 of LLaMA-2-7B's 32
 NAMES = {"k": "keys", "v": "values"}
-HEAD = ["layer", "head", "what"]
+HEAD = ["layer", "head", "what"]  # the columns that tell the keys and the values of each head apart
 HEAD_CHANNEL = ["layer", "head", "what", "channel"]
-BINS = 48  # rows of a map: consecutive tokens, whose magnitudes are averaged
-SHOWN = 128  # largest singular values that are kept
-HIGH, ENOUGH, FIRST = 0.01, 0.9, 50  # a high energy, a share of all energy, and a number of singular values
+BINS = 48  # a map has at most so many rows, each the mean magnitude over consecutive tokens
+SHOWN = 128  # so many of the largest singular values are in the data
+# figure 5 counts singular values with energies above HIGH, those that have ENOUGH of all energy, and the energy of the
+# FIRST ones
+HIGH, ENOUGH, FIRST = 0.01, 0.9, 50
 MODEL = "llama2-7b-chat"
-PARAMETERS = 6_738_415_616
+PARAMETERS = 6_738_415_616  # the weights of LLaMA-2-7B
 FP16, GIB = 2, 2**30
-TOKENS = 160 + 338 - 1  # the last token is never read
+TOKENS = 160 + 338 - 1  # the last token of an answer is never read, so it is not cached
 BATCHES = (1, 50, 100, 150, 200, 250, 300, 350, 400)
-ROOM = 80  # GiB, of an A100
+ROOM = 80  # an A100 has so many GiB
 METHODS: dict[str, dict[str, str | int]] = {
     "full": {"method": "full"},
     "KIVI 4/4": {"method": "kivi", "bits": 4},
@@ -50,7 +52,11 @@ METHODS: dict[str, dict[str, str | int]] = {
 
 
 def memory(_: MeasuredFigure) -> pd.DataFrame:
-    """Return bytes of weights and caches at the end of the answers, by method and batch size."""
+    """Return the data of figure 3b: the memory at the end of the answers, by method and batch size.
+
+    cache: the bytes of one sequence's cache, in MiB.
+    memory: the bytes of the weights and all caches, in GiB.
+    """
     shape = from_entry(entries("model")[MODEL]["shape"])
     values = presets.values("think", MODEL)
     rows = []
@@ -65,7 +71,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
 
 
 def largest_batches(data: pd.DataFrame) -> dict[str, int]:
-    """Return by method the largest batch that fits into ROOM with its caches and the weights."""
+    """Return, by method, the largest batch whose caches fit into ROOM beside the weights."""
     batches = {}
     for method, cache in data.groupby("method", sort=False)["cache"].first().items():
         # batch = (room - weights) / cache, in bytes; the data have MiB
@@ -74,7 +80,7 @@ def largest_batches(data: pd.DataFrame) -> dict[str, int]:
 
 
 def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the cache bytes of one sequence, and how many sequences fit, against the full cache."""
+    """Yield the cache bytes of one sequence and how many sequences fit, and both relative to the full cache."""
     caches = data.groupby("method", sort=False)["cache"].first()
     batches = largest_batches(data)
     yield Fact(f"One sequence of {TOKENS} tokens", caches, "{:.1f} MiB")
@@ -85,14 +91,18 @@ def memory_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def magnitudes(reading: Reading) -> pd.DataFrame:
-    """Return mean |K| and |V| per channel over runs of tokens: per layer, kv head, channel and first token."""
+    """Return the data of figure 4: the mean |K| and |V| of each channel over runs of tokens of the first prompt.
+
+    There is a row for each chosen layer and kv head, keys or values (``what``), run of consecutive tokens (``token`` is
+    the first) and channel.
+    """
     layers = reading.layers(DEPTHS)
     heads = reading.chosen_heads([0], reading.shape.kv_heads)
     rows: list[tuple[int, int, str, int, int, float]] = []
     ids = reading.ids(reading.prompts[0])
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Append the mean magnitudes of a chosen layer; k and v are [kv heads, n, D]."""
+        """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
         step = -(-obs.n // BINS)  # rounded up, so that there are at most BINS runs
@@ -110,17 +120,21 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
 
 
 def with_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Add the ``mean`` of each channel over tokens, as a multiple of the mean over all channels of its head."""
+    """Return figure 4's data with a column for drawing and one for titles.
+
+    mean: the channel's mean magnitude over tokens, over the mean of all channels of its head.
+    place: the layer and the head in words.
+    """
     means = data.groupby(HEAD_CHANNEL)["magnitude"].transform("mean")
-    # every row has its channel's mean, so that the mean of these is the head's
+    # a channel's mean stands in all of its rows, equally many for each channel, so their mean is the head's
     relative = means / data.assign(m=means).groupby(HEAD)["m"].transform("mean")
     places = [f"layer {layer}, head {head}" for layer, head in zip(data["layer"], data["head"], strict=True)]
     return data.assign(mean=relative, place=places)
 
 
 def magnitude_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield how unequal channels are, of keys and of values."""
-    # one row for each channel: rows of its other runs of tokens have the same mean
+    """Yield, for each layer and head, the largest channel of keys and of values, and how much channels vary."""
+    # the rows of a channel have the same mean, so one of them is enough
     means = with_means(data).replace({"what": NAMES}).drop_duplicates(HEAD_CHANNEL)
     for (layer, head), rows in means.groupby(["layer", "head"]):
         by_half = rows.groupby("what")["mean"]
@@ -129,16 +143,20 @@ def magnitude_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def energies(reading: Reading) -> pd.DataFrame:
-    """Return energies of singular values, largest first, of each head's attention and keys, mean over prompts.
+    """Return the data of figure 5: energies of the singular values of each head's attention and keys, over prompts.
 
-    Energy i is s_i^2 over the sum of all squares. One head's attention [n, n] is held at a time.
+    There is a row for each chosen layer and head, attention or keys (``what``), and index of a singular value, from 1
+    for the largest. Heads of attention are query heads, heads of keys are kv heads.
+
+    energy: s_i^2 / sum of all s^2, the mean over prompts.
+    cumulative: the sum of the energies up to this index.
     """
     layers = reading.layers(DEPTHS)
     sums: dict[tuple[int, str, int], Tensor] = {}
     heads = reading.chosen_heads(range(reading.shape.query_heads), reading.shape.query_heads)
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
-        """Add the leading energies of a matrix to their sum, cut to the shortest prompt's."""
+        """Add the largest energies of a matrix to the sums of ``key``. The shortest prompt limits how many there are."""
         values = energy_shares(matrix)[:SHOWN].cpu()
         if key in sums:
             size = min(len(values), len(sums[key]))
@@ -149,13 +167,14 @@ def energies(reading: Reading) -> pd.DataFrame:
         ids = reading.ids(prompt)
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-            """Add a chosen layer's energies; k is [kv heads, n, D], one attention [n, n] at a time."""
+            """Add the energies of a chosen layer; k is [kv heads, n, D]."""
             if obs.layer not in layers:
                 return
             queries = obs.queries(obs.n)
-            # so many query heads share one kv head
+            # each kv head serves a group of so many query heads
             group = len(queries) // len(k)
             kv_heads = {head // group for head in heads}
+            # only one head's attention [n, n] is held at a time
             for head in heads:
                 keys = k[head // group : head // group + 1]
                 add((obs.layer, "attention", head), causal_softmax(queries[head : head + 1], keys, obs.scale)[0])
@@ -175,27 +194,32 @@ def energies(reading: Reading) -> pd.DataFrame:
 
 
 def energy_shares(matrix: Tensor) -> Tensor:
-    """Return s_i^2 / sum of s^2 of the singular values of a matrix [n, m], largest first."""
-    # squared in fp64: the tail of a spectrum is many orders below its head
+    """Return the energies s_i^2 / sum of s^2 of the singular values s of a matrix [n, m], largest first."""
+    # the smallest squares are many orders of magnitude below the largest, so they are computed in fp64
     squares = torch.linalg.svdvals(matrix.float()).double().square()
     return squares / squares.sum()
 
 
 def by_quantity(data: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each energy and for each cumulative one, with a name for the layer."""
+    """Return figure 5's data for drawing: a row for each energy and one for each cumulative energy.
+
+    quantity: energy or cumulative.
+    shown: the value, clipped to above 0 for a logarithmic axis.
+    name: the layer in words.
+    """
     long = data.melt(["layer", "what", "head", "index"], ["energy", "cumulative"], "quantity", "shown")
     return long.assign(name="layer " + long["layer"].astype(str), shown=long["shown"].clip(lower=1e-12))
 
 
 def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield how many singular values matter, of attention and of keys."""
+    """Yield, for attention and for keys, how many singular values have a high energy, and how many have most of it."""
     for what, rows in data.groupby("what", sort=True):
         heads, size = rows.groupby(["layer", "head"]), int(rows["index"].max())
         high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))
         needed = heads["cumulative"].agg(lambda c: int((c < ENOUGH).sum()) + 1)
         most = f"{needed.max()}"
         if needed.max() > size:
-            most = f"more than {size}"  # the data end there
+            most = f"more than {size}"  # the data have only the first singular values
         counts = f"{high.min()} to {high.max()}, median {high.median():.0f}"
         yield Fact(f"Singular values of {what} with an energy above {HIGH}, by head", counts)
         text = f"{needed.min()} to {most}"

@@ -1,6 +1,7 @@
-"""UNComp's figures 1, 2 and 4: effective rank of queries, keys and values, and 6: entropy of hidden states.
+"""UNComp's figures 1, 2 and 4 (effective rank of queries, keys and values) and 6 (entropy of hidden states).
 
-arXiv 2410.03090. Sigma, H and erank are those of ``calibration.entropy``; queries and keys are taken after RoPE.
+arXiv 2410.03090. Sigma (eq. 1), the entropy H and erank = exp(H) are those of ``methods.core.entropy``. Queries and
+keys are taken after RoPE.
 """
 
 from __future__ import annotations
@@ -23,16 +24,22 @@ from kvbench.papers.figures.names import print_task
 from kvbench.papers.figures.reading import Prompt, Reading
 
 TOP = 32
+"""By default, truncated effective ranks are computed from so many of the largest eigenvalues."""
 NAMES = {"q": "queries", "k": "keys", "v": "values"}
 OTHERS = "other heads"
+"""The name of all lines of figure 2 but those of the two extreme heads."""
 
 
 def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tuple[str, int, str, Tensor]]:
-    """Return (text, layer, name, eigenvalues [H, D]) of the ``names`` of q, k, v in these layers, for each prompt."""
-    by_layer: list[tuple[str, int, str, Tensor]] = []
+    """Return the eigenvalues of Sigma of each head for all prompts: (text, layer, q, k or v, eigenvalues [H, D]).
+
+    names: those of the letters q, k and v that are wanted, such as ``qkv``.
+    layers: the numbers of the wanted layers.
+    """
+    eigenvalues: list[tuple[str, int, str, Tensor]] = []
     least = reading.shape.head_dim
     for prompt in reading.prompts:
-        # fewer tokens than a head has channels bound the rank
+        # with fewer tokens than a head has channels, the number of tokens would limit the rank
         ids = reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
@@ -41,18 +48,20 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
                 return
             activations = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
             for name in names:
-                by_layer.append((source, obs.layer, name, measure_spectrum(activations[name]).cpu()))
+                eigenvalues.append((source, obs.layer, name, measure_spectrum(activations[name]).cpu()))
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
-    return by_layer
+    return eigenvalues
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
-    """Return a row for each text, kind of states (q, k or v) and layer.
+    """Return the data of figure 1: the effective rank of each text, kind of states (``what``: q, k or v) and layer.
 
-    erank: the effective rank, the mean over prompts. erank_k: that of the ``top`` largest eigenvalues. sd: erank's
-    deviation over prompts. prompts: the number of prompts.
+    erank: exp(H) of all eigenvalues, the mean over heads and prompts.
+    erank_k: the same from the ``top`` largest eigenvalues alone.
+    sd: the standard deviation of erank over prompts.
+    prompts: the number of prompts.
     """
     top = reading.knobs.get("top", TOP)
     # without the knob all layers are read: layer i begins at the depth i / layers
@@ -69,7 +78,7 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
 
 
 def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the paper's three readings of its figure 1, in numbers."""
+    """Yield the paper's three readings of its figure 1 in numbers: spans, correlations, and the queries' course."""
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
     queries, keys = curves["queries"], curves["keys"]
     yield Fact("Span of the effective rank over layers", (curves.max() - curves.min())[list(NAMES.values())])
@@ -80,14 +89,14 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact(f"Steps of {len(curves) - 1} in which it rises", int((np.diff(queries) > 0).sum()), "{}")
     groups = []
     for group in layer_groups(queries.tolist()):
-        # a group has positions in the list, and the index has the numbers of the layers that were read
+        # a group has positions in the list of ranks; the index of the curves gives the numbers of their layers
         first, last = curves.index[group[0]], curves.index[group[-1]]
         groups.append(f"{first}" if first == last else f"{first} to {last}")
     yield Fact("Groups of layers between drops of more than 1", ", ".join(groups))
 
 
 def spectra(reading: Reading) -> pd.DataFrame:
-    """Return mean eigenvalues over prompts of Sigma of the queries: per text, chosen layer, head and index."""
+    """Return the data of figure 2: the queries' mean eigenvalues over prompts, by text, chosen layer, head and index."""
     # the spectra [query heads, D] of each prompt, by text and layer
     spectra_by_place: dict[tuple[str, int], list[Tensor]] = {}
     for source, layer, _, values in _spectra(reading, "q", reading.layers([-1])):
@@ -102,9 +111,14 @@ def spectra(reading: Reading) -> pd.DataFrame:
 
 
 def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
-    """Add a ``panel`` and a ``name`` for each line; heads of lowest and highest effective rank come first."""
+    """Return figure 2's data for drawing. The heads of lowest and highest effective rank come first.
+
+    panel: the text, and the layer if there are several, in words.
+    name: the name of the line: the rank of an extreme head, or OTHERS.
+    shown: the eigenvalue, clipped to above 0 for a logarithmic axis.
+    """
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
-    # erank = exp(-sum p log p), untruncated; eigenvalues of 0 add nothing
+    # erank = exp(-sum p log p) over all eigenvalues p; the clip keeps 0 log 0 at 0
     ranks = np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
     names_of_extremes = {}
     for layer, head in (ranks.idxmin(), ranks.idxmax()):
@@ -114,13 +128,12 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     panels = data["source"].astype(str).map(print_task)
     if data["layer"].nunique() > 1:
         panels = panels + ", layer " + data["layer"].astype(str)
-    # the axis is logarithmic, and eigenvalues can be 0
     marked = data.assign(panel=panels, name=names, shown=data["eigenvalue"].clip(1e-9))
     return marked.sort_values("name", key=lambda names: names == OTHERS, kind="stable")
 
 
 def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield how heads differ in the leading and trailing parts of their spectra, and how alike texts are."""
+    """Yield how heads differ in their largest and their smaller eigenvalues, and how alike the texts' spectra are."""
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
     first = mean.xs(1, level="index")
     yield Fact("Largest eigenvalue by head", {"lowest": first.min(), "highest": first.max()}, "{:.2f}")
@@ -144,7 +157,7 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def head_map(reading: Reading) -> pd.DataFrame:
-    """Return the mean erank_k of the queries over prompts: per text, layer and head."""
+    """Return the data of figure 4: the queries' mean truncated effective rank over prompts, by text, layer and head."""
     top = reading.knobs.get("top", TOP)
     rows = []
     for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers)):
@@ -168,7 +181,7 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
     correlations_by_layer = [ranks.loc[layer].corr().to_numpy() for layer in table.index]
     # each pair of texts once: above the diagonal of the matrix [texts, texts]
     pairs = np.concatenate([matrix[np.triu_indices(len(matrix), 1)] for matrix in correlations_by_layer])
-    # heads of one rank have no order
+    # the correlation is NaN where all heads have one rank, and so no order
     pairs = pairs[np.isfinite(pairs)]
     if len(pairs):
         correlations = {"mean": pairs.mean(), "lowest": pairs.min()}
@@ -178,14 +191,19 @@ def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def _pearson(x: Any, y: Any) -> float:
-    """Return Pearson's correlation of two equally long rows of numbers; NaN if one of them is constant."""
+    """Return Pearson's correlation of two equally long sequences of numbers; NaN if one of them is constant."""
     if np.std(x) == 0 or np.std(y) == 0:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def hidden_entropy(reading: Reading) -> pd.DataFrame:
-    """Return H of Sigma of the residual stream before each layer and after the last: per prompt and depth."""
+    """Return the data of figure 6: the entropy of each prompt's hidden states by depth.
+
+    layer: the depth, as the number of layers that the hidden states have passed, from 0.
+    tokens: the length of the prompt.
+    entropy, erank: H of Sigma of the hidden states, and exp(H).
+    """
     rows: list[tuple[str, int, int, int, float, float]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
@@ -202,14 +220,15 @@ def hidden_entropy(reading: Reading) -> pd.DataFrame:
 
 
 def matrix_entropy(rows: Tensor) -> float:
-    """Return H of Sigma of rows [n, d].
+    """Return the entropy H of Sigma of hidden states ``rows`` [n, d].
 
-    The eigenvalues are those of the smaller of X'X and XX'. Both have the same ones, up to zeros.
+    Sigma = X'X / n has the rows of X centred and scaled to unit length. X'X and XX' have the same eigenvalues but for
+    zeros, so those of the smaller matrix are computed.
     """
     centred = rows.float() - rows.float().mean(dim=0)
     unit = centred / centred.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     n, d = unit.shape
-    # Sigma = X'X / n [d, d] of unit rows X, so that its trace is 1
+    # unit rows give Sigma a trace of 1
     if n < d:
         small = unit @ unit.T / n
     else:
@@ -219,14 +238,15 @@ def matrix_entropy(rows: Tensor) -> float:
 
 @contextmanager
 def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """Call ``see(depth, hidden [n, d])`` with each decoder layer's input and, at the end, with the last one's output.
+    """While the context is open, call ``see(depth, hidden [n, d])`` in each pass of the model.
 
-    The hooks on the layers are removed on exit.
+    It is called with the hidden states in front of each decoder layer, at depths from 0, and with those behind the last
+    layer. The hooks on the layers are removed on exit.
     """
     decoders = all_layers(model)
 
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
-        """Show the input of the first layer."""
+        """Call ``see`` with the input of the first layer."""
         # some families pass the hidden states [1, n, d] by name
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]
@@ -235,10 +255,10 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
         see(0, hidden[0])
 
     def see_output(depth: int) -> Callable[..., None]:
-        """Return a hook that shows the output of the layer in front of ``depth``."""
+        """Return a hook that calls ``see`` with a layer's output. ``depth``: how many layers it has passed."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            """Show the hidden states [1, n, d], which some families return first of several values."""
+            """Call ``see`` with the hidden states [1, n, d], which some families return first of several values."""
             hidden = output[0] if isinstance(output, tuple) else output
             see(depth, hidden[0])
 
@@ -254,14 +274,14 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
 
 
 def with_names(data: pd.DataFrame) -> pd.DataFrame:
-    """Add a ``name`` for each prompt: its text, or its number where texts have several."""
+    """Return figure 6's data with the ``name`` of each prompt's line: its text, or its number if a text has several."""
     if data["source"].nunique() == data["prompt"].nunique():
         return data.assign(name=data["source"])
     return data.assign(name=[f"sample {int(prompt) + 1}" for prompt in data["prompt"]])
 
 
 def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the steps by which entropy rises layer by layer."""
+    """Yield the mean entropy at both ends, its highest value, and in how many layers and prompts it rises."""
     curve = data.groupby("layer")["entropy"].mean()
     lines = data.pivot_table(index="prompt", columns="layer", values="entropy")
     ends = {"in front of the first layer": curve.iloc[0], "behind the last": curve.iloc[-1]}
