@@ -156,7 +156,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     heads = reading.chosen_heads(range(reading.shape.query_heads), reading.shape.query_heads)
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
-        """Add the largest energies of a matrix to the sums of ``key``. The shortest prompt limits how many there are."""
+        """Add the largest energies of a matrix to the sums of ``key``. The shortest prompt limits their number."""
         values = energy_shares(matrix)[:SHOWN].cpu()
         if key in sums:
             size = min(len(values), len(sums[key]))

@@ -96,7 +96,7 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def spectra(reading: Reading) -> pd.DataFrame:
-    """Return the data of figure 2: the queries' mean eigenvalues over prompts, by text, chosen layer, head and index."""
+    """Return the data of figure 2: the queries' mean eigenvalues over prompts, by text, layer, head and index."""
     # the spectra [query heads, D] of each prompt, by text and layer
     spectra_by_place: dict[tuple[str, int], list[Tensor]] = {}
     for source, layer, _, values in _spectra(reading, "q", reading.layers([-1])):

@@ -1,4 +1,4 @@
-"""Contradictions in and between the papers' printed numbers. The audit is a pure function of published cells."""
+"""Find contradictions in and between the papers' printed numbers. The audit reads published cells alone."""
 
 from __future__ import annotations
 
@@ -25,10 +25,16 @@ CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
     statements,
     full_rows,
 )
+"""The checks of the audit in the order of its findings. Each yields findings about a book of published cells."""
 
 
 def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
-    """Return the findings about a paper, a table (``think/7``) or all, by paper and in the order of the checks."""
+    """Run all checks, and return the findings about a paper, one of its tables (``think/7``) or all papers.
+
+    They are sorted by paper, and for each paper by the order of the checks. Findings about several papers come last.
+
+    book: the published cells to read; None for those of all papers.
+    """
     book = book or read_published()
     name, _, table = paper.partition("/")
     papers = [entry.id for entry in catalogue.choose_papers(name)]

@@ -1,4 +1,4 @@
-"""(c) Values that look copied, and values too good or too far from their neighbours to be believed."""
+"""Check (c) of the audit: values that look copied, too good, or too far from their neighbours to be believed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 COARSE = ("trec", "passage_retrieval_en", "passage_count", "gsm8k", "gpqa", "theoremqa", "needle")
-"""Datasets whose scores take few values, so that equal ones say little."""
+"""Datasets whose scores can take only few values, so that equal scores say little."""
 COMPARED = 5
-"""Rows with fewer scores than this are not compared, as they may agree by chance."""
+"""Rows with fewer scores than this are not compared, since they may agree by chance."""
 SHARED = 3
-"""The number of equal scores of two models in one paper from which on they look copied."""
+"""So many equal scores, or more, of two models in one paper look copied."""
 GAIN = 6 / 5
-"""A compressed cache this much better than the full one is looked at."""
+"""A score above so many times the full cache's is a finding."""
 LEAST = 10
-"""Full-cache scores up to this are noise, and no gain over them is looked at."""
+"""Full-cache scores up to this are noise, and gains over them are no findings."""
 TWIN = 20
-"""Only scores above this are looked at where they stand twice in a row or a column."""
+"""Only scores above this are findings if they stand twice in a row or a column."""
 FALL = 2 / 3
-"""A last value below this share of the one before, in a series that else moves by less than STEADY of its mean."""
+"""A value below this share of its neighbour falls out of its series, if all other values are steady."""
 STEADY = 0.2
+"""Values are steady if the highest and the lowest differ by less than this share of their mean."""
 SERIES = 3
-"""A series of fewer values has no course that one of them could fall out of."""
+"""A series of fewer values is too short for one of them to fall out of it."""
 
 
 def copies(book: Book) -> Iterator[Finding]:
@@ -41,7 +42,7 @@ def copies(book: Book) -> Iterator[Finding]:
         common = one.scores.keys() & two.scores.keys()
         equal = [dataset for dataset in one.scores if dataset in common and _are_equal(one, two, dataset)]
         all_equal = len(equal) == len(common) >= COMPARED
-        # it is suspicious if two models share even a few scores of three digits, but not if two methods of one model do
+        # two models that share a few scores of three digits are suspicious; two methods of one model are not
         telling = [dataset for dataset in equal if _is_telling(one.scores[dataset])]
         if all_equal:
             shared, why = equal, "every score is"
@@ -68,13 +69,13 @@ def _are_equal(one: PublishedRow, two: PublishedRow, dataset: str) -> bool:
 
 
 def twins(book: Book) -> Iterator[Finding]:
-    """Yield two datasets of a row with one value, and one value under two budgets of a method."""
+    """Yield pairs of equal scores: of two datasets in one row, and of one method under two budgets."""
     for row in book.rows:
         if row.table.isdigit():
             yield from _twins_in_row(row)
 
     def method_of(row: PublishedRow) -> object:
-        """Return the facts that rows of one method share."""
+        """Return a key that is equal for all rows of one method, model and table."""
         return row.paper, row.table, row.model, row.method
 
     for method_rows in _groups(book, method_of):
@@ -85,7 +86,7 @@ def twins(book: Book) -> Iterator[Finding]:
 
 
 def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
-    """Yield two datasets of a row that print one value."""
+    """Yield a finding for each pair of datasets of a row that print one value."""
     # accuracies over the same few questions coincide by chance, and so do low scores
     for one, two in combinations(row.scores.values(), 2):
         both_coarse = one.dataset in COARSE and two.dataset in COARSE
@@ -104,7 +105,10 @@ def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
 
 
 def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
-    """Yield the scores that a method repeats to the last digit under two budgets."""
+    """Yield a finding for each score that a method repeats to the last digit under two budgets.
+
+    first, second: the method's rows under the two budgets.
+    """
     for dataset, cell in first.scores.items():
         # another budget should change some digit of a score that can take many values
         other = second.scores.get(dataset)
@@ -125,7 +129,7 @@ def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[
 
 
 def gains(book: Book) -> Iterator[Finding]:
-    """Yield compressed caches that beat the full one by more than 20 %."""
+    """Yield the scores of compressed caches that are more than 20 % above the full cache's."""
     full_rows = {(row.paper, row.table, row.model): row for row in book.rows if row.method == "full"}
     for row in book.rows:
         full = full_rows.get((row.paper, row.table, row.model))
@@ -152,10 +156,10 @@ def gains(book: Book) -> Iterator[Finding]:
 
 
 def breaks(book: Book) -> Iterator[Finding]:
-    """Yield scores that fall out of an otherwise steady series over k. A lost digit would explain them."""
+    """Yield scores that fall out of an otherwise steady series over the setting k. A lost digit would explain them."""
 
     def method_and_setting(row: PublishedRow) -> object:
-        """Return the facts that rows with other k share."""
+        """Return a key that is equal for all rows that differ in k alone."""
         # sort, since two tables may write the parts of a setting in another order
         others = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
         return row.paper, row.table, row.model, row.method, others
@@ -173,10 +177,13 @@ def breaks(book: Book) -> Iterator[Finding]:
 
 
 def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
-    """Yield a dataset's values that fall out of a series of rows."""
+    """Yield a finding for each value of a dataset that falls out of its series.
+
+    series: the rows of the series, ascending by k.
+    """
     values = [row.scores[dataset].value or 0.0 for row in series if dataset in row.scores]
     for i, row in enumerate(series):
-        # the others are steady if max - min < STEADY * mean, so that one value alone stands out
+        # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
         rest = values[:i] + values[i + 1 :]
         centre = sum(rest) / len(rest)
         neighbour = values[i - 1] if i > 0 else values[1]
@@ -184,7 +191,7 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
         if values[i] >= FALL * neighbour or not is_steady:
             continue
         cell = row.scores[dataset]
-        # a lost tens digit: 3.21 would fit as 13.21
+        # suppose that the tens digit 1 was lost: 3.21 would then be 13.21
         fitting = fixed(printed(cell.printed).value + 10, 2)
         yield Finding(
             check="break",
@@ -200,7 +207,7 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
 
 
 def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
-    """Yield the rows of a book in groups of one key."""
+    """Yield the rows of a book as lists. The rows of a list have one value of ``key``."""
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
         groups.setdefault(key(row), []).append(row)
@@ -208,12 +215,15 @@ def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[
 
 
 def _is_high(cell: Published) -> bool:
-    """Tell whether a score is above TWIN."""
+    """Tell whether a score in per cent is above TWIN."""
     return (cell.value or 0) > TWIN and cell.unit == "pct"
 
 
 def _is_telling(cell: Published) -> bool:
-    """Tell whether an equal score is evidence: many values are possible, and it has three digits."""
+    """Tell whether it is evidence of a copy if another cell has the same score.
+
+    It is if the dataset's scores can take many values, and the score has three digits or more.
+    """
     # 50.0 has one significant digit, 41.86 has four
     digits = cell.printed.replace(".", "").strip("0")
     return cell.dataset not in COARSE and len(digits) >= 3

@@ -1,4 +1,7 @@
-"""(a) Cells that follow from others by kvbench.papers.forensics.exact: averages, ratios, sizes, speed-ups."""
+"""Check (a) of the audit: printed averages, ratios, sizes and speed-ups that do not follow from other cells.
+
+kvbench.papers.forensics.exact recomputes the cells.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def derived(book: Book) -> Iterator[Finding]:
 
     The check is ``rounding`` if hidden digits of the inputs can explain the difference, else ``derived``.
     """
-    # cells are found by identity: the rows of a book hold the same cell objects that rules recompute
+    # rules recompute the cell objects that the rows of the book hold, so id() finds the row of a cell
     row_of_cell: dict[int, PublishedRow] = {}
     for row in book.rows:
         for cell in row.cells.values():
@@ -47,7 +50,7 @@ def derived(book: Book) -> Iterator[Finding]:
 
 
 def _is_slip_of_rounding(exact: Exact) -> bool:
-    """Tell whether a mean is off by less than two units of its last printed digit."""
+    """Tell whether the cell is a mean that is off by less than two units of its last printed digit."""
     if not exact.is_mean or exact.recomputed is None:
         return False
     # in units of the last digit: gap * 10^decimals
@@ -91,11 +94,11 @@ def ranking(book: Book) -> Iterator[Finding]:
 
 
 def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
-    """Yield other ways to arrive at the printed value."""
+    """Yield possible reasons for a printed value that is off, such as another base of a ratio, or a copied score."""
     if exact.cell.metric == "ratio_to_full_minus_1":
         yield _other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
-        # n (printed mean - mean of the cells): the amount that the cells' sum lacks
+        # missing = n * (printed mean - mean of the cells): the cells' sum lacks so much
         missing = (printed(exact.published).value - exact.recomputed.value) * len(row.scores)
         direction = "little" if missing > 0 else "much"
         yield f"the cells sum to {fixed(abs(missing), 2)} too {direction}"
@@ -105,7 +108,7 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
 
 
 def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
-    """Name the model whose full-cache row gives the printed ratio as its base, or say that no row does."""
+    """Return in words which other model's full-cache row, as the base, gives the printed ratio, or that none does."""
     for full in book.table(row.paper, row.table):
         if full.method != "full" or full.model == row.model:
             continue
@@ -116,13 +119,16 @@ def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
 
 
 def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
-    """Yield the first datasets of a row that print one value, with the value for one of them that corrects the mean."""
+    """Yield a reason if datasets of a row print one value: one may be a copy, and another value would correct the mean.
+
+    missing: the amount that the sum of the row's scores lacks.
+    """
     datasets_by_value: dict[str, list[str]] = {}
     for dataset, cell in row.scores.items():
         datasets_by_value.setdefault(cell.printed, []).append(dataset)
     for value, datasets in datasets_by_value.items():
         if len(datasets) > 1:
-            # the mean hides digits, so the missing sum is known only to the half
+            # digits that the mean hides make the missing sum uncertain, so it is rounded to a half
             needed = printed(value).value + Fraction(round(2 * missing), 2)
             yield f"{' and '.join(datasets)} print the same {value}, and {fixed(needed, 2)} in one would do"
             return

@@ -22,26 +22,29 @@ from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8
 from kvbench.tasks.longbench import TASKS
 
 LAYERS = {"1": 1, "2": 1, "3-31": 29, "32": 1}
-"""Layers that each line of ReFreeKV's table 6 stands for."""
+"""The number of layers that each line of ReFreeKV's table 6 stands for, by the line's name."""
 CONTEXTS = {"llama-2-7b-chat": 4096, "llama-3-8b-instruct": 8096, "llama-2-13b-chat": 4096}
-"""Tokens that UNComp's appendix A.3 lets each model read; so many hidden states stay in the first layers."""
+"""The most tokens that each model reads by UNComp's appendix A.3. The first layers keep all of their hidden states."""
 SIZES = {"seq=2048": 2048, "seq=2K": 2048, "seq=20K": 20480}
-"""Tokens by the part of a setting that states them in a paper's prose."""
+"""The length of sequences in tokens, by the part of a setting that states it in a paper's prose."""
 WORDS = {
     "uncomp": ("F1", "rouge-l", "classification accuracy", "exact match accuracy", "edit similarity"),
     "vatp": ("F1", "Rouge-L", "Accuracy (CLS)", "Accuracy (EM)", "Edit Sim"),
 }
-"""A paper's words for LongBench's metrics, in its table 5."""
+"""The words of each paper's table 5 for LongBench's metrics; METRICS has their order."""
 METRICS = {"f1": 0, "rouge": 1, "classification": 2, "count": 3, "retrieval": 3, "code_sim": 4}
-"""The place in a paper's WORDS of LongBench's metrics, by the beginning of our names of them."""
+"""The index of LongBench's metrics in WORDS, by the beginning of kvbench's names for them."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """A published cell beside the value that it must have.
+    """A published cell beside the value that it must have by other cells or by first principles.
 
-    ``row`` is the row's label. ``recomputed`` carries the rounding of its inputs. ``text`` replaces the number if the
-    cell is a word.
+    cell: the published cell.
+    row: the label of its row.
+    formula: how the value is computed, in words.
+    recomputed: the value, with the interval that the rounding of its inputs hides; None if the cell is a word.
+    text: the word that the cell must have; '' if it is a number.
     """
 
     cell: Published
@@ -52,8 +55,8 @@ class Exact:
 
     @property
     def column(self) -> str:
-        """Return the dataset, or the measured quantity if the column has no dataset."""
-        # a measured quantity, such as kv_memory, is also the dataset of its cells
+        """Return the name of the cell's column: the dataset of a score, else the dataset and the metric."""
+        # cells of a quantity such as kv_memory have its name both as dataset and as metric
         c = self.cell
         is_score = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
         if is_score:
@@ -72,7 +75,7 @@ class Exact:
 
     @property
     def shown(self) -> str:
-        """Return the recomputed value with as many digits as are printed, and with more if those differ."""
+        """Return the recomputed value as text, with the digits of the printed one, or with more if the two differ."""
         if self.recomputed is None:
             return self.text
         if self.grade == "equal":
@@ -81,7 +84,7 @@ class Exact:
 
     @property
     def grade(self) -> str:
-        """Return equal, rounding or off, as in numbers.grade."""
+        """Return how the printed value fits the recomputed one: equal, rounding or off, as in numbers.grade."""
         if self.recomputed is not None:
             return numbers.grade(self.published, self.recomputed)
         if self.text.lower() == self.published.lower():
@@ -90,17 +93,17 @@ class Exact:
 
     @property
     def ok(self) -> bool:
-        """Tell whether rounding explains the printed value."""
+        """Tell whether the printed value is the recomputed one, or rounding explains the difference."""
         return self.grade != "off"
 
     @property
     def mark(self) -> str:
-        """Return ✓, or the amount by which the printed value is off."""
+        """Return ✓ if the printed value fits, else the amount by which it is off; ✗ for a wrong word."""
         if self.ok:
             return "✓"
         if self.recomputed is None:
             return "✗"
-        # printed - recomputed, with the sign that tables have
+        # printed - recomputed; tables have a minus sign in place of the hyphen
         gap = numbers.fixed(printed(self.published).value - self.recomputed.value, self._digits)
         if gap.startswith("-"):
             return gap.replace("-", "−")
@@ -108,8 +111,8 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        """Return the number of decimals to show: one more than printed, but at least two, unless it is an integer."""
-        # a number of tokens has no decimals that could differ
+        """Return how many decimals to show: one more than printed, and at least two. Integers get no more than printed."""
+        # an integer, such as a number of tokens, has no decimals that could differ
         if self.recomputed is not None and self.recomputed.value.denominator == 1:
             return decimals(self.published)
         return max(2, decimals(self.published) + 1)
@@ -117,11 +120,11 @@ class Exact:
 
 @lru_cache(maxsize=4)
 def recomputed_cells(book: Book) -> tuple[Exact, ...]:
-    """Return every cell of a book that can be recomputed, with its value."""
+    """Return every cell of a book that can be recomputed without a model, with the value that it must have."""
     recomputed: list[Exact] = []
     for rule in RULES:
         recomputed.extend(rule(book))
-    # a rule that knows a table's averages comes before the plain mean of its column
+    # a rule that knows how a table averages wins over the plain mean
     cells_of_rules = {id(exact.cell) for exact in recomputed}
     for exact in _other_means(book):
         if id(exact.cell) not in cells_of_rules:
@@ -130,24 +133,27 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
 
 
 def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
-    """Return the cells of one table (``2``, ``text``) that can be recomputed without a model."""
+    """Return the cells of a paper's table (``2``, ``text``) that can be recomputed without a model.
+
+    book: the published cells to read; None for those of all papers.
+    """
     return [e for e in recomputed_cells(book or read_published()) if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 def _means(book: Book) -> Iterator[Exact]:
-    """Yield the ``Avg.`` cells of scores that are the plain mean of their row, whatever their metric is called."""
+    """Yield the averages of scores: each must be the plain mean of its row, whatever its metric is called."""
     for row in book.rows:
         for metric, average in row.averages.items():
             if metric not in SCORES:
                 continue
-            # (1/n) sum of the printed scores; their hidden digits give the mean an interval
+            # mean = (1/n) sum of the printed scores, with an interval from the digits that their rounding hides
             scores = [printed(cell.printed) for cell in row.averaged(metric)]
             if scores:
                 yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
 
 def _other_means(book: Book) -> Iterator[Exact]:
-    """Yield the averages of perplexities, times, bytes and other numbers that are not scores of answers."""
+    """Yield the averages of perplexities, times, bytes and other numbers that are no scores: the plain means."""
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
@@ -155,13 +161,13 @@ def _other_means(book: Book) -> Iterator[Exact]:
 
 
 def _ratios(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's tables 2 and 8: mean ratios to the full cache, less one, and mean budgets."""
+    """Yield the averages of ReFreeKV's tables 2 and 8: mean ratios to the full cache, or less one, and mean budgets."""
     for table in ("2", "8"):
         full_rows = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
-                    # the cell is in per cent: the mean of score / full score, or its distance from 1
+                    # value = 100 * mean(score / full score), or 100 * (mean - 1) for the metric ..._minus_1
                     offset = 1 if metric.endswith("minus_1") else 0
                     value = (mean_ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
@@ -172,7 +178,7 @@ def _ratios(book: Book) -> Iterator[Exact]:
 def mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     """Return the mean over datasets of a row's scores relative to the scores of the row ``full``."""
     if row is full:
-        # a number over itself is 1, whatever rounding hides
+        # a number over itself is exactly 1; division of intervals would not know that both are the same number
         return exactly(1)
     # (1/n) sum over datasets of score / full score
     ratios = []
@@ -203,21 +209,21 @@ def _relative(book: Book) -> Iterator[Exact]:
 
 
 def _times(book: Book) -> Iterator[Exact]:
-    """Yield the means of ReFreeKV's table 3: times over its six datasets."""
+    """Yield the averages of ReFreeKV's table 3: mean times over its six datasets."""
     for row in book.table("refreekv", 3):
         for metric in ("overall_time", "prune_time"):
             yield from _column_mean(row, metric)
 
 
 def _layers(book: Book) -> Iterator[Exact]:
-    """Yield the means of ReFreeKV's table 6: the budget over 32 layers. One line stands for 29 of these layers."""
+    """Yield the averages of ReFreeKV's table 6: mean budgets over 32 layers. One line stands for 29 of these layers."""
     rows = book.table("refreekv", 6)
     layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
     for average_row in rows:
         if average_row.settings["layer"] != "avg":
             continue
         for key, cell in average_row.cells.items():
-            # sum over lines of budget * number of layers, divided by 32
+            # mean = sum over lines of (budget * number of layers) / 32
             total = exactly(0)
             for row in layer_rows:
                 if key in row.cells:
@@ -226,7 +232,7 @@ def _layers(book: Book) -> Iterator[Exact]:
 
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
-    """Yield the average of a metric over the datasets of a row, if the row prints one."""
+    """Yield the average that a row prints of a metric: the plain mean over its datasets. Some rows print none."""
     average = row.averages.get(metric)
     values = [printed(cell.printed) for cell in row.averaged(metric)]
     if average is not None and values:
@@ -236,7 +242,10 @@ def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
 def _cells_of_quantity(
     book: Book, paper: str, table: str, dataset: str, metric: str = ""
 ) -> Iterator[tuple[PublishedRow, Published]]:
-    """Yield the rows of a table that print a quantity, with its cell. ``metric`` is the dataset's name by default."""
+    """Yield (row, cell) for each row of a table that prints a quantity.
+
+    dataset, metric: the names of the quantity's cells. The metric is named like the dataset by default.
+    """
     for row in book.table(paper, table):
         cell = row.cells.get((dataset, metric or dataset))
         if cell is not None:
@@ -244,7 +253,7 @@ def _cells_of_quantity(
 
 
 def _memory(book: Book) -> Iterator[Exact]:
-    """Yield the column Memory of ThinK's table 7: payload in fp16 by the paper's formula, which stores all 32 heads."""
+    """Yield the memory column of ThinK's table 7: the bytes by the paper's formula, which stores all 32 heads."""
     for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
         formula = "0.5 N MiB"
         if "ratio" in row.settings:
@@ -254,7 +263,7 @@ def _memory(book: Book) -> Iterator[Exact]:
 
 
 def _equal_sizes(book: Book) -> Iterator[Exact]:
-    """Yield the size of the plain cache that ThinK's prose equates with a pruned cache of 128 tokens."""
+    """Yield the sizes in tokens of plain caches that ThinK's prose equates with pruned caches (``matched_to``)."""
     for row, cell in _cells_of_quantity(book, "think", "text", "kv_size"):
         pruned = _expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
         formula = "bytes with 40 % of key channels gone / 0.5 MiB"
@@ -262,7 +271,10 @@ def _equal_sizes(book: Book) -> Iterator[Exact]:
 
 
 def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
-    """Return the payload by ThinK's formula, under query heads, for a model of 32 layers and 32 heads."""
+    """Return the bytes of a cache by ThinK's formula, for a model of 32 layers that stores all 32 query heads.
+
+    method: the methods of the cache. settings: the settings of the paper's row.
+    """
     knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
@@ -285,13 +297,13 @@ def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
 
 
 def _stated_tokens(setting: str) -> int:
-    """Return the length of a sequence in tokens that a setting such as ``seq=2K`` states."""
+    """Return the length of a sequence in tokens from a setting that states it, such as ``seq=2K;batch=4``."""
     (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
     return length
 
 
 def _shares(book: Book) -> Iterator[Exact]:
-    """Yield UNComp's shares of the cache: tokens kept over the context."""
+    """Yield the shares of the cache that UNComp's prose states: tokens kept over the context, in per cent."""
     for row, cell in _cells_of_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
         if "kv_size" in row.settings:
             # 100 * tokens kept / tokens read
@@ -300,7 +312,10 @@ def _shares(book: Book) -> Iterator[Exact]:
 
 
 def _schedules(book: Book) -> Iterator[Exact]:
-    """Yield UNComp's hidden states by group of layers: equal steps from S_max to S_min, whole tokens."""
+    """Yield the numbers of hidden states of UNComp's schedules, by group of layers, and the share that one keeps.
+
+    The numbers fall in equal steps of whole tokens from S_max to S_min.
+    """
     groups: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
     for row, cell in _cells_of_quantity(book, "uncomp", "text", "hidden_state_size"):
         groups.setdefault((row.model, row.settings["where"]), []).append((row, cell))
@@ -319,7 +334,7 @@ def _schedules(book: Book) -> Iterator[Exact]:
 
 
 def _benchmark(book: Book) -> Iterator[Exact]:
-    """Yield LongBench's sizes and metrics as UNComp's and VATP's tables 5 print them, from kvbench's own tasks."""
+    """Yield the sizes and metrics of LongBench's datasets in the tables 5 of UNComp and VATP, from kvbench's tasks."""
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
             for (dataset, metric), cell in row.cells.items():
@@ -333,7 +348,7 @@ def _benchmark(book: Book) -> Iterator[Exact]:
 
 
 def _place_of_metric(name: str) -> int:
-    """Return the place of a metric in a paper's WORDS."""
+    """Return the index of the word for a metric in a paper's WORDS."""
     for beginning, place in METRICS.items():
         if name.startswith(beginning):
             return place
@@ -341,7 +356,7 @@ def _place_of_metric(name: str) -> int:
 
 
 def _formulas(book: Book) -> Iterator[Exact]:
-    """Yield the cells that the papers' own functions recompute."""
+    """Yield the cells that the formulas of the papers' own modules recompute (``PaperAudit.recomputes``)."""
     for audit in PAPERS:
         # without the paper's cells a query would find none, and that would look like an error of the formula
         if audit.paper not in book.papers:
@@ -350,7 +365,7 @@ def _formulas(book: Book) -> Iterator[Exact]:
         for formula in audit.formulas:
             result = formula.recompute(paper.with_rounding())
             for fields, row, cell in paper.cells(**formula.query):
-                # one number for all cells, or a series with one for each by its fields
+                # the result is one number for all cells, or a series with a number for each cell by its fields
                 recomputed = result
                 if isinstance(result, pd.Series):
                     key = tuple(fields[name] for name in result.index.names)

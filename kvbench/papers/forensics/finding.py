@@ -35,17 +35,17 @@ class Finding:
 
     @property
     def id(self) -> str:
-        """Return the check and the place. They stay the same when only values change."""
-        # a corrected number is still the same finding
+        """Return the finding's name: its check and its place. It stays the same if only values change."""
+        # a corrected number is still the same finding, so numbers are no part of the name
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 
     def as_json(self) -> dict[str, str]:
-        """Return plain data."""
+        """Return the fields and the id as plain data."""
         return {"id": self.id} | asdict(self)
 
 
 def name_table(table: str) -> str:
-    """Name a table: ``2`` is table 2, ``fig6`` figure 6, ``text`` the prose."""
+    """Return the name of a table for readers: ``2`` is table 2, ``fig6`` is figure 6, ``text`` is prose."""
     # published numbers of figure 6 are in fig6.csv
     if table.startswith("fig"):
         return f"figure {table[3:]}"

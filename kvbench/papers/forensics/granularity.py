@@ -1,4 +1,4 @@
-"""(d) Accuracies over n questions are k/n. Some printed values are not k/n for any number k of right answers."""
+"""Check (d) of the audit: an accuracy over n questions is k/n, but some printed ones are k/n for no whole k."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 @dataclass(frozen=True)
 class ScoreGrid:
-    """A dataset whose scores are k/n per cent in one paper. ``why`` names the source of n.
+    """The values that a dataset's accuracies can take in one paper: 100 k/n for k = 0, 1, ..., n.
 
-    Cells off the grid are findings if n ``holds``. Otherwise n is doubted, and the grid shows that it does not fit.
+    n: the number of questions.
+    why: the source of n.
+    holds: True if n is believed, so that cells off the grid are findings. False if n is doubted, and the grid only
+    shows how few cells fit it.
     """
 
     paper: str
@@ -38,12 +41,16 @@ GRIDS = (
     ScoreGrid("vatp", "trec", 300, why="LongBench-E, whose TREC has 300 questions"),
 )
 FEW = Fraction(1, 2)
-"""An n that fewer than this share of cells fits is not the n of the paper."""
+"""A doubted n is wrong if less than this share of the cells fits it."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The distinct cells of a grid. The cells ``off`` the grid are also in ``cells``."""
+    """How the printed cells of a dataset fit a grid.
+
+    cells: all different measurements of the dataset, each with its row.
+    off: those of ``cells`` that are k/n for no whole k.
+    """
 
     grid: ScoreGrid
     cells: tuple[tuple[PublishedRow, Published], ...]
@@ -51,21 +58,21 @@ class Fit:
 
     @property
     def attained(self) -> int:
-        """Return the number of cells that are k/n."""
+        """Return the number of cells that fit the grid."""
         return len(self.cells) - len(self.off)
 
     @property
     def chance(self) -> float:
-        """Return the share of two-decimal values from 0 to 100 that are k/n."""
+        """Return the chance that a random value from 0.00 to 100.00 fits the grid: the share of such values that do."""
         n = self.grid.n
         # rounded to two decimals, 100 k / n are all different while n is below 10,000
         values = {fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}
-        # 0.00, 0.01, ..., 100.00
+        # there are 10,001 values 0.00, 0.01, ..., 100.00
         return len(values) / 10001
 
 
 def is_attainable(text: str, n: int) -> bool:
-    """Tell whether some k/n in per cent can be printed as these characters."""
+    """Tell whether some k/n in per cent, with a whole k, can be printed as these characters."""
     shown = printed(text)
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
     # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil this
@@ -77,7 +84,7 @@ def is_attainable(text: str, n: int) -> bool:
 
 
 def fit_grids(book: Book) -> list[Fit]:
-    """Return every grid with its cells. A measurement printed twice with the same value counts once."""
+    """Return how the cells of a book fit each grid. A measurement printed twice with the same value counts once."""
     grid_fits = []
     for grid in GRIDS:
         # repeated numbers would give a grid more support than it has
@@ -92,7 +99,7 @@ def fit_grids(book: Book) -> list[Fit]:
 
 
 def granularity(book: Book) -> Iterator[Finding]:
-    """Yield each cell off its grid, and each stated n that most cells do not fit."""
+    """Yield a finding for each cell off the grid of a believed n, and for each doubted n that most cells do not fit."""
     grid_fits = fit_grids(book)
     for fit in grid_fits:
         if fit.grid.holds:
@@ -102,10 +109,10 @@ def granularity(book: Book) -> Iterator[Finding]:
 
 
 def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
-    """Yield a finding for each cell that no number of right answers gives, with the two scores next to it."""
+    """Yield a finding for each cell that no whole number of right answers gives, with the two nearest scores."""
     grid = fit.grid
     for row, cell in fit.off:
-        # 100 k / n = score, so k lies between two whole numbers
+        # k = score * n / 100 is no whole number, so the two around it give the nearest scores
         k = int(printed(cell.printed).value * grid.n / 100)
         neighbours = [fixed(Fraction(100 * k, grid.n), 2), fixed(Fraction(100 * (k + 1), grid.n), 2)]
         yield Finding(
@@ -122,7 +129,7 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
 
 
 def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
-    """Return the finding that few scores fit a stated n, with the n that fits instead."""
+    """Return the finding that few scores fit a doubted n, with the believed n of the same dataset, if there is one."""
     grid = fit.grid
     why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
     why += f", {100 * fit.chance:.0f} % would by chance"

@@ -1,4 +1,4 @@
-"""The identity of measurements: some settings change nothing, and some things have two names."""
+"""Tell which rows print the same measurement, though tables name its settings in different ways."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ SILENT = {
     "vatp": {"id", "batch"},
     "qhitter": {"where"},
 }
-"""Parts of a setting that place a number or repeat another part."""
+"""By paper, the parts of a setting that only say where a number stands, or repeat another part."""
 DEFAULTS = {"think": {"recent": "32"}, "vatp": {"norm": "l1"}}
-"""Parts that hold wherever a table does not say otherwise."""
+"""By paper, the values of parts of a setting where a table does not state the part."""
 UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "kv_low": "256"})
-"""UNComp's main configuration, 512 and 256 tokens for two groups, under the names of tables 7, 6 and 2."""
+"""UNComp's main configuration, two groups with 512 and 256 tokens, as tables 7, 6 and 2 state it, in this order."""
 
 
 def identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
-    """Return the part of a row's setting that tells measurements apart, sorted."""
+    """Return the parts of a row's setting that tell measurements apart, as sorted (key, value) pairs."""
     silent = SILENT.get(row.paper, set())
     defaults = DEFAULTS.get(row.paper, {})
     # a table that states a default measures the same as a table that omits it

@@ -1,4 +1,7 @@
-"""A paper's own part of the audit: functions that judge its statements, and functions that recompute printed cells."""
+"""A paper's part of the audit: functions that judge its statements, and functions that recompute printed cells.
+
+The modules think, refreekv, uncomp, vatp and qhitter have such functions, registered by decorators of ``PaperAudit``.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,22 @@ from kvbench.papers.forensics.queries import PaperCells
 HOLDS, PARTLY, FAILS, NOTE = "holds", "partly", "does not hold", "note"
 
 Outcome = tuple[str, str]
-"""A verdict, HOLDS, PARTLY, FAILS or NOTE, and the recomputed figures."""
+"""(verdict, recomputed numbers in words). The verdict is HOLDS, PARTLY, FAILS or NOTE."""
 Judge = Callable[[PaperCells], Outcome]
+"""A function that judges a statement by the paper's cells."""
 Recompute = Callable[[PaperCells], Any]
+"""A function that recomputes printed cells from the paper's other cells (see ``Formula``)."""
 
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement of a paper in our words, with the function that decides it.
+    """One statement of a paper, with the function that judges it.
 
+    paper: the paper's name, as in conf/preset.
     place: where the paper makes the statement, such as ``section 5.4``.
-    table: the number of the table with the statement's numbers.
-    text: the statement.
-    judge: returns the verdict and the recomputed figures.
+    table: the table with the statement's numbers, such as ``2``, or ``text`` for the prose.
+    text: the statement in our words.
+    judge: returns the verdict and the recomputed numbers in words.
     """
 
     paper: str
@@ -37,10 +43,10 @@ class Statement:
 class Formula:
     """Printed cells that follow from other printed cells, with the function that recomputes them.
 
-    query: the fields that the cells have (see ``queries``).
+    query: the fields that the recomputed cells have (see ``queries``).
     words: the formula for readers.
     recompute: returns one number for all cells, or a series with a number for each cell, indexed by the cells' fields.
-    Its input numbers carry the interval that rounding hides.
+    The numbers that it reads carry the interval that rounding hides.
     """
 
     query: Mapping[str, Any]
@@ -50,7 +56,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class PaperAudit:
-    """The statements and formulas of one paper, in the order of their functions."""
+    """The statements and formulas of one paper, in the order of the functions that decorators register."""
 
     paper: str
     statements: list[Statement] = field(default_factory=list)
@@ -83,9 +89,10 @@ class PaperAudit:
 
 
 def decide(holds: object, shown: str, otherwise: str = FAILS) -> Outcome:
-    """Return (HOLDS, shown) if the statement ``holds``, else (``otherwise``, shown).
+    """Return the outcome of a judgement: (HOLDS, shown) if the statement ``holds``, else (``otherwise``, shown).
 
-    shown: the recomputed figures in words.
+    holds: a bool, or a numpy value that stands for one.
+    shown: the recomputed numbers in words.
     """
     # comparing numpy's numbers does not give a bool
     if holds:

@@ -1,8 +1,8 @@
 """Queries for a paper's printed cells, and functions that compare their numbers and put them into words.
 
-A query is the fields that cells must have. Fields are model, method, base (its first stage), row (the label), table,
-dataset, metric and the parts of the setting, such as kv_size. A field's value in a query is a text with ``*`` for
-anything, a number, or a list of them. It is '' for a row without such a part.
+A query names fields that cells must have, with their values. Fields are model, method, base (the first stage of the
+method), row (the row's label), table, dataset, metric and the parts of the setting, such as kv_size. A value in a query
+is a text with ``*`` for anything, a number, or a list of these. The value '' finds rows whose setting lacks the part.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 Labels = tuple[Any, ...]
-"""The fields of one cell of a series."""
+"""The values of the fields that name one number of a series, in the order of the series' index."""
 
 
 @dataclass(frozen=True)
 class PaperCells:
-    """The printed cells of one paper. ``read`` makes a number of the printed characters.
+    """The printed cells of one paper, and queries for them.
+
+    book: the published cells, of this paper and others.
+    paper: the paper's name.
+    read: returns the number for a cell's printed characters.
 
     All queries take ``table`` (one or several), ``of`` (datasets, or ``scores`` for all answers), ``without`` (fields
     that a row must not have) and any other field by its name.
@@ -50,13 +54,13 @@ class PaperCells:
         return values[0]
 
     def drop(self, method: str, below: str = "full", **query: Any) -> Any:
-        """Return by how much the number of ``method`` lies below the number of the method ``below``."""
+        """Return how far the number of ``method`` lies below that of the method ``below``. Both are found by one query."""
         return self.number(method=below, **query) - self.number(method=method, **query)
 
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:
-        """Return the numbers of all cells that a query finds, named by the fields ``by``.
+        """Return the numbers of all cells that a query finds, as a series indexed by the fields ``by``.
 
-        Raises KvbenchError if several cells have one name.
+        Raises KvbenchError if several cells agree in all of these fields.
         """
         fields_of_name = _as_list(by)
         values: dict[Labels, Any] = {}
@@ -68,8 +72,8 @@ class PaperCells:
         return _series(values, fields_of_name)
 
     def settings(self, part: str, by: str | Sequence[str], **query: Any) -> pd.Series[float]:
-        """Return a part of the setting of all cells that a query finds, named by the fields ``by``."""
-        # the cells of a row state one setting, so they may share a name
+        """Return the numbers in a part of the setting of all cells that a query finds, indexed by the fields ``by``."""
+        # cells of one row can share a name, but they have the same setting, so the last one may win
         fields_of_name = _as_list(by)
         values = {}
         for fields, _, _ in self.cells(**query):
@@ -77,11 +81,11 @@ class PaperCells:
         return _series(values, fields_of_name)
 
     def labels(self, field: str, **query: Any) -> list[str]:
-        """Return the different values of a field in all cells that a query finds, sorted."""
+        """Return the different values of a field among all cells that a query finds, sorted."""
         return sorted({fields.get(field, "") for fields, _, _ in self.cells(**query)})
 
     def rows(self, table: str) -> list[PublishedRow]:
-        """Return the rows of a table."""
+        """Return the rows of one of the paper's tables."""
         return self.book.table(self.paper, table)
 
     def cells(
@@ -91,13 +95,16 @@ class PaperCells:
         without: Mapping[str, object] | None = None,
         **conditions: object,
     ) -> Iterator[tuple[dict[str, str], PublishedRow, Published]]:
-        """Yield the fields, row and cell of every number that a query finds."""
+        """Yield (fields, row, cell) of every cell with a number that a query finds. Fields are values by name.
+
+        The parameters are those of all queries, as the class explains them.
+        """
         if of != "scores":
             conditions["dataset"] = of
         for name in _as_list(table):
             for row in self.rows(name):
                 for (dataset, metric), cell in row.cells.items():
-                    # words are no numbers, and ``scores`` leaves out averages and other metrics
+                    # a cell with words has no value; ``scores`` leaves out averages and metrics that are no scores
                     if cell.value is None or (of == "scores" and row.scores.get(dataset) is not cell):
                         continue
                     fields = _fields(row, dataset, metric)
@@ -108,8 +115,8 @@ class PaperCells:
 
 
 def _fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
-    """Return the fields of a cell that a query can name: the parts of its row's setting, and its place."""
-    # a field of the place would hide a part of the setting with the same name
+    """Return the fields of a cell that a query can name, by name: the parts of its row's setting, and its place."""
+    # if a part of the setting has the name of a field of the place, the place wins
     return row.settings | {
         "table": row.table,
         "model": row.model,
@@ -122,8 +129,8 @@ def _fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
 
 
 def _matches(value: str, patterns: object) -> bool:
-    """Tell whether a value matches a pattern, or one of several."""
-    # queries may have numbers where a setting has texts
+    """Tell whether a field's value matches a pattern, or one of several."""
+    # a query may have a number where the setting has its text
     return any(fnmatchcase(value, str(pattern)) for pattern in _as_list(patterns))
 
 
@@ -135,8 +142,11 @@ def _as_list(value: object) -> list[Any]:
 
 
 def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[Any]:
-    """Return a series with a level for each field of the names. With one field, its names are plain texts."""
-    # a query that finds nothing also gets levels, though empty ones
+    """Return the values as a series whose index has a level for each of ``fields``.
+
+    values: the numbers by their labels, which are tuples with a value for each field.
+    """
+    # levels are built one by one, since from_tuples could not tell how many an empty index has
     levels = []
     for i in range(len(fields)):
         levels.append([name[i] for name in values])
@@ -159,15 +169,15 @@ def ratio(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def _align(left: pd.Series[Any], right: pd.Series[Any]) -> tuple[pd.Series[Any], pd.Series[Any]]:
-    """Return the cells of ``left`` that ``right`` has, and the values of ``right`` under their names."""
+    """Return the cells of ``left`` that ``right`` also has, and the values of ``right`` with the same index."""
     right = _reindex_like(left, right)
     return left[right.notna()], right.dropna()
 
 
 def _reindex_like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
-    """Return the values of ``right`` under the names of ``left``."""
-    # pandas alone aligns only series with the same fields, and sorts them; here the fields of right are a part of those
-    # of left: a full row by model stands beside each budget of a model
+    """Return the values of ``right`` with the index of ``left``; NaN where ``right`` has none."""
+    # right may have only some of the fields of left: a full row, named by its model, stands beside every budget of the
+    # model; pandas by itself aligns only series with the same fields, and sorts them
     fields = list(right.index.names)
     levels = [left.index.get_level_values(field) for field in fields]
     names = levels[0] if len(fields) == 1 else pd.MultiIndex.from_arrays(levels)
@@ -175,35 +185,34 @@ def _reindex_like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]
 
 
 def by_field(values: pd.Series[Any], *fields: str) -> Any:
-    """Return the values grouped by some of their fields, in the order of the paper."""
+    """Return the values grouped by some of their fields, as pandas' groupby does, in the order of the paper."""
     return values.groupby(level=list(fields), sort=False)
 
 
 def labels_of(values: pd.Series[Any], field: str) -> list[Any]:
-    """Return the different labels of a field, sorted."""
+    """Return the different labels of a field in the index of a series, sorted."""
     return sorted(set(values.index.get_level_values(field)))
 
 
 def numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
-    """Return the labels of a series as its values. The labels are numbers such as budgets."""
+    """Return a series whose values are its own labels as numbers, such as budgets."""
     return pd.Series([float(label) for label in values.index], values.index)
 
 
 def group_lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]]:
-    """Return the lines of a series: cells that agree in all fields but the last.
+    """Divide a series into lines. The cells of a line agree in all fields but the last, along which the line runs.
 
-    Each line has its labels, and (last label, value) of each cell.
+    Return (labels without the last, cells) of each line. A cell is (last label, value).
     """
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():
-        # the last field runs along a line, as budgets do behind models and methods
         labels = _as_labels(name)
         cells_by_line.setdefault(labels[:-1], []).append((labels[-1], value))
     return list(cells_by_line.items())
 
 
 def count_rising(values: pd.Series[Any]) -> int:
-    """Return the number of lines that never fall from one value to the next."""
+    """Return the number of lines of a series (see ``group_lines``) that never fall from one value to the next."""
     count = 0
     for _, cells in group_lines(values):
         numbers = [value for _, value in cells]
@@ -213,11 +222,11 @@ def count_rising(values: pd.Series[Any]) -> int:
 
 
 def describe_falls(pattern: str, values: pd.Series[Any], least: float = 0, rising: bool = True) -> list[str]:
-    """Return a text for each place at which a line falls by more than ``least`` instead of rising.
+    """Return a text for each fall of a line (see ``group_lines``) by more than ``least``.
 
     pattern: the format of a text. It may name the line's fields, such as ``{model}``, the values ``a`` and ``b`` before
-    and after the fall, and their places ``first`` and ``then``.
-    rising: False for lines that should fall. The texts are then about their rises.
+    and after the fall, and their labels ``first`` and ``then``.
+    rising: True if lines should rise, so that falls are exceptions. With False the texts are about rises.
     """
     texts = []
     for labels, cells in group_lines(values):
@@ -232,10 +241,11 @@ def describe_falls(pattern: str, values: pd.Series[Any], least: float = 0, risin
 
 
 def describe_values(pattern: str, values: pd.Series[Any], sep: str = ", ", **more: pd.Series[Any]) -> str:
-    """Format ``pattern`` for every value, and return the texts in one line.
+    """Return a text for every value, joined by ``sep``.
 
-    The pattern names the fields of the series, such as ``{model}``, the number itself as ``{value}``, and numbers of
-    ``more`` series by their keywords. These series may have fewer fields, and then their numbers repeat.
+    pattern: the format of a text. It may name the fields of the series, such as ``{model}``, the number itself as
+    ``{value}``, and numbers of the ``more`` series by their keywords.
+    more: further series. One with fewer fields repeats its numbers.
     """
     columns = {"value": values}
     for keyword, series in more.items():
@@ -249,12 +259,12 @@ def describe_values(pattern: str, values: pd.Series[Any], sep: str = ", ", **mor
 
 
 def _named_labels(values: pd.Series[Any], labels: Labels) -> dict[str, object]:
-    """Return the labels of one cell of a series, or its first labels, by the names of their fields."""
+    """Return the labels of one cell, by the names of the series' fields. A line has no label for the last field."""
     return {str(field): label for field, label in zip(values.index.names, labels, strict=False)}
 
 
 def describe_lines(values: pd.Series[Any], form: str = "{}", sep: str = ", ") -> str:
-    """Return a text with each line's labels and values, formatted by ``form``."""
+    """Return a text with the labels and the values of each line (see ``group_lines``). ``form`` formats a value."""
     texts = []
     for labels, cells in group_lines(values):
         numbers = sep.join(form.format(value) for _, value in cells)
@@ -263,7 +273,7 @@ def describe_lines(values: pd.Series[Any], form: str = "{}", sep: str = ", ") ->
 
 
 def _as_labels(name: Any) -> Labels:
-    """Return the labels of a cell as a tuple. pandas gives a single label alone."""
+    """Return the labels of a cell as a tuple. With one field, pandas gives the label alone."""
     if isinstance(name, tuple):
         return name
     return (name,)

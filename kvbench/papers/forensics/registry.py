@@ -1,4 +1,4 @@
-"""Each paper's own part of the audit, in the order in which statements are listed."""
+"""The audit's part of each paper, in the order in which the ledger lists their statements."""
 
 from __future__ import annotations
 

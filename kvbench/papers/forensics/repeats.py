@@ -1,4 +1,7 @@
-"""(b) Cells that a paper prints in several places, and (f) full-cache rows of one model in several papers."""
+"""Checks (b) and (f) of the audit: numbers that a paper prints twice, and full-cache scores that papers share.
+
+Check (b) compares cells that print one measurement, check (f) the full-cache rows of one model in several papers.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ Places = list[tuple[PublishedRow, Published]]
 class Measurement(NamedTuple):
     """The measurement that a cell prints. Cells that agree in all fields must have one value.
 
-    ``tasks`` are the datasets of an average, '' for other cells.
+    setting: the parts of the setting that tell measurements apart (``identity.identifying_settings``).
+    tasks: the datasets that an average covers; '' for other cells.
     """
 
     paper: str
@@ -40,12 +44,12 @@ def repeated_places(book: Book) -> dict[Measurement, Places]:
         paper, model, method, settings = identity(row)
         setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
-            # prose gives speed-ups of different workloads without naming these
+            # speed-ups are left out, since prose states them for several workloads without naming the workload
             if cell.value is None or not method or metric.startswith("speedup"):
                 continue
             tasks = ""
             if dataset == AVERAGE:
-                # an average repeats another only over the same tasks
+                # two averages are one measurement only if they cover the same tasks
                 tasks = ",".join(sorted(row.scores))
             measurement = Measurement(
                 paper, model, method, setting=setting, dataset=dataset, metric=metric, unit=cell.unit, tasks=tasks
@@ -85,19 +89,19 @@ def repeats(book: Book) -> Iterator[Finding]:
 
 
 def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
-    """Return, by paper, the full cache's score on each (model family, dataset) that several papers print."""
-    by_place: dict[tuple[str, str], dict[str, Published]] = {}
+    """Return the full cache's score on each (model family, dataset) that several papers print, by the paper's name."""
+    by_dataset: dict[tuple[str, str], dict[str, Published]] = {}
     for row in book.rows:
         if row.method == "full" and row.table.isdigit():
             for dataset, cell in row.scores.items():
                 if cell.unit == "pct":
                     # take the score from a paper's first table; ``repeats`` checks that its tables agree
-                    by_place.setdefault((model_family(row.model), dataset), {}).setdefault(row.paper, cell)
-    return {key: by_paper for key, by_paper in by_place.items() if len(by_paper) > 1}
+                    by_dataset.setdefault((model_family(row.model), dataset), {}).setdefault(row.paper, cell)
+    return {key: by_paper for key, by_paper in by_dataset.items() if len(by_paper) > 1}
 
 
 def full_rows(book: Book) -> Iterator[Finding]:
-    """Yield full-cache scores of one model that differ between papers. Scores compare only within a paper."""
+    """Yield a note on each dataset on which papers print different full-cache scores of one model."""
     for (model, dataset), by_paper in baselines(book).items():
         spread = largest_gap(by_paper)
         if not spread:
@@ -121,13 +125,13 @@ def full_rows(book: Book) -> Iterator[Finding]:
 
 
 def largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
-    """Return the largest difference in points."""
+    """Return the largest difference in points between the scores that papers print."""
     # exact fractions, so that equal printed scores have a gap of exactly 0
     values = [printed(cell.printed).value for cell in cell_by_paper.values()]
     return max(values) - min(values)
 
 
 def _short(value: str) -> str:
-    """Shorten a number to at least two decimals, and no more than needed."""
+    """Return a number with four decimals without its last zeros, but with at least two decimals."""
     head, _, tail = value.partition(".")
     return f"{head}.{tail[:2]}{tail[2:].rstrip('0')}"

@@ -1,4 +1,4 @@
-"""The audit's output: text for terminals, a whole page as Markdown, and plain data."""
+"""Write the audit's findings: as text for terminals, as a whole page of Markdown, and as plain data."""
 
 from __future__ import annotations
 
@@ -51,9 +51,11 @@ from a slip of the authors.
 
 
 COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
+"""The columns of a table of findings. The first has the mark of the finding's weight."""
 EXACT = ("row", "column", "published", "recomputed", "", "formula")
+"""The columns of a table of recomputed cells. The unnamed one has ``Exact.mark``."""
 FEW_CELLS = 5
-"""The page names the flagged cells of a row if they are no more than this, and else counts them."""
+"""The page names up to so many flagged cells of a row, and only counts more of them."""
 
 
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
@@ -61,7 +63,7 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
     if exact is not None:
         return _exact_text(exact)
     parts = []
-    # findings come by paper, and findings about several papers come last
+    # findings are sorted by paper already, with those about several papers last
     for paper, paper_findings in _group_by_paper(findings):
         weights = Counter(finding.weight for finding in paper_findings)
         kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
@@ -87,12 +89,12 @@ def _terminal_lines(finding: Finding) -> str:
     """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
     location = " · ".join(part for part in (_places(finding), finding.row, finding.cell) if part)
     if finding.check in ("statement", "accounting"):
-        # the statement is the row, and stands in the location
+        # the row of such a finding is the statement, so the location already has it
         body = f"{finding.recomputed} ({finding.why})"
     else:
         values = [value for value in (finding.printed, finding.recomputed) if value]
         body = f"{' → '.join(values)}: {finding.why}"
-    # indent the lines below the mark, so that the left edge tells findings apart
+    # lines are indented below the mark, so findings can be told apart at the left edge
     head = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     indent = " " * 6
     lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
@@ -100,7 +102,10 @@ def _terminal_lines(finding: Finding) -> str:
 
 
 def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
-    """Return the page: findings with their values, the ledger of statements, and the tables behind them."""
+    """Return the audit's page: a summary, the findings, the ledger of statements, and the tables behind them.
+
+    what: the audited paper, a table of it (``think/7``), or ``all``. The page of one table has only its findings.
+    """
     name = what.partition("/")[0]
     parts = [HEAD, LEGEND + "\n"]
     parts.extend(_summary_section(findings, book))
@@ -125,14 +130,14 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
 
 
 def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
-    """Return plain data: the findings with every statement's verdict, or the recomputed cells."""
+    """Return plain data: the findings with every statement's verdict, or the ``exact`` cells if they are given."""
     if exact is not None:
         return [_exact_record(e) for e in exact]
     papers = {finding.paper for finding in findings}
     ledger = []
     for judgement in judge_statements(book):
         statement = judgement.statement
-        # include statements that hold, though these are no findings
+        # statements that hold are included, though they are no findings
         if statement.paper in papers:
             ledger.append(
                 {
@@ -163,7 +168,7 @@ def _exact_record(exact: Exact) -> dict[str, str | bool]:
 
 
 def exact_markdown(exact: Sequence[Exact]) -> str:
-    """Format the recomputed cells, one table of Markdown for each printed table."""
+    """Return recomputed cells as Markdown, with one table for each printed table of a paper."""
     return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _group_by_table(exact))
 
 
@@ -188,14 +193,14 @@ def _places(finding: Finding) -> str:
 
 
 def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield every paper with its findings. They stand together."""
+    """Yield (paper, its findings) for each paper. Findings about one paper stand together already."""
     for paper, group in groupby(findings, key=attrgetter("paper")):
         yield paper, list(group)
 
 
 def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield every check that has findings, with them, in the order of HEADS."""
-    # HEADS goes from contradictions to coincidences to facts
+    """Yield (check, its findings) for each check that has any, in the order of HEADS."""
+    # HEADS has contradictions first, then coincidences, then facts
     for check in HEADS:
         check_findings = [finding for finding in findings if finding.check == check]
         if check_findings:
@@ -211,14 +216,14 @@ def _title_of_paper(paper: str) -> str:
 
 
 def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
-    """Yield a table by paper (cells, recomputed cells, findings, verdicts), then how many measurements are repeated."""
+    """Yield the summary: a table of cells, findings and verdicts by paper, and a sentence on repeated measurements."""
     exact, judgements = recomputed_cells(book), judge_statements(book)
     rows = []
     # a paper without findings has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
         weights = Counter(finding.weight for finding in findings if finding.paper == paper)
         recomputed = [e for e in exact if e.cell.paper == paper]
-        # notes are not verdicts on statements, so they are not shown
+        # the verdict NOTE judges no statement, so it has no count in the table
         verdicts = Counter(j.verdict for j in judgements if j.statement.paper == paper)
         row = [
             paper,
@@ -238,7 +243,7 @@ def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
 
 
 def _ledger_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of statements with their verdicts."""
+    """Yield the section of statements with their verdicts. ``name``: a paper, or ``all``."""
     yield "## Statements of the papers against their own numbers\n"
     yield "Picked by hand, so the share that holds says nothing about a paper. A note is no statement of the paper.\n"
     rows = []
@@ -250,7 +255,7 @@ def _ledger_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _granularity_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section on accuracies that must be k of n."""
+    """Yield the section on accuracies that must be k of n, with a row for each grid."""
     rows = []
     for fit in fit_grids(book):
         grid = fit.grid
@@ -263,7 +268,7 @@ def _granularity_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _full_rows_section(book: Book) -> Iterator[str]:
-    """Yield the section on the full cache of one model in several papers."""
+    """Yield the section on the full cache of one model in several papers, with a table for each model."""
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
     datasets_by_model: dict[str, dict[str, dict[str, Published]]] = {}
@@ -288,7 +293,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
 
 
 def _exact_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section that counts recomputed cells by table and grade."""
+    """Yield the section with the numbers of recomputed cells by table and grade."""
     yield "## Values that need no model\n"
     yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
     grades: dict[tuple[str, str], Counter[str]] = {}
@@ -311,7 +316,7 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _flags_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of repaired, suspect and missing cells, with one line for each row and reason."""
+    """Yield the section of repaired, suspect and missing cells, with one line for each printed row and reason."""
     # one reason often holds for a whole row: list the row's cells in one line
     cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:

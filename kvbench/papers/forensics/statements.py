@@ -1,6 +1,6 @@
-"""(e) and (g): statements of the papers against their numbers, and arithmetic facts about those numbers.
+"""Checks (e) and (g) of the audit: the papers' statements against their numbers, and facts about those numbers.
 
-Each paper has a module here. Its functions judge the paper's statements by the paper's cells.
+Each paper has a module here, whose functions judge the paper's statements by its cells.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from kvbench.papers.forensics.registry import PAPERS
 from kvbench.papers.spec.published_cells import Book
 
 WEIGHT = {PARTLY: "doubt", FAILS: "wrong", NOTE: "note"}
+"""The weight of a finding by the verdict on its statement. A statement that holds is no finding."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A statement with its verdict and the figures behind it."""
+    """A statement with its verdict. ``shown``: the recomputed numbers behind it, in words."""
 
     statement: Statement
     verdict: str
@@ -60,7 +61,7 @@ def judge_statements(book: Book) -> list[Judged]:
 
 
 def statements(book: Book) -> Iterator[Finding]:
-    """Yield statements that do not hold, or only partly, and facts that readers must know."""
+    """Yield a finding for each statement that does not wholly hold, and for each fact that readers must know."""
     for judgement in judge_statements(book):
         finding = judgement.finding()
         if finding is not None:

@@ -21,29 +21,33 @@ from kvbench.papers.forensics.queries import (
 
 THINK = PaperAudit("think")
 MODELS = ["llama-3-8b*", "mistral*"]
-"""The models of ThinK's own experiments; tables 9 and 12 have others as well."""
+"""Patterns for the models of ThinK's main experiments; tables 9 and 12 have others as well."""
 
 
 @THINK.states("section 4.3", table="5", text="The needle score at 1024 tokens and 50 % of channels is 90.6")
 def needle_at_half(paper: PaperCells) -> Outcome:
-    cell = {"of": "needle", "model": "mistral*", "method": "snapkv+think"}
-    half = paper.number(table=5, kv_size=1024, ratio=0.5, **cell)
-    less = paper.number(table=5, kv_size=1024, ratio=0.4, **cell)
-    panel = paper.number(table="fig6", kv_size=1024, ratio=0.5, **cell)
-    stated = paper.number(table="text", **cell)
+    """Compare the number in the prose with those in table 5 and in figure 6."""
+    query = {"of": "needle", "model": "mistral*", "method": "snapkv+think"}
+    half = paper.number(table=5, kv_size=1024, ratio=0.5, **query)
+    less = paper.number(table=5, kv_size=1024, ratio=0.4, **query)
+    panel = paper.number(table="fig6", kv_size=1024, ratio=0.5, **query)
+    stated = paper.number(table="text", **query)
     return decide(stated == half == panel, f"table 5 {half:.1f}, figure 6 {panel:.1f}; {less:.1f} is the score at 0.4")
 
 
 @THINK.states("appendix G", table="7", text="The cache shrinks by 80 %")
 def shrinkage(paper: PaperCells) -> Outcome:
+    """Compare table 7's memory with that of as many whole tokens. More than 75 % saved rounds to the stated 80 %."""
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
-    saved = 100 * (1 - memory / (0.5 * numeric_labels(memory)))  # half a MiB a token
+    # by the paper's formula a whole token takes half a MiB
+    saved = 100 * (1 - memory / (0.5 * numeric_labels(memory)))
     shown = f"table 7's memory is {saved.min():.0f} to {saved.max():.0f} % smaller, so to 80 %"
     return decide(saved.min() > 75, shown)
 
 
 @THINK.states("section 4.2", table="7", text="Dropping 40 % of key channels saves 20 % of the cache")
 def savings_by_size(paper: PaperCells) -> Outcome:
+    """Compute the saving by cache size: 40 % of the keys are 20 % of the cache, but 32 recent tokens stay whole."""
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
     shares = 20 * (1 - 32 / numeric_labels(memory))
     shown = f"{describe_values('{value:.1f} % of {kv_size} tokens', shares)}: 32 tokens keep all channels"
@@ -56,9 +60,9 @@ def savings_by_size(paper: PaperCells) -> Outcome:
     text="2048 tokens with 40 % of channels gone beat the full cache of LLaMA-3-8B",
 )
 def full_against_2048(paper: PaperCells) -> Outcome:
-    own = paper.number(table=2, of="avg", model="llama-3-8b*", method="snapkv+think", kv_size=2048, ratio=0.4)
+    pruned = paper.number(table=2, of="avg", model="llama-3-8b*", method="snapkv+think", kv_size=2048, ratio=0.4)
     full = paper.number(table=2, of="avg", model="llama-3-8b*", method="full")
-    return decide(own > full, f"{own:.2f} against {full:.2f}")
+    return decide(pruned > full, f"{pruned:.2f} against {full:.2f}")
 
 
 @THINK.states(
@@ -67,6 +71,7 @@ def full_against_2048(paper: PaperCells) -> Outcome:
     text="Averages rise with the cache size, which the repaired block titles need",
 )
 def averages_by_size(paper: PaperCells) -> Outcome:
+    """Count the series of averages over cache sizes that never fall."""
     averages = paper.series(
         ["table", "method", "ratio", "kv_size"],
         table=[2, 3],
@@ -81,18 +86,19 @@ def averages_by_size(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.4", table="7", text="At equal memory ThinK wins over a smaller plain cache")
 def equal_memory(paper: PaperCells) -> Outcome:
-    own = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o+think", "snapkv+think"])
+    """Compare the average of each pruned row with that of the plain row of equal memory (``matched_to``)."""
+    pruned = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o+think", "snapkv+think"])
     plain = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o", "snapkv"], matched_to="?*")
-    # the rows of a pair have different sizes, and stand in one order
-    gaps = own.to_numpy() - plain.to_numpy()
+    # a pair has two cache sizes, so its rows cannot be matched by them; both series have the pairs in one order
+    gaps = pruned.to_numpy() - plain.to_numpy()
     return decide(gaps.min() > 0, f"{sum(gaps > 0)} of {len(gaps)} pairs, by {gaps.min():.2f} to {gaps.max():.2f}")
 
 
 @THINK.states("section 4.3", table="5", text="At 40 % the needle score is never below SnapKV's")
 def needle_against_snapkv(paper: PaperCells) -> Outcome:
-    own = paper.series(["model", "kv_size"], table=5, of="needle", ratio=0.4)
+    pruned = paper.series(["model", "kv_size"], table=5, of="needle", ratio=0.4)
     base = paper.series(["model", "kv_size"], table=5, of="needle", method="snapkv")
-    gaps = difference(own, base)
+    gaps = difference(pruned, base)
     return decide(gaps.min() >= 0, f"{sum(gaps >= 0)} of {len(gaps)}, up to {gaps.max():+.1f}")
 
 
@@ -119,6 +125,7 @@ def losses_by_ratio(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.4", table="8", text="Dropping value channels costs Mistral, not LLaMA-3")
 def value_channels(paper: PaperCells) -> Outcome:
+    """Compare the averages with and without pruned value channels, model by model."""
     pruned = paper.series(["model", "base", "kv_size", "ratio", "v_ratio"], table=8, of="avg", method="*+thinkv")
     plain = paper.series(["model", "base", "kv_size"], table=8, of="avg", method=["h2o", "snapkv"])
     changes = by_field(difference(pruned, plain), "model")
@@ -133,9 +140,10 @@ def value_channels(paper: PaperCells) -> Outcome:
 
 @THINK.states("appendix E", table="9", text="40 % of channels go without loss where all tokens stay")
 def losses_with_all_tokens(paper: PaperCells) -> Outcome:
+    """Compare the averages without token eviction with the full cache's. A loss below 0.2 points counts as none."""
     full = paper.series("model", table=9, of="avg", model=MODELS, method="full")
-    own = paper.series("model", table=9, of="avg", model=MODELS, method="full+think", ratio=0.4)
-    gaps = difference(own, full)
+    pruned = paper.series("model", table=9, of="avg", model=MODELS, method="full+think", ratio=0.4)
+    gaps = difference(pruned, full)
     return decide(gaps.min() > -0.2, describe_values("{model} {value:+.2f}", gaps))
 
 
@@ -149,18 +157,19 @@ def number_of_datasets(paper: PaperCells) -> Outcome:
 
 @THINK.states("tables 2 and 8", table="2", text="Plain SnapKV rows of tables 2 and 8 have the same averages")
 def snapkv_rows(paper: PaperCells) -> Outcome:
-    row = {"of": "avg", "model": "llama-3-8b*", "method": "snapkv", "kv_size": [512, 2048]}
-    largest = difference(paper.series("kv_size", table=2, **row), paper.series("kv_size", table=8, **row)).abs().max()
+    cell = {"of": "avg", "model": "llama-3-8b*", "method": "snapkv", "kv_size": [512, 2048]}
+    largest = difference(paper.series("kv_size", table=2, **cell), paper.series("kv_size", table=8, **cell)).abs().max()
     return decide(largest == 0, f"largest difference of averages {largest:.2f}")
 
 
 @THINK.states("table 7", table="7", text="What the memory column counts")
 def memory_column(paper: PaperCells) -> Outcome:
+    """Recompute table 7's memory with whole numbers of channels, as the paper's text defines pruning."""
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
     tokens = numeric_labels(memory)
-    # 32 layers, 32 heads, 128 channels of keys and of values in fp16; MiB
+    # MiB of a token: 32 layers x 32 heads x 128 channels of keys and of values x 2 bytes
     token = 32 * 32 * 2 * 128 * 2 / 1048576
-    # keys with 76 channels, keys of the 32 most recent tokens in full, values in full
+    # keys have 76 of 128 channels, but the 32 most recent tokens keep all; values are whole
     pruned = (tokens - 32) * token / 2 * 76 / 128 + 32 * token / 2 + tokens * token / 2
     return NOTE, (
         f"{token:.1f} MiB a token is 32 heads; Mistral stores 8, a quarter. The paper's floor((1 − 0.4) 128) = 76 "
@@ -171,15 +180,16 @@ def memory_column(paper: PaperCells) -> Outcome:
 
 @THINK.states("tables 10 and 11", table="10", text="What the times are per")
 def unit_of_times(paper: PaperCells) -> Outcome:
-    first = paper.number(table=10, metric="ttft", method="kivi")
-    each = paper.number(table=10, metric="tpot", method="kivi")
+    """Compute the compute rate that the times to the first token would need, and the throughput of those per token."""
+    prefill_ms = paper.number(table=10, metric="ttft", method="kivi")
+    token_ms = paper.number(table=10, metric="tpot", method="kivi")
     stated = paper.number(table=11, metric="throughput", method="kivi")
-    # two operations for each token and weight of a batch of 300
+    # FLOP = 2 x tokens x weights, with prompts of 160 tokens in a batch of 300 and 6.7e9 weights
     work = 300 * 160 * 2 * 6.7e9
-    rate = work / (first / 1000)
+    rate = work / (prefill_ms / 1000)
     return NOTE, (
-        f"a prefill of 300 x 160 tokens takes {work:.1e} FLOP; in {first} ms that is {rate / 1e15:.0f} PFLOP/s, "
-        f"{rate / 312e12:.0f} times an A100, so times are shares of the batch. 1000 / TPOT is {1000 / each:.0f} "
+        f"a prefill of 300 x 160 tokens takes {work:.1e} FLOP; in {prefill_ms} ms that is {rate / 1e15:.0f} PFLOP/s, "
+        f"{rate / 312e12:.0f} times an A100, so times are shares of the batch. 1000 / TPOT is {1000 / token_ms:.0f} "
         f"token/s, table 11 has {stated:.0f}: another run, or prompt tokens are counted"
     )
 

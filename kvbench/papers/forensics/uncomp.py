@@ -19,9 +19,10 @@ UNCOMP = PaperAudit("uncomp")
 
 @UNCOMP.states("abstract, section 4.2", table="1", text="The cache of LLaMA-3-8B is cut to one stated share")
 def share_of_llama3(paper: PaperCells) -> Outcome:
+    """Ask whether all places of the prose state one share of the cache, and compute it for two lengths of context."""
     stated = paper.series("where", table="text", of="kv_ratio", model="llama-3-8b*")
-    each = describe_values("{value:.2f}", stated, sep=" and ")
-    shown = f"{each}; 384 / 8096 is {38400 / 8096:.2f} %; 384 / 8192 is {38400 / 8192:.2f} %"
+    shares = describe_values("{value:.2f}", stated, sep=" and ")
+    shown = f"{shares}; 384 / 8096 is {38400 / 8096:.2f} %; 384 / 8192 is {38400 / 8192:.2f} %"
     return decide(stated.min() == stated.max(), shown)
 
 
@@ -33,12 +34,14 @@ def share_of_chai(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("section 4.2", table="3", text="It is 5.4 times faster than CHAI")
 def speed_against_chai(paper: PaperCells) -> Outcome:
+    """Ask whether any table of times has a time of CHAI."""
     timed = paper.labels("method", table=[3, 10])
     return decide("chai" in timed, f"no table has a time of CHAI; timed are {', '.join(timed)}", otherwise=PARTLY)
 
 
 @UNCOMP.states("caption of table 1", table="3", text="The stage makes it 1.4 times faster than the group alone")
 def speed_of_stage(paper: PaperCells) -> Outcome:
+    """Compute how many times faster the stage is than the group alone, and than the full cache."""
     stage = paper.series("gpu", table=3, metric="attention_time", method="uncomp-stage")
     over_group = ratio(paper.series("gpu", table=3, metric="attention_time", method="uncomp-group"), stage)
     over_full = ratio(paper.series("gpu", table=3, metric="attention_time", method="full"), stage)
@@ -51,10 +54,11 @@ def speed_of_stage(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("abstract, section 4.2", table="1", text="Losses of 0.77 % and 1.41 %")
 def stated_losses(paper: PaperCells) -> Outcome:
+    """Compute the losses to the full cache in points and in per cent, and ask whether the stated ones are per cent."""
     full = paper.series("model", table=1, of="avg", model="llama*", method="full")
-    own = paper.series("model", table=1, of="avg", model="llama*", method="uncomp-group")
+    uncomp = paper.series("model", table=1, of="avg", model="llama*", method="uncomp-group")
     stated = paper.series("model", table="text", of="avg", metric="drop_vs_full")
-    lost = difference(full, own)[["llama-2-7b-chat", "llama-2-13b-chat", "llama-3-8b-instruct"]]
+    lost = difference(full, uncomp)[["llama-2-7b-chat", "llama-2-13b-chat", "llama-3-8b-instruct"]]
     share = 100 * ratio(lost, full)
     losses = describe_values("{model} {value:.2f} points or {share:.1f} %", lost, share=share)
     shown = f"{losses}: what is stated are points"
@@ -63,9 +67,10 @@ def stated_losses(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("section 4.2", table="1", text="LLaMA-2 7B and 13B lose no more than 0.77")
 def losses_of_llama2(paper: PaperCells) -> Outcome:
+    """Compare the losses to the full cache with the stated 0.77, which anything below 0.775 rounds to."""
     full = paper.series("model", table=1, of="avg", model="llama-2*", method="full")
-    own = paper.series("model", table=1, of="avg", model="llama-2*", method="uncomp-group")
-    lost = difference(full, own)[["llama-2-7b-chat", "llama-2-13b-chat"]]
+    uncomp = paper.series("model", table=1, of="avg", model="llama-2*", method="uncomp-group")
+    lost = difference(full, uncomp)[["llama-2-7b-chat", "llama-2-13b-chat"]]
     return decide(lost.max() <= 0.775, describe_values("{model} {value:.2f}", lost))
 
 
@@ -78,16 +83,18 @@ def best_on_llama3(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("appendix D", table="6", text="Groups change 0.23 and 0.96, truncation 0.70")
 def changes_of_averages(paper: PaperCells) -> Outcome:
+    """Compute the range of averages over group sizes without and with a group of 32, and over truncations."""
     narrow = paper.series("row", table=6, of="avg", without={"group_sizes": "32/*"})
     wide = paper.series("row", table=6, of="avg", group_sizes="32/*")
-    cut = paper.series("row", table=7, of="avg")
-    changes = [averages.max() - averages.min() for averages in (narrow, wide, cut)]
+    truncated = paper.series("row", table=7, of="avg")
+    changes = [averages.max() - averages.min() for averages in (narrow, wide, truncated)]
     shown = ", ".join(f"{change:.2f}" for change in changes)
     return decide([round(change, 2) for change in changes] == [0.23, 0.96, 0.7], shown)
 
 
 @UNCOMP.states("table 6", table="6", text="Sizes of the groups average 384")
 def sizes_of_groups(paper: PaperCells) -> Outcome:
+    """List the rows of table 6 whose group sizes are not as many as the groups, or do not have the stated mean."""
     odd = []
     for row in paper.rows("6"):
         # group_sizes=256/384/512 lists a size for each group
@@ -95,6 +102,7 @@ def sizes_of_groups(paper: PaperCells) -> Outcome:
         groups = row.settings["groups"]
         # all groups have equally many heads, so the mean of their sizes is the cache's size
         average = sum(sizes) / len(sizes)
+        # a mean within 2 tokens of the stated size counts as equal
         if len(sizes) != int(groups) or abs(average - int(row.settings["kv_size"])) > 2:
             odd.append(f"{groups} groups list {len(sizes)} sizes with mean {average:.0f}")
     if not odd:
@@ -104,19 +112,21 @@ def sizes_of_groups(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("abstract, section 4.3", table="4", text="It beats the full cache in the needle test")
 def needle_against_full(paper: PaperCells) -> Outcome:
+    """Count in how many of the four comparisons (two models, two variants of UNComp) the needle score is higher."""
     models = ["llama-2-7b*", "llama-3-8b*"]
-    own = paper.series(["model", "method"], table=4, of="needle", model=models, method="uncomp-*")
+    uncomp = paper.series(["model", "method"], table=4, of="needle", model=models, method="uncomp-*")
     full = paper.series("model", table=4, of="needle", method="full")
-    better = sum(difference(own, full) > 0)
+    better = sum(difference(uncomp, full) > 0)
     parts = []
     for model in ("llama-2-7b-chat", "llama-3-8b-instruct"):
-        parts.append(f"{model} {describe_values('{method} {value:.2f}', own[model])} against {full[model]:.2f}")
+        parts.append(f"{model} {describe_values('{method} {value:.2f}', uncomp[model])} against {full[model]:.2f}")
     otherwise = PARTLY if better else FAILS
     return decide(better == 4, f"{better} of 4: {'; '.join(parts)}", otherwise)
 
 
 @UNCOMP.states("caption of table 3", table="3", text="Which schedule keeps 63.09 % of hidden states")
 def kept_hidden_states(paper: PaperCells) -> Outcome:
+    """Compute the share of hidden states by the schedules of both appendices. The caption states one of them."""
     key = ("hidden_state_size", "hidden_state_size")
     rows = [row for row in paper.rows("text") if row.model == "llama-2-7b-chat" and key in row.cells]
     early = kept_share([row for row in rows if row.settings["where"] == "appendix A.3"], 4096)
@@ -135,10 +145,10 @@ def kept_hidden_states(paper: PaperCells) -> Outcome:
 
 
 def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
-    """Return the per cent of hidden states that a schedule keeps, over all layers.
+    """Return how many hidden states a schedule keeps over all layers, in per cent of those without a schedule.
 
-    Each of ``rows`` states a number of hidden states for some layers. ``most`` is the number for a layer that drops
-    none.
+    rows: each states a number of hidden states for one layer or a range of layers.
+    most: the number of hidden states of a layer that drops none.
     """
     sizes = []
     for row in rows:
@@ -152,18 +162,20 @@ def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
 
 @UNCOMP.states("conclusion", table="10", text="It takes much less memory than the full cache")
 def peak_memory(paper: PaperCells) -> Outcome:
-    own = paper.series(["prompt", "batch", "method"], table=10, metric="peak_memory", method="uncomp-*")
+    """Compare the peaks of memory with the full cache's in per cent, by length of prompt."""
+    uncomp = paper.series(["prompt", "batch", "method"], table=10, metric="peak_memory", method="uncomp-*")
     full = paper.series(["prompt", "batch"], table=10, metric="peak_memory", method="full")
-    over = 100 * (ratio(own, full) - 1)
+    over = 100 * (ratio(uncomp, full) - 1)
     prompts = by_field(over, "prompt")
-    each = describe_values("prompt={prompt} {value:+.2f} to {most:+.2f} %", prompts.min(), sep="; ", most=prompts.max())
+    gaps = describe_values("prompt={prompt} {value:+.2f} to {most:+.2f} %", prompts.min(), sep="; ", most=prompts.max())
     above = sum(over > 0)
-    shown = f"peaks against the full cache's: {each}; {above} of {len(over)} are above"
+    shown = f"peaks against the full cache's: {gaps}; {above} of {len(over)} are above"
     return decide(above == 0, shown, otherwise=PARTLY)
 
 
 @UNCOMP.states("tables 1, 2, 6, 7", table="1", text="Groups of 512 and 256 tokens have one set of scores")
 def two_sets_of_scores(paper: PaperCells) -> Outcome:
+    """List the datasets on which tables print different scores for the main configuration."""
     datasets = []
     for finding in repeats(paper.book):
         # identity.UNCOMP_MAIN gives the main configuration this name
@@ -175,6 +187,7 @@ def two_sets_of_scores(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("table 10", table="10", text="Time per token falls and memory rises with the batch")
 def times_by_batch(paper: PaperCells) -> Outcome:
+    """List the batch sizes at which the time per token rises, or the memory falls."""
     by = ["method", "prompt", "batch"]
     times = paper.series(by, table=10, metric="tpot", method="uncomp-*")
     memory = paper.series(by, table=10, metric="peak_memory", method="uncomp-*")
@@ -186,22 +199,24 @@ def times_by_batch(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("appendix E", table="10", text="What 2.96 times the throughput compares")
 def batches_of_speedup(paper: PaperCells) -> Outcome:
+    """Compute the ratio of times per token with the batches that the paper compares, and with equal batches."""
     full = paper.series("batch", table=10, metric="tpot", method="full", prompt=3712)
-    own = paper.series("batch", table=10, metric="tpot", method="uncomp-stage", prompt=3712)
+    fast = paper.series("batch", table=10, metric="tpot", method="uncomp-stage", prompt=3712)
     return NOTE, (
-        f"{full['8'] / own['12']:.2f} is batch 12 over batch 8; at batch 8 for both it is {full['8'] / own['8']:.2f}"
+        f"{full['8'] / fast['12']:.2f} is batch 12 over batch 8; at batch 8 for both it is {full['8'] / fast['8']:.2f}"
     )
 
 
 @UNCOMP.states("tables 8 and 9", table="8", text="The random partition's row and column titles")
 def random_partition(paper: PaperCells) -> Outcome:
+    """Compute the average of the random partition if one of its scores were 0.50 higher."""
     scores = paper.series("dataset", table=8, of="scores", partition="random")
     stated = paper.number(table=8, of="avg", partition="random")
-    needed = (scores.sum() + 0.5) / len(scores)
-    heads = paper.labels("partition", table=[8, 9], without={"partition": "effective_rank"})
+    corrected = (scores.sum() + 0.5) / len(scores)
+    titles = paper.labels("partition", table=[8, 9], without={"partition": "effective_rank"})
     return NOTE, (
         f"TREC {scores['trec']:.2f}, LCC {scores['lcc']:.2f}, average {stated:.2f}; 0.50 more in one cell gives "
-        f"{needed:.2f}. Tables 8 and 9 head {' and '.join(heads)} alike"
+        f"{corrected:.2f}. Tables 8 and 9 head {' and '.join(titles)} alike"
     )
 
 
@@ -213,8 +228,10 @@ def version_of_mistral(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("table 3", table="3", text="What the attention time is")
 def what_attention_time_is(paper: PaperCells) -> Outcome:
+    """Compare the attention time of each row of table 3 with the sum of prefill and decoding."""
     attention = paper.series("row", table=3, metric="attention_time")
     gaps = difference(sum_of_times(paper), attention).abs()
+    # three rounded times can disagree by 0.015 s
     return NOTE, (
         f"prefill + decoding in {sum(gaps < 0.015)} of {len(gaps)} rows (largest gap {gaps.max():.2f} s): the total, "
         "not a part"
