@@ -111,7 +111,7 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        """Return how many decimals to show: one more than printed, and at least two. Integers get no more than printed."""
+        """Return how many decimals to show: one more than printed, at least two. Integers get as many as printed."""
         # an integer, such as a number of tokens, has no decimals that could differ
         if self.recomputed is not None and self.recomputed.value.denominator == 1:
             return decimals(self.published)

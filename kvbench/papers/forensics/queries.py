@@ -54,7 +54,7 @@ class PaperCells:
         return values[0]
 
     def drop(self, method: str, below: str = "full", **query: Any) -> Any:
-        """Return how far the number of ``method`` lies below that of the method ``below``. Both are found by one query."""
+        """Return how far the number of ``method`` lies below that of the method ``below``, by one query for both."""
         return self.number(method=below, **query) - self.number(method=method, **query)
 
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:
