@@ -33,6 +33,7 @@ from kvbench.tasks.metrics import stats
 
 TABLE = "claims"
 TESTS = ("better", "no_worse", "elsewhere")
+"""The tests of claims: a gain, no loss beyond the margin, and none, since no score can decide the claim."""
 LEVEL = 0.05
 """The highest accepted chance that a ledger has any wrong verdict, by any of its measures."""
 POWER = 0.8
@@ -50,6 +51,7 @@ NO_DIFFERENCE, MIXED, FRAGILE = "no difference", "mixed", "fragile"
 NOT_DECIDABLE, FLOOR, ELSEWHERE = "not decidable here", "the model fails", "not testable here"
 UNMEASURED = "not measured yet"
 DECIDED = (SUPPORTED, CONTRADICTED, NO_DIFFERENCE, MIXED, FRAGILE)
+"""The verdicts that decide a claim; the other verdicts of VERDICTS say why it is not decided."""
 VERDICTS = (*DECIDED, UNDECIDED, NOT_DECIDABLE, FLOOR, UNMEASURED, ELSEWHERE)
 NATS = 0.1
 """The margin of a claim of losing nothing, by likelihood and by divergence: so many nats still count as no loss.
@@ -62,6 +64,7 @@ AS_PRINTED = "windows=paper"
 """The part of a row's setting that keeps the paper's windows on the tiny model, which otherwise scales them."""
 
 Differences = NDArray[np.float64]
+"""Paired differences of scores or other measures, above 0 if a pair's first side is the better one."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +292,9 @@ def decide(
 ) -> list[Verdict]:
     """Return the verdict on each of ``claims`` by one measure. The p-values of all claims are corrected together.
 
-    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. A verdict is fragile if the mean of
-    ``evidence_elsewhere`` lies on the other side of the claim's bound, and mixed if a task or a setting does.
+    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. If one is decided, the verdict is
+    fragile if the mean of ``evidence_elsewhere`` lies on the other side of the claim's bound, and mixed if a task or a
+    setting does.
 
     evidence_by_claim: the evidence by the claim's id. A claim may have none.
     evidence_elsewhere: the evidence for the same claims with the paper's own windows in place of scaled ones.

@@ -7,6 +7,7 @@ import re
 import pandas as pd
 
 MODELS = {"smollm2-135m-q4_1": "SmolLM2-135M", "tiny": "the tiny model"}
+"""The printed names of models by their names in conf/model."""
 TASKS = {
     "mean": "mean over tasks",
     "narrativeqa": "NarrativeQA",
@@ -35,6 +36,7 @@ TASKS = {
     "middle": "MDQA middle",
     "last": "MDQA last",
 }
+"""The printed names of tasks by the last part of their ids, and of texts by the first part of theirs."""
 SYNTHETIC = {"needle", "hop", "listing", "labels", "multikey", "code"}
 """The tasks of the tiny suite."""
 UNITS = ("token", "word", "byte")

@@ -42,8 +42,8 @@ class Sweep:
     dataset: the dataset that the tiny model reads.
     published: the paper's own dataset, which any other model reads; '' for ``dataset``.
     preset: the paper whose preset gives the points' defaults; None for no preset.
-    arguments: further options of ``kvbench run``. An option of a dataset is dropped for datasets that lack it.
-    pretrained: options that are added for any model but the tiny one.
+    arguments: options of the dataset. An option is dropped unless all datasets that are read have it.
+    pretrained: further such options, for any model but the tiny one.
     baseline: True if the full cache is measured, too.
     length: the tokens of the paper's prompts. Windows and sizes are scaled by it to the tiny model's prompts.
     """

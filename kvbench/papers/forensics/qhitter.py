@@ -25,6 +25,7 @@ SUMMARIES = ["xsum", "cnn_dailymail"]
 
 @QHITTER.states("section 5.4", table="3", text="It gains in every setting, most, 0.097, without shots")
 def gains_by_shots(paper: PaperCells) -> Outcome:
+    """Compute the gains over H2O with quantisation, and ask where the largest is."""
     qhitter = paper.series(["dataset", "shots"], table=3, of=SUMMARIES, method="qhitter")
     h2o = paper.series(["dataset", "shots"], table=3, of=SUMMARIES, method="h2o+quant")
     gains = difference(qhitter, h2o)
@@ -61,6 +62,7 @@ def largest_gain(paper: PaperCells) -> Outcome:
 
 @QHITTER.states("section 5.2", table="text", text="5 to 12.5 % of the memory")
 def shares_of_memory(paper: PaperCells) -> Outcome:
+    """Compute the share of the memory that is left on each dataset, in per cent."""
     # 4 bits in place of 16 leave a quarter of the bytes, and sparsity keeps one of ``sparsity_factor`` tokens
     shares = 100 / (4 * paper.series("dataset", table="text", metric="sparsity_factor"))
     return decide(shares.min() == 5 and shares.max() == 12.5, f"{describe_values('{dataset} {value:.1f}', shares)} %")
@@ -104,6 +106,7 @@ def bits_that_harm(paper: PaperCells) -> Outcome:
 
 @QHITTER.states("section 5.4", table="text", text="128 and 1920 tokens make a cache of 2048")
 def size_of_stream(paper: PaperCells) -> Outcome:
+    """Add the chosen and the local tokens of the stream, and compare the sum with the stated size."""
     ((_, row, _),) = paper.cells(table="text", of="pg19")
     chosen, local = int(row.settings["selected"]), int(row.settings["local"])
     return decide(chosen + local == int(row.settings["kv_size"]), f"{chosen} + {local} = {chosen + local}")

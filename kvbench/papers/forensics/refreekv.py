@@ -29,6 +29,7 @@ ODD = ("pyramidkv", "cake")
 
 @REFREEKV.states("section 3.3", table="10", text="Throughput rises by 10 to 20 %")
 def rises_of_throughput(paper: PaperCells) -> Outcome:
+    """Compute the rises of throughput over Accelerate in per cent, and count those in the stated range."""
     query = {"table": 10, "of": "narrativeqa", "metric": "throughput"}
     refreekv = paper.series(["batch", "input", "output"], method="refreekv", **query)
     accelerate = paper.series(["batch", "input", "output"], method="accelerate", **query)
@@ -66,14 +67,16 @@ def budget_of_one_row(paper: PaperCells) -> Outcome:
 
 @REFREEKV.states("section 3.4", table="9", text="Summing 10 % of the rows fails on NarrativeQA")
 def tenth_of_rows(paper: PaperCells) -> Outcome:
+    """Compare the score at 10 % of the rows with that at 9 %. A fall of a fifth or more makes the verdict PARTLY."""
     scores = paper.series("k", table=9, of="narrativeqa", metric="f1", k=["7%n", "8%n", "9%n", "10%n"])
-    # the statement rests on one fall, which a lost digit of the score at 10 % would explain
+    # the statement rests on this one fall, and a lost digit of the score at 10 % would explain it
     shown = f"k = {describe_values('{k} {value:.2f}', scores)}; the last, on which this rests, looks like 19.74"
     return decide(scores["10%n"] > 0.8 * scores["9%n"], shown, otherwise=PARTLY)
 
 
 @REFREEKV.states("section 3.2", table="2", text="Budgets on mathematics and science are over 90 %")
 def budgets_on_mathematics(paper: PaperCells) -> Outcome:
+    """Count the budgets above 90 % on the three datasets."""
     datasets = ["gsm8k", "gpqa", "theoremqa"]
     budgets = paper.series(["model", "dataset"], table=2, of=datasets, metric="budget")
     shown = f"{sum(budgets > 90)} of {len(budgets)}, from {budgets.min():.1f} to {budgets.max():.1f} %"

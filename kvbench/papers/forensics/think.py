@@ -60,6 +60,7 @@ def savings_by_size(paper: PaperCells) -> Outcome:
     text="2048 tokens with 40 % of channels gone beat the full cache of LLaMA-3-8B",
 )
 def full_against_2048(paper: PaperCells) -> Outcome:
+    """Compare the averages of table 2."""
     pruned = paper.number(table=2, of="avg", model="llama-3-8b*", method="snapkv+think", kv_size=2048, ratio=0.4)
     full = paper.number(table=2, of="avg", model="llama-3-8b*", method="full")
     return decide(pruned > full, f"{pruned:.2f} against {full:.2f}")
@@ -96,6 +97,7 @@ def equal_memory(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.3", table="5", text="At 40 % the needle score is never below SnapKV's")
 def needle_against_snapkv(paper: PaperCells) -> Outcome:
+    """Compare needle scores with SnapKV's, by model and cache size."""
     pruned = paper.series(["model", "kv_size"], table=5, of="needle", ratio=0.4)
     base = paper.series(["model", "kv_size"], table=5, of="needle", method="snapkv")
     gaps = difference(pruned, base)
@@ -149,6 +151,7 @@ def losses_with_all_tokens(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.1", table="2", text="LongBench has 17 datasets")
 def number_of_datasets(paper: PaperCells) -> Outcome:
+    """Count the scores of every row of the tables with LongBench."""
     tables = [1, 2, 3, 4, 6, 7, 8, 9, 12]
     scores = paper.series(["table", "row", "dataset"], table=tables, of="scores")
     counts = sorted(set(by_field(scores, "table", "row").size()))
@@ -157,6 +160,7 @@ def number_of_datasets(paper: PaperCells) -> Outcome:
 
 @THINK.states("tables 2 and 8", table="2", text="Plain SnapKV rows of tables 2 and 8 have the same averages")
 def snapkv_rows(paper: PaperCells) -> Outcome:
+    """Compare the averages of both tables at each cache size."""
     cell = {"of": "avg", "model": "llama-3-8b*", "method": "snapkv", "kv_size": [512, 2048]}
     largest = difference(paper.series("kv_size", table=2, **cell), paper.series("kv_size", table=8, **cell)).abs().max()
     return decide(largest == 0, f"largest difference of averages {largest:.2f}")

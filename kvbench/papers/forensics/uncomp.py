@@ -76,6 +76,7 @@ def losses_of_llama2(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("section 4.2", table="1", text="It is the best method on LLaMA-3-8B")
 def best_on_llama3(paper: PaperCells) -> Outcome:
+    """Find the compressed method with the best average."""
     averages = paper.series("method", table=1, of="avg", model="llama-3-8b*", without={"method": "full"})
     best = averages.idxmax()
     return decide(best == "uncomp-group", f"best of those compressed: {best} {averages.max():.2f}")

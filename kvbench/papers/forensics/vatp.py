@@ -52,6 +52,7 @@ def costs(paper: PaperCells) -> Outcome:
 
 @VATP.states("section 4.2", table="1", text="Norms are 1/256 of the cache")
 def bytes_of_norms(paper: PaperCells) -> Outcome:
+    """Compute the bytes of a norm over those of a key and a value."""
     # bytes of one norm in fp16 over those of a key and a value of 128 channels each
     share = 2 / (2 * 128 * 2)
     return decide(share == 1 / 256, f"one fp16 number a token and head beside its key and value: 1/{1 / share:.0f}")
@@ -59,6 +60,7 @@ def bytes_of_norms(paper: PaperCells) -> Outcome:
 
 @VATP.states("appendix C", table="4", text="Speed-ups at half and a quarter of the cache")
 def stated_speedups(paper: PaperCells) -> Outcome:
+    """Compare the stated speed-ups with the ratios of throughputs."""
     stated = paper.series(["gpu", "budget"], table=4, metric="speedup_vs_full")
     # two printed decimals are right to 0.005; a bit more allows for binary fractions
     largest = difference(speedups(paper), stated).abs().max()
@@ -67,6 +69,7 @@ def stated_speedups(paper: PaperCells) -> Outcome:
 
 @VATP.states("appendix C", table="4", text="Throughput rises as the cache shrinks")
 def throughput_by_budget(paper: PaperCells) -> Outcome:
+    """Ask whether throughput never falls from one budget to the next, on every GPU."""
     throughput = paper.series(["gpu", "budget"], table=4, metric="throughput")
     gpus = paper.labels("gpu", table=4)
     return decide(count_rising(throughput) == len(gpus), describe_lines(throughput))
@@ -74,6 +77,7 @@ def throughput_by_budget(paper: PaperCells) -> Outcome:
 
 @VATP.states("table 1", table="1", text="Averages of table 1")
 def averages_of_table1(paper: PaperCells) -> Outcome:
+    """Compute the averages that table 1 does not print, by method and model."""
     scores = paper.series(["method", "model", "dataset"], table=1, of="scores")
     means = describe_lines(by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
     return NOTE, f"no averages are printed; of 16 tasks (llama-2-7b-chat / vicuna-7b-v1.5-16k): {means}"
