@@ -29,6 +29,7 @@
 #define INTERFACE 4      /* the layout of `struct packed` and of the arguments */
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
+#define AHEAD 32         /* tokens from one that is read to one that is fetched */
 
 /* Eight numbers. Wider vectors would be kept in memory, and not in registers, on processors without AVX-512. They need no
  * alignment. */
@@ -388,13 +389,23 @@ INLINE void products_of_group(const float *query, const float *values, int64_t w
     }
 }
 
-/* out[r, l] = sum over c of query[r, c] * values[l, c], for rows of `width` numbers; out has `length` numbers a query. */
+/* Fetch `count` numbers into the cache before they are read. What lies behind the last token is fetched in vain. */
+INLINE void fetch(const float *numbers, int64_t count)
+{
+    for (int64_t i = 0; i < count; i += 16) /* a line of the cache has 64 bytes */
+        __builtin_prefetch(numbers + i);
+}
+
+/* out[r, l] = sum over c of query[r, c] * values[l, c], for rows of `width` numbers; out has `length` numbers a query.
+ * Rows in memory are fetched `ahead` tokens before they are read. 0: they are in the cache. */
 INLINE void multiply(const float *query, int64_t queries, const float *values, int64_t width, int64_t tokens, float *out,
-                     int64_t length)
+                     int64_t length, const int ahead)
 {
     int64_t t = 0;
     /* all queries meet the same eight tokens, which stay in the first-level cache */
     for (; t + LANES <= tokens; t += LANES) {
+        if (ahead)
+            fetch(values + (t + ahead) * width, LANES * width);
         int64_t r = 0;
         for (; r + 2 <= queries; r += 2) {
             floats first[LANES], second[LANES];
@@ -428,14 +439,16 @@ INLINE void add_weighted(const float *w, const float *values, int64_t width, int
         *(floats *)(sum + i * LANES) = sums[i];
 }
 
-/* Add the sum over l of weight[r, l] * values[l, c] to out[r, c]; weight has `length` numbers a query. */
+/* Add the sum over l of weight[r, l] * values[l, c] to out[r, c]; weight has `length` numbers a query. `ahead` as above. */
 INLINE void add_all(const float *weight, int64_t length, int64_t queries, const float *values, int64_t width,
-                    int64_t tokens, float *out)
+                    int64_t tokens, float *out, const int ahead)
 {
     /* all queries meet the same block of tokens */
     for (int64_t first = 0; first < tokens; first += TOKENS) {
         const int64_t count = least(tokens - first, TOKENS);
         const float *block = values + first * width;
+        if (ahead)
+            fetch(block + ahead * width, count * width);
         for (int64_t r = 0; r < queries; r++) {
             const float *w = weight + r * length + first;
             float *sum = out + r * width;
@@ -464,9 +477,9 @@ INLINE void over_steps(const struct packed *p, int64_t head, int64_t count, cons
         const int64_t steps = least(steps_of_a_block(p), count - step);
         dequantise(p, head, step, steps, codes, values);
         if (logits)
-            multiply(factors, queries, values, width, steps * tokens, logits + step * tokens, length);
+            multiply(factors, queries, values, width, steps * tokens, logits + step * tokens, length, 0);
         else
-            add_all(factors + step * tokens, length, queries, values, width, steps * tokens, sums);
+            add_all(factors + step * tokens, length, queries, values, width, steps * tokens, sums, 0);
     }
 }
 
@@ -579,7 +592,7 @@ FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct
         /* the exact tokens are at most two runs of slots: up to the ring's end, and from its beginning on */
         for (int64_t t = packed_keys; t < length;) {
             const int64_t slot = t % ring->key_slots, run = least(length - t, ring->key_slots - slot);
-            multiply(query, queries, exact + slot * channels, channels, run, scratch + t, length);
+            multiply(query, queries, exact + slot * channels, channels, run, scratch + t, length, AHEAD);
             t += run;
         }
         for (int64_t r = 0; r < queries; r++)
@@ -590,7 +603,7 @@ FOR_EACH_CPU void kvbench_kernels_attend(const struct packed *keys, const struct
         exact = ring->values + head * ring->value_slots * channels;
         for (int64_t t = packed_values; t < length;) {
             const int64_t slot = t % ring->value_slots, run = least(length - t, ring->value_slots - slot);
-            add_all(scratch + t, length, queries, exact + slot * channels, channels, run, out);
+            add_all(scratch + t, length, queries, exact + slot * channels, channels, run, out, AHEAD);
             t += run;
         }
         query += queries * channels;
@@ -631,7 +644,7 @@ INLINE void multiply_thin(const float *query, int64_t queries, int64_t channels,
         for (int64_t t = 0; t < count; t++)
             for (int64_t c = 0; c < kept; c++)
                 rows[t * width + c] = run->keys[(first + t) * kept + c];
-        multiply(thin_query, queries, rows, width, count, out + first, length);
+        multiply(thin_query, queries, rows, width, count, out + first, length, 0);
     }
 }
 
@@ -653,7 +666,7 @@ FOR_EACH_CPU void kvbench_kernels_exact(const struct head *heads, int64_t count,
             if (run->key_channels)
                 multiply_thin(head_query, head->queries, channels, run, thin_query, scratch + t, length);
             else
-                multiply(head_query, head->queries, run->keys, channels, run->tokens, scratch + t, length);
+                multiply(head_query, head->queries, run->keys, channels, run->tokens, scratch + t, length, AHEAD);
             t += run->tokens;
         }
         for (int64_t r = 0; r < head->queries; r++)
@@ -661,7 +674,7 @@ FOR_EACH_CPU void kvbench_kernels_exact(const struct head *heads, int64_t count,
         clear(head_out, head->queries * channels);
         t = 0;
         for (const struct run *run = first; run < end; run++) {
-            add_all(scratch + t, length, head->queries, run->values, channels, run->tokens, head_out);
+            add_all(scratch + t, length, head->queries, run->values, channels, run->tokens, head_out, AHEAD);
             t += run->tokens;
         }
     }

@@ -89,3 +89,28 @@ def test_a_step_of_several_tokens_and_thin_values_are_left_to_pytorch(monkeypatc
     readable = [exact_heads.can_read(s, 16) for group in rows.groups for s in group.segments]
     # the newest tokens have all channels
     assert readable == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parts", "expected"),
+    [
+        ([8, 4, 2, 1, 1], 2, [(0, 1), (1, 4)]),
+        ([5, 5, 5, 5, 5, 5], 3, [(0, 2), (2, 2), (4, 2)]),
+        ([9], 2, [(0, 1)]),
+        ([0, 0], 2, [(0, 2)]),
+        ([1, 1, 10], 3, [(0, 2), (2, 1)]),
+    ],
+)
+def test_threads_get_about_equally_many_tokens(tokens, parts, expected):
+    table = exact_heads.HeadTable(
+        heads=torch.empty(0),
+        runs=torch.empty(0),
+        tail_runs=torch.empty(0),
+        tail_heads=torch.empty(0),
+        longest=max(tokens),
+        most_queries=1,
+        stored_tokens=tokens,
+        stored=[],
+        stored_bytes=0,
+    )
+    assert table.split(parts) == expected

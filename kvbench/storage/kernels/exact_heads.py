@@ -7,6 +7,7 @@ Shapes: B rows, U entries, Hq query heads, H stored heads, Hk kv heads, L slots,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class HeadTable:
     tail_heads: [N], the kv head (of all B Hk) in the tail that each head reads.
     longest: the most stored tokens of a head.
     most_queries: the most query heads that read a stored head.
+    stored_tokens: the number of stored tokens of each head.
     stored: the tensors to whose memory ``runs`` points. The table keeps them alive.
     stored_bytes: the bytes of these tensors.
     tail_tokens: the number of new tokens of each head.
@@ -59,9 +61,23 @@ class HeadTable:
     tail_heads: Tensor
     longest: int
     most_queries: int
+    stored_tokens: list[int]
     stored: list[Tensor]
     stored_bytes: int
     tail_tokens: int = 0
+
+    def split(self, parts: int) -> list[tuple[int, int]]:
+        """Return (first head, number of heads) of at most ``parts`` parts with about equally many stored tokens."""
+        total = sum(self.stored_tokens)
+        bounds = [0]
+        tokens = 0
+        for head, count in enumerate(self.stored_tokens):
+            # a head belongs to the part in which its middle token lies
+            if tokens + count / 2 > total * len(bounds) / parts and head > bounds[-1]:
+                bounds.append(head)
+            tokens += count
+        bounds.append(len(self.stored_tokens))
+        return [(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def point_to_tail(self, keys: Tensor, values: Tensor, used: int) -> None:
         """Set each head's last run, its new tokens, to the tokens that the batch's tail now holds.
@@ -106,7 +122,7 @@ def build_head_table(
     runs: list[TokenRun] = []
     tail_runs: list[int] = []
     tail_heads: list[int] = []
-    longest = 0
+    stored_tokens: list[int] = []
     stored: list[Tensor] = []
     for entries, segments in groups:
         runs_by_segment = []
@@ -140,14 +156,15 @@ def build_head_table(
                 runs.append(TokenRun(keys=0, values=0, tokens=0, key_width=channels, key_channels=0))
                 tail_heads.append(row * kv_heads + head // (heads_of_row // kv_heads))
                 heads.append((row * query_heads + head * group, group, first_run, len(runs) - first_run))
-                longest = max(longest, tokens)
+                stored_tokens.append(tokens)
     return HeadTable(
         heads=torch.tensor(heads),
         runs=torch.tensor(runs),
         tail_runs=torch.tensor(tail_runs),
         tail_heads=torch.tensor(tail_heads),
-        longest=longest,
+        longest=max(stored_tokens),
         most_queries=max(queries for _, queries, _, _ in heads),
+        stored_tokens=stored_tokens,
         stored=stored,
         stored_bytes=sum(t.nbytes for t in stored),
     )

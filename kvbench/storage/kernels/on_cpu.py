@@ -211,17 +211,15 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     assert library is not None
     flat_query = (query * scale).contiguous()
     channels = query.shape[3]
-    count = len(table.heads)
-    threads = max(1, min(torch.get_num_threads(), count, table.stored_bytes // EXACT_BYTES_A_THREAD))
-    thread_heads = -(-count // threads)
+    parts = table.split(max(1, min(torch.get_num_threads(), table.stored_bytes // EXACT_BYTES_A_THREAD)))
     # each thread has memory of its own: for the logits of one head, and for its query in the channels of thin keys
-    scratch = query.new_empty(threads, table.most_queries, table.longest + table.tail_tokens)
-    thin_query = query.new_empty(threads, table.most_queries, exact_heads.MOST_CHANNELS)
+    scratch = query.new_empty(len(parts), table.most_queries, table.longest + table.tail_tokens)
+    thin_query = query.new_empty(len(parts), table.most_queries, exact_heads.MOST_CHANNELS)
     calls = []
-    for thread, first in enumerate(range(0, count, thread_heads)):
+    for thread, (first, count) in enumerate(parts):
         call = (
             table.heads[first].data_ptr(),
-            min(thread_heads, count - first),
+            count,
             table.runs.data_ptr(),
             flat_query.data_ptr(),
             channels,
@@ -362,11 +360,10 @@ def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> l
 
 def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
     """Call a C function once for each of ``calls``, which are its arguments; in threads if there are several calls."""
-    if len(calls) == 1:
-        function(*calls[0])
-        return
-    # threads help because ctypes gives up the interpreter's lock while a C function runs
-    for running in [_thread_pool().submit(function, *call) for call in calls]:
+    # this thread makes the first call, and others the rest, since ctypes gives up the interpreter's lock meanwhile
+    rest = [_thread_pool().submit(function, *call) for call in calls[1:]]
+    function(*calls[0])
+    for running in rest:
         running.result()
 
 
