@@ -129,6 +129,8 @@ INLINE const uint8_t *unpack(const uint8_t *packed, uint8_t *codes, int64_t bits
     return codes;
 }
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* Channels of a dequantised token: C with zeros behind them up to a multiple of WIDTH. */
 INLINE int64_t padded(int64_t channels) { return (channels + WIDTH - 1) / WIDTH * WIDTH; }
 
@@ -201,26 +203,30 @@ INLINE int64_t bytes_of_plane(const struct packed *p)
     return p->run * p->bits / 8;
 }
 
-/* Dequantise `count` bytes of a plane of axis 0. All of its codes have one scale and one low. */
-INLINE void dequantise_bytes(const uint8_t *packed, float scale, float low, int64_t plane, float *values, const int bits,
-                             const int count)
-{
-    for (int place = 0; place < 8 / bits; place++, values += plane)
-        for (int i = 0; i < count; i++)
-            values[i] = scale * (float)((packed[i] >> (place * bits)) & ((1 << bits) - 1)) + low;
-}
-
-/* Dequantise one token of axis 0 whose runs are a plane each, with a scale and a low each. */
+/* Dequantise one token of axis 0 whose runs are a plane each. A run is one group, or a plane's codes at one place are
+ * whole groups. `bits` and `step` are constants, so that the loops over them are unrolled. */
 INLINE void dequantise_planes(const struct packed *p, const uint8_t *packed, const float *scale, const float *low,
-                              int64_t plane, float *values, const int bits)
+                              int64_t plane, float *values, const int bits, const int step)
 {
+    const int several = p->group < p->run;
+    /* bytes whose codes at one place have the same scale */
+    const int64_t span = several ? p->group : plane, spans = plane / span;
     for (int64_t run = 0; run < p->channels / p->run; run++, packed += plane, values += p->run) {
-        const float least_value = low ? low[run] : 0;
-        int64_t j = 0;
-        for (; j + WIDTH <= plane; j += WIDTH)
-            dequantise_bytes(packed + j, scale[run], least_value, plane, values + j, bits, WIDTH);
-        for (; j < plane; j += 8)
-            dequantise_bytes(packed + j, scale[run], least_value, plane, values + j, bits, 8);
+        for (int64_t s = 0; s < spans; s++) {
+            for (int64_t j = s * span; j < (s + 1) * span; j += step) {
+                for (int place = 0; place < 8 / bits; place++) {
+                    const int64_t g = several ? place * spans + s : 0;
+                    const float factor = scale[g], least_value = low ? low[g] : 0;
+                    float *to = values + place * plane + j;
+                    for (int i = 0; i < step; i++)
+                        to[i] = factor * (float)((packed[j + i] >> (place * bits)) & ((1 << bits) - 1)) + least_value;
+                }
+            }
+        }
+        const int64_t groups = several ? 8 / bits * spans : 1;
+        scale += groups;
+        if (low)
+            low += groups;
     }
 }
 
@@ -301,7 +307,9 @@ INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int6
         table = small_table;
     }
     int64_t plane = bytes_of_plane(p);
-    if (p->axis == 0 && (plane % 8 || p->group != p->run || channels % p->run))
+    if (p->axis == 0 && (plane % 8 || channels % p->run))
+        plane = 0;
+    if (p->axis == 0 && p->group != p->run && (p->group > p->run || p->group % 8 || plane % p->group))
         plane = 0;
     if (p->axis == 1 && channels % WIDTH)
         plane = 0;
@@ -310,14 +318,21 @@ INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int6
         const int64_t place = (head * p->steps + step) * p->scales;
         const float *scale = p->scale + place, *low = p->low ? p->low + place : 0;
         if (p->axis == 0) {
+            const int wide = (p->group < p->run ? p->group : plane) % WIDTH == 0;
             if (!plane)
                 dequantise_token(p, packed, scale, low, table, codes, values);
+            else if (p->bits == 8 && wide)
+                dequantise_planes(p, packed, scale, low, plane, values, 8, WIDTH);
+            else if (p->bits == 4 && wide)
+                dequantise_planes(p, packed, scale, low, plane, values, 4, WIDTH);
+            else if (p->bits == 2 && wide)
+                dequantise_planes(p, packed, scale, low, plane, values, 2, WIDTH);
             else if (p->bits == 8)
-                dequantise_planes(p, packed, scale, low, plane, values, 8);
+                dequantise_planes(p, packed, scale, low, plane, values, 8, WIDTH / 2);
             else if (p->bits == 4)
-                dequantise_planes(p, packed, scale, low, plane, values, 4);
+                dequantise_planes(p, packed, scale, low, plane, values, 4, WIDTH / 2);
             else
-                dequantise_planes(p, packed, scale, low, plane, values, 2);
+                dequantise_planes(p, packed, scale, low, plane, values, 2, WIDTH / 2);
             values += width;
             continue;
         }
@@ -339,7 +354,6 @@ INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int6
 
 INLINE int64_t tokens_of_a_step(const struct packed *p) { return p->axis ? p->run : 1; }
 INLINE int64_t steps_of_a_block(const struct packed *p) { return p->axis ? 1 : TOKENS; }
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE floats products(const float *a, const float *b, int64_t width)
 {
