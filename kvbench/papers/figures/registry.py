@@ -18,7 +18,8 @@ from kvbench.base.errors import unknown
 from kvbench.papers.figures import declared, fidelity, qhitter, scores, think, uncomp, vatp
 from kvbench.papers.figures.figure import Code, Fact, Figure, facts_of
 from kvbench.papers.figures.measured import COLUMNS, MeasuredFigure
-from kvbench.papers.figures.panels import Panel, Picture
+from kvbench.papers.figures.panel import Panel
+from kvbench.papers.figures.panels import Picture
 from kvbench.papers.figures.sweep import Point, Sweep
 
 CODE: dict[str, Code] = {}

@@ -8,7 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import Fact, sentences
-from kvbench.papers.figures.panels import Panel, Picture
+from kvbench.papers.figures.panel import Panel
+from kvbench.papers.figures.panels import Picture
 from kvbench.report import looks, style
 
 DATA = pd.DataFrame(
