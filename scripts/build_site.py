@@ -79,13 +79,20 @@ def _with_pages(entries: list[object]) -> list[object]:
     return filled
 
 
+def _contributing_pages() -> dict[str, str]:
+    """Return the pages that are sections of CONTRIBUTING.md, by name."""
+    contributing = _sections((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    paths = "Four paths through the code"
+    return {
+        "add.md": f"# Add something\n\n{contributing['Seven things to add']}",
+        "architecture.md": f"# Code map\n\n{contributing['Code map']}\n\n## {paths}\n\n{contributing[paths]}",
+    }
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to those of docs/."""
-    contributing = _sections((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
     texts = {
-        "add.md": "# Add something\n\n" + contributing["Seven things to add"],
-        "architecture.md": f"# Code map\n\n{contributing['Code map']}\n\n## Four walks\n\n"
-        + contributing["Four walks"],
+        **_contributing_pages(),
         "keys.md": option_tables.page(),
         "what-is-measured.md": measured.page(),
         suite_pages.PAGE: suite_pages.page(),

@@ -144,3 +144,9 @@ def test_fields_of_a_docstring_are_a_list():
     plain = "<p>A cache: it holds\ntokens: many</p><p>a: one</p>"
     assert made(plain) == f'<div class="doc-contents">{plain}</div>'
     assert build_site.on_page_content("<p>a: one\nb: two</p>", page=None, config=None, files=None).startswith("<p>")
+
+
+def test_sections_of_contributing_become_pages():
+    pages = build_site._contributing_pages()
+    assert "| `kv/` |" in pages["architecture.md"] and "**From `method=` to a stage.**" in pages["architecture.md"]
+    assert "**A selector**" in pages["add.md"]
