@@ -146,7 +146,10 @@ def test_fields_of_a_docstring_are_a_list():
     assert build_site.on_page_content("<p>a: one\nb: two</p>", page=None, config=None, files=None).startswith("<p>")
 
 
+@pytest.mark.e2e("imports what makes the site")
 def test_sections_of_contributing_become_pages():
+    import build_site
+
     pages = build_site._contributing_pages()
     assert "| `kv/` |" in pages["architecture.md"] and "**From `method=` to a stage.**" in pages["architecture.md"]
     assert "**A selector**" in pages["add.md"]
