@@ -187,14 +187,16 @@ def calibrate(
 ) -> Chain:
     """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
-    The calibration is computed at the first call and stored in ``folder``. ``knobs`` are options of the method, and may
-    include ``samples`` and ``tokens``. ``text`` is your file. Without it WikiText-2's train split is read below the
-    folder ``data`` (or the one that KVBENCH_DATA names), and for the tiny model its own corpus. Raises UsageError if a
-    stored file is damaged or of another model.
+    ``method`` is an entry as in ``prefill``, and ``preset`` is as there. ``knobs`` are options of the method, such as
+    ``samples`` and ``tokens``. A Chain has its options already, so ``knobs`` and ``preset`` do not change it.
+
+    The calibration is computed at the first call and stored in ``folder``. ``text`` is your file. Without it
+    WikiText-2's train split is read below the folder ``data`` (or the one that KVBENCH_DATA names), and for the tiny
+    model its own corpus. Raises UsageError if a stored file is damaged or of another model.
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
-    # a chain has its knobs: those given here would have no owner
+    # a chain keeps its own options, and ``_chains`` would refuse others
     own_knobs: Mapping[str, object] = knobs
     if isinstance(method, Chain):
         own_knobs = {}

@@ -62,7 +62,7 @@ class Block:
 class Capacity:
     """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept.
 
-    shrunk: True if the budget had no room for sinks and window, so that they were cut to fit.
+    shrunk: True if the budget had no room for sinks, window and one token more. Where they do not fit, they are cut.
     """
 
     tokens: int
@@ -72,19 +72,19 @@ class Capacity:
 
 
 def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with its sinks raised to at least the number ``first``, for a prompt of n tokens.
+    """Return the capacity with at least ``first`` sinks, for a prompt of n tokens.
 
-    Where so many sinks do not fit into the budget beside the window, they are cut to the room beside the window, or to
-    half of the budget if that is more. The window then takes the rest. Such a capacity is marked as ``shrunk``.
+    Nothing else changes if a token is left to choose beside sinks and window, or if all n tokens stay. Otherwise sinks
+    get the room beside the window or half of the budget, whichever is more, and the window gets what they leave. No
+    token is then left to choose, and the capacity is marked as ``shrunk``.
     """
     sinks = max(capacity.sinks, first)
     if sinks == capacity.sinks:
         return capacity
-    # room is the budget beside the window; one token of it must be left to choose, unless all n stay anyway
+    # room: the budget beside the window
     room = capacity.tokens - capacity.window
     if sinks < room or capacity.tokens >= n:
         return replace(capacity, sinks=sinks)
-    # sinks may take that room or half of the budget, and the window gets the rest
     sinks = min(sinks, max(room, capacity.tokens // 2))
     return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)
 
