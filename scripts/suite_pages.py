@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.report import writers
-from kvbench.suite import definition
+from kvbench.suite import card, definition
 from kvbench.suite.definition import FULL
 from kvbench.suite.folder import CARD, PICTURE, RESULTS, SAMPLES
 
@@ -94,7 +94,7 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
 def _number(value: float | None) -> str:
     if value is None:
         return ""
-    return f"{value:.0f}".replace("-", "−")
+    return card.score_text(value)
 
 
 def _submission() -> Iterator[str]:

@@ -17,7 +17,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.core.chain import Chain
 
 TRIED_S = 0.2
-"""How long matrix products are timed, in seconds."""
+"""The seconds for which matrix products are timed."""
 FASTER = 1.2
 """A dtype counts as faster if its products take at most 1 / FASTER of the other dtype's time. Less may be noise."""
 

@@ -140,7 +140,7 @@ class PromptLayer(KvbenchLayer):
         if fused is not None:
             out, lse = fused
         for n, needs in self.needs.items():
-            # of the first n tokens, q holds the queries n_earlier .. n - 1
+            # q holds the queries n_earlier .. n - 1 of the first n tokens
             first_lse = None
             if lse is not None:
                 first_lse = lse[:, : n - n_earlier]
@@ -209,7 +209,7 @@ class PromptLayer(KvbenchLayer):
             return attend_rows(q, keys, values, scale, window)[None]
         values = values_or_keys(keys, values)
         if q.is_cuda and q.shape[2] > FLASH_WIDTH:
-            # of PyTorch's kernels for wider heads, only one knows grouped heads, and it holds all logits in memory
+            # only one of PyTorch's kernels for wider heads knows grouped heads, and it holds all logits in memory
             keys = _repeat_for_query_heads(keys, len(q))
             values = _repeat_for_query_heads(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. n_earlier + i.

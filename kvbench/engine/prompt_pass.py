@@ -50,7 +50,7 @@ OnStates = Callable[[tuple[LayerState, ...]], None]  # takes the states at the e
 LONG = 8192
 """For prompts longer than this, MLPs compute ``MLP_TOKENS`` tokens at a time. Shorter prompts are unaffected."""
 MLP_TOKENS = 2048
-"""How many tokens of a long prompt an MLP computes at a time."""
+"""The number of tokens of a long prompt that an MLP computes at a time."""
 
 
 def observe_prompt(

@@ -46,7 +46,7 @@ def check_pieces(size: int | None, config: Any) -> None:
 
 @dataclass(frozen=True)
 class PieceEnd:
-    """What is known at the end of a piece, after the prompt's first e tokens.
+    """The statistics at the end of a piece, after the prompt's first e tokens.
 
     colsums: for each layer, the column sums [Hq, e] by the bit width of the keys; () after they were dropped.
     forward_s: the seconds of reading the e tokens, without column sums.

@@ -53,7 +53,7 @@ ROUNDED_TO = 256
 
 @dataclass(frozen=True, kw_only=True)
 class CacheType:
-    """How llama.cpp stores a cache.
+    """The settings with which llama.cpp stores a cache.
 
     k, v: the types of keys and of values, names of CACHE_TYPES.
     rotation: one of ROTATIONS: whether llama.cpp may rotate them.

@@ -120,14 +120,14 @@ class Shape:
 
     @property
     def value_dim(self) -> int:
-        """How many channels a head stores for a value: 0 if keys are their own values."""
+        """The number of channels that a head stores for a value: 0 if keys are their own values."""
         if self.own_values:
             return 0
         return self.head_dim
 
     @property
     def token_numbers(self) -> int:
-        """How many numbers one head stores for a token, in its key and its value together."""
+        """The count of numbers that one head stores for a token, in its key and its value together."""
         return self.head_dim + self.value_dim
 
     @property

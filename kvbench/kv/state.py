@@ -34,7 +34,7 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many numbers the states have, as (numbers of convolutions, recurrent numbers)."""
+        """The counts of the states' numbers, as (numbers of convolutions, recurrent numbers)."""
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:

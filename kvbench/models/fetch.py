@@ -290,7 +290,7 @@ def download_wheel(requirement: str, folder: Path) -> None:
         stdout = 2
     result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if result.returncode:
-        # of pip's output, the first line that begins with ERROR says most; without one, the last line does
+        # the first line of pip's output that begins with ERROR says most; without one, the last line does
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         error_lines = [line for line in lines if line.startswith("ERROR")]
         reason = "no reason given"

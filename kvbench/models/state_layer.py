@@ -141,7 +141,7 @@ def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[
         if kind not in KEYLESS:
             layer = next(keys)
         if kind in HOLD_STATES:
-            # where a layer holds both, the cache layer with the state passes keys on to the one with the keys
+            # if a layer holds both, the cache layer with the state passes keys on to the one with the keys
             layer = next(states)
         layers.append(layer)
     return layers

@@ -16,7 +16,7 @@ from kvbench.store.cell import Cell
 from kvbench.store.results import Sample
 
 LENGTHS_LOOKED_AT = 3
-"""How many examples, those with the largest size in the data, are measured in tokens to find the longest prompt."""
+"""The number of examples, the largest ones in the data, that are measured in tokens to find the longest prompt."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ SEEN = 0.1
 ALIKE = 1.25
 """Prompts whose mean lengths differ by less than this factor count as equally long."""
 MARGIN = 1.5
-"""How much more or less a prompt of a task to come may take than one of a task that was measured."""
+"""The factor by which a prompt of a task to come may take more or less than one of a task that was measured."""
 
 
 class Seconds(NamedTuple):

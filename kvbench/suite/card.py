@@ -37,9 +37,9 @@ def line_of(suite: Suite, entry: RowScore) -> str:
     parts = []
     for name, part in entry.parts.items():
         if part.retained is not None:
-            parts.append(f"{name} {_signed_text(part.retained)}")
+            parts.append(f"{name} {score_text(part.retained)}")
     return (
-        f"{head}{entry.name} {_signed_text(entry.mean)}{_interval_text(entry.ci)} ({', '.join(parts)}), "
+        f"{head}{entry.name} {score_text(entry.mean)}{_interval_text(entry.ci)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
         f"{entry.bytes:.1f} % of the bytes{_pages_freed(entry)}"
     )
@@ -55,7 +55,7 @@ def _pages_freed(entry: RowScore) -> str:
     return f"; pages freed {100 * entry.pages.united:.0f} %, compacted {100 * entry.pages.united_compacted:.0f} %"
 
 
-def _signed_text(value: float) -> str:
+def score_text(value: float) -> str:
     """Return a score without decimals, with a real minus sign."""
     # a whole number, so that a small negative score is 0 and not -0
     return str(round(value)).replace("-", "−")
@@ -65,7 +65,7 @@ def _interval_text(ci: tuple[float, float] | None) -> str:
     """Return an interval in brackets, with a space before them; '' without an interval."""
     if ci is None:
         return ""
-    return f" [{_signed_text(ci[0])}, {_signed_text(ci[1])}]"
+    return f" [{score_text(ci[0])}, {score_text(ci[1])}]"
 
 
 def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
@@ -92,7 +92,7 @@ def _mean_text(entry: RowScore) -> str:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
-    return _signed_text(entry.mean) + _interval_text(entry.ci)
+    return score_text(entry.mean) + _interval_text(entry.ci)
 
 
 def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
@@ -122,7 +122,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
         if score is None or score.retained is None or entry.nothing_compressed:
             cells.append(UNMEASURABLE)
         else:
-            cells.append(_signed_text(score.retained) + _interval_text(score.ci))
+            cells.append(score_text(score.retained) + _interval_text(score.ci))
     pages = UNMEASURABLE
     if entry.pages is not None:
         pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
@@ -184,8 +184,8 @@ def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
         return []
     groups = []
     for (part, budget), places in below.items():
-        names = ", ".join(f"{place.name} ({_signed_text(place.retained)})" for place in places)
-        control = f"{places[0].negative} ({_signed_text(places[0].negative_retained)})"
+        names = ", ".join(f"{place.name} ({score_text(place.retained)})" for place in places)
+        control = f"{places[0].negative} ({score_text(places[0].negative_retained)})"
         groups.append(f"{part} at 1/{budget}, {control}: {names}")
     return [
         f"Worse than the first tokens alone, by intervals: {'; '.join(groups)}. The first tokens hold the attention "

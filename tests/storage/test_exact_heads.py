@@ -102,15 +102,4 @@ def test_a_step_of_several_tokens_and_thin_values_are_left_to_pytorch(monkeypatc
     ],
 )
 def test_threads_get_about_equally_many_tokens(tokens, parts, expected):
-    table = exact_heads.HeadTable(
-        heads=torch.empty(0),
-        runs=torch.empty(0),
-        tail_runs=torch.empty(0),
-        tail_heads=torch.empty(0),
-        longest=max(tokens),
-        most_queries=1,
-        stored_tokens=tokens,
-        stored=[],
-        stored_bytes=0,
-    )
-    assert table.split(parts) == expected
+    assert list(exact_heads.split_evenly(tuple(tokens), parts)) == expected

@@ -86,7 +86,7 @@ class _Sides:
         unchanged: list[str] = []
         decidable: dict[str, Sequence[Comparison]] = {}
         for dataset, ways in self.comparisons.items():
-            # where the full cache fails, scores say nothing, but likelihoods and divergences still do
+            # scores say nothing if the full cache fails, but likelihoods and divergences still do
             if measure == POINTS and all(way.at_floor(self.store) for way in ways):
                 floors.append(dataset)
             # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
@@ -194,8 +194,8 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
         for first, second in pairs:
             parts_by_pair.append(zip(ours.cells(first, column), ours.cells(second, column), strict=True))
         ways = []
-        # a part is (group, cell) of one task; the i-th parts of all rows belong to the i-th way of asking, such as one
-        # of MDQA's positions of the answer, and so to one group
+        # a part is (group, cell) of one task; the i-th parts of all rows belong to one group, and so to the i-th way of
+        # asking, such as MDQA's i-th position of the answer
         for parts in zip(*parts_by_pair, strict=True):
             (group, _), _ = parts[0]
             cells = tuple((first_cell, second_cell) for (_, first_cell), (_, second_cell) in parts)

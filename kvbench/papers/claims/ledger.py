@@ -329,7 +329,7 @@ def _ledger_header(content: Ledger) -> str:
     header = content["model"]
     if content["stand_in"]:
         header += ", a substitute model"
-    # where all numbers are points, their lines do not name the measure
+    # the lines of a ledger do not name the measure if all of its numbers are points
     if not _has_measures_beside_points(content["verdicts"]):
         header += ": points"
     return header

@@ -140,8 +140,8 @@ def bytes_per_copy(data: pd.DataFrame, _facts: Mapping[str, str]) -> pd.DataFram
     With per=query_head methods repeat keys and values for the query heads of a group. The full cache beside them does
     so as well, but the CSV counts bytes in per cent of a full cache with one copy.
     """
-    # one copy of k % of the tokens holds k % of the bytes and some overhead, and c copies hold c times as much; methods
-    # that store a part of each token hold less, so the method with most bytes per token decides
+    # one copy of k % of the tokens holds k % of the bytes and some overhead, and c copies hold c times as much. A
+    # method that stores a part of each token holds less, so the method with most bytes per token decides
     methods = data[data["series"] != FULL]
     # the overhead is less than another copy, so the ratio is rounded down
     copies = max(1, math.floor((methods["bytes"] / methods["kept"]).max()))

@@ -46,7 +46,7 @@ FEW = Fraction(1, 2)
 
 @dataclass(frozen=True)
 class Fit:
-    """How the printed cells of a dataset fit a grid.
+    """The fit of a dataset's printed cells to a grid.
 
     cells: all different measurements of the dataset, each with its row.
     off: those of ``cells`` that are k/n for no whole k.

@@ -21,7 +21,7 @@ from kvbench.store.provenance import describe_local_changes
 from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
 SHOWS = ("both", "ours", "published", "delta")
-"""What the cells of a printed table can contain: both sides, one side, or their difference."""
+"""The contents that a printed table's cells can have: both sides, one side, or their difference."""
 WRONG = ("refused", "failed")
 """Statuses that are shown as ✗, with the reason in a note."""
 FAILS = ("model", "fails")

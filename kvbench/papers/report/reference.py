@@ -37,7 +37,7 @@ are checked only against the paper's own numbers ([the audit](../results/audit.m
 QUANT = "quant"
 """A stage of ``h2o+quant``, which is ``qhitter`` with lam=1: kvbench has no method of that name."""
 TIMES = "times and peaks are those of its GPU"
-"""What the reference says about the numbers of an efficiency table."""
+"""The reference's sentence about the numbers of an efficiency table."""
 COLUMNS = ("", "kind", "title", "values", "what can be reproduced")
 """The heads of a table of EntryRow."""
 SAYS = ("place", "statement, in our words", "by its own numbers")

@@ -7,6 +7,7 @@ Shapes: B rows, U entries, Hq query heads, H stored heads, Hk kv heads, L slots,
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,23 +62,10 @@ class HeadTable:
     tail_heads: Tensor
     longest: int
     most_queries: int
-    stored_tokens: list[int]
+    stored_tokens: tuple[int, ...]
     stored: list[Tensor]
     stored_bytes: int
     tail_tokens: int = 0
-
-    def split(self, parts: int) -> list[tuple[int, int]]:
-        """Return (first head, number of heads) of at most ``parts`` parts with about equally many stored tokens."""
-        total = sum(self.stored_tokens)
-        bounds = [0]
-        tokens = 0
-        for head, count in enumerate(self.stored_tokens):
-            # a head belongs to the part in which its middle token lies
-            if tokens + count / 2 > total * len(bounds) / parts and head > bounds[-1]:
-                bounds.append(head)
-            tokens += count
-        bounds.append(len(self.stored_tokens))
-        return [(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def point_to_tail(self, keys: Tensor, values: Tensor, used: int) -> None:
         """Set each head's last run, its new tokens, to the tokens that the batch's tail now holds.
@@ -90,6 +78,24 @@ class HeadTable:
         self.runs[self.tail_runs, 1] = values.data_ptr() + self.tail_heads * head_bytes
         self.runs[self.tail_runs, 2] = used
         self.tail_tokens = used
+
+
+@functools.lru_cache(maxsize=256)
+def split_evenly(counts: tuple[int, ...], parts: int) -> tuple[tuple[int, int], ...]:
+    """Return (first, number) of at most ``parts`` runs of heads with about equally many tokens each.
+
+    counts: the number of tokens of each head. The answer is kept, since every step asks each layer's split again.
+    """
+    total = sum(counts)
+    bounds = [0]
+    tokens = 0
+    for head, count in enumerate(counts):
+        # a head belongs to the part in which its middle token lies
+        if tokens + count / 2 > total * len(bounds) / parts and head > bounds[-1]:
+            bounds.append(head)
+        tokens += count
+    bounds.append(len(counts))
+    return tuple((first, end - first) for first, end in itertools.pairwise(bounds))
 
 
 def can_read(segment: RowSegment | Ragged, channels: int) -> bool:
@@ -164,7 +170,7 @@ def build_head_table(
         tail_heads=torch.tensor(tail_heads),
         longest=max(stored_tokens),
         most_queries=max(queries for _, queries, _, _ in heads),
-        stored_tokens=stored_tokens,
+        stored_tokens=tuple(stored_tokens),
         stored=stored,
         stored_bytes=sum(t.nbytes for t in stored),
     )

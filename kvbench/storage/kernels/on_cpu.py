@@ -211,7 +211,8 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     assert library is not None
     flat_query = (query * scale).contiguous()
     channels = query.shape[3]
-    parts = table.split(max(1, min(torch.get_num_threads(), table.stored_bytes // EXACT_BYTES_A_THREAD)))
+    threads = max(1, min(torch.get_num_threads(), table.stored_bytes // EXACT_BYTES_A_THREAD))
+    parts = exact_heads.split_evenly(table.stored_tokens, threads)
     # each thread has memory of its own: for the logits of one head, and for its query in the channels of thin keys
     scratch = query.new_empty(len(parts), table.most_queries, table.longest + table.tail_tokens)
     thin_query = query.new_empty(len(parts), table.most_queries, exact_heads.MOST_CHANNELS)
