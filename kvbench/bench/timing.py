@@ -339,12 +339,13 @@ def measure_entrants(
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
     order = random.Random(settings.seed)
     trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
+    # before the limit holds, since the copy needs memory of its own
+    bandwidth = roofline.copy_bandwidth(model.device)
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limit_memory(limit, model.device):
         for trial in trials:
             trial.enter()
-        bandwidth = roofline.copy_bandwidth(model.device)
         orders = []
         for i in range(settings.repeats):
             going = [trial for trial in trials if trial.going]
