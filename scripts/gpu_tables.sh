@@ -22,12 +22,12 @@ QHITTER="model=opt-6.7b preset=qhitter method=h2o,qhitter kv_ratio=0.2 bits=4"
 LONG="model=mistral-7b-instruct-v0.2"
 REFREEKV="model=llama3-8b-instruct preset=refreekv"
 
-# name | minutes, estimated and never tried | arguments of bench time
+# name | minutes, mostly estimated | arguments of bench time
 PARTS="\
 think10   | 4 | model=llama2-7b $KIVI workloads=160+338x300 repeats=2 generate=sampled steps=16
-uncomp3   | 1 | $UNCOMP workloads=3500+64x1 repeats=5
-uncomp3   | 1 | $BASELINES workloads=3500+64x1 repeats=5
-vatp4     | 4 | $VATP workloads=4096+128x12 repeats=2
+uncomp3   | 2 | $UNCOMP workloads=3500+64x1 repeats=3
+uncomp3   | 1 | $BASELINES workloads=3500+64x1 repeats=2
+vatp4     | 3 | $VATP workloads=4096+128x12 repeats=1
 think11   | 4 | model=llama2-7b $KIVI workloads=160+338xmax memory_limit=30 repeats=2 generate=sampled steps=16
 uncomp10  | 2 | $UNCOMP workloads=3712+384x1,3712+384x4,3712+384x8 repeats=1 generate=sampled steps=16
 targets   | 3 | $LONG method=snapkv,think kv_size=1024 workloads=16384+64x8,16384+64x1 repeats=2

@@ -2,7 +2,7 @@
 
 Recording pays the cost of Python once, and on a GPU also the cost of launching kernels one by one. It needs rows whose
 storage does not move: only their tail grows. Each step reads the tail's whole room and masks the unwritten slots. On a
-GPU the graph is CUDA's, and nobody has run it yet. On a CPU the graph is the list of PyTorch's operations in order.
+GPU the graph is CUDA's. On a CPU the graph is the list of PyTorch's operations in order.
 """
 
 from __future__ import annotations

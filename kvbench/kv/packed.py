@@ -34,7 +34,12 @@ Layout = Literal["runs", "stream"]
 
 BITS = (1, 2, 3, 4, 8)  # methods use the quantisers below with these widths, and the GPU kernels read them
 SCALE_BYTES = 4  # a group stores its scale and its minimum (or zero point) in fp16 each
-BLOCK = 2**21  # elements dequantised together: their 8 MiB of fp32 fit the last-level cache; smaller blocks cost calls
+BLOCK = {"cpu": 2**21, "cuda": 2**26}
+"""How many elements are dequantised together, by the type of device.
+
+On a CPU, their 8 MiB of fp32 fit the last-level cache; smaller blocks cost calls. A GPU computes less in a call than
+the call takes to launch, unless the blocks are large: these take 256 MiB of fp32.
+"""
 
 
 def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
@@ -323,12 +328,16 @@ class Packed(ABC):
             return self
         return self.holding(list(self.payload()), self.frozen[h : h + 1])
 
-    def blocks(self, elements: int = BLOCK) -> Iterator[tuple[slice, slice, Self]]:
+    def blocks(self, elements: int | None = None) -> Iterator[tuple[slice, slice, Self]]:
         """Yield (slice of heads, slice of tokens, packed part), each part of up to ``elements`` values.
 
-        [..., L, C] is read as [H, L, C]. A part has at least one ``step`` of tokens. Values that are dequantised and
-        used part by part stay in the processor's cache: that is several times faster than all at once.
+        [..., L, C] is read as [H, L, C]. A part has at least one ``step`` of tokens. On a CPU, values that are
+        dequantised and used part by part stay in the processor's cache: that is several times faster than all at once.
+
+        elements: None takes the number that suits the device.
         """
+        if elements is None:
+            elements = BLOCK.get(self.device.type, BLOCK["cpu"])
         flat = self.flat()
         heads, tokens, channels = flat.shape
         # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit
