@@ -105,6 +105,9 @@ def _chains(
         preset_values = dict(presets.values(preset, _model_entry(model)))
     # all entries are resolved together: a knob is an error only if no entry owns it
     entries_to_resolve = [entry for entry in methods if not isinstance(entry, Chain)]
+    if knobs and methods and not entries_to_resolve:
+        names = ", ".join(f"{name}=" for name in knobs)
+        raise UsageError(f"{names} is not possible: a Chain has its options already. Make the Chain with them")
     try:
         resolved_chains = iter(chains_of(entries_to_resolve, knobs, preset_values))
     except UsageError as error:
@@ -188,7 +191,7 @@ def calibrate(
     """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
     ``method`` is an entry as in ``prefill``, and ``preset`` is as there. ``knobs`` are options of the method, such as
-    ``samples`` and ``tokens``. A Chain has its options already, so ``knobs`` and ``preset`` do not change it.
+    ``samples`` and ``tokens``. A Chain has its options already, and ``knobs`` beside it are refused.
 
     The calibration is computed at the first call and stored in ``folder``. ``text`` is your file. Without it
     WikiText-2's train split is read below the folder ``data`` (or the one that KVBENCH_DATA names), and for the tiny
@@ -196,11 +199,7 @@ def calibrate(
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
-    # a chain keeps its own options, and ``_chains`` would refuse others
-    own_knobs: Mapping[str, object] = knobs
-    if isinstance(method, Chain):
-        own_knobs = {}
-    (chain,) = _chains(model, [method], preset, own_knobs)
+    (chain,) = _chains(model, [method], preset, knobs)
     chain.check_model(model_traits)
     traits.check_tokenizer(tokenizer)
     path = Path(str(getattr(model.config, "_name_or_path", "")))

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 import kvbench
 from kvbench.base.errors import UsageError
+from kvbench.methods.core.resolve import chain_of
 
 
 def reference(model, ids, new):
@@ -225,6 +226,7 @@ def autocast(function, *args):
 
 
 LLAMA = build("llama")
+GROUPS = {"method": "uncomp-group"}
 (CACHE,) = kvbench.prefill(LLAMA, prompt(20), ["full"])
 NOT_POSSIBLE = {
     "give tokenizer(text).input_ids": lambda: kvbench.prefill(LLAMA, {"input_ids": [1]}, ["full"]),
@@ -258,6 +260,8 @@ NOT_POSSIBLE = {
     "model.stop='abc' is not possible": lambda: kvbench.load_model("tiny", stop="abc"),
     "model.revision=5 is not possible: a text": lambda: kvbench.load_model("tiny", revision=5),
     "tokenizer is str": lambda: kvbench.calibrate(LLAMA, "tiny", "uncomp-group"),
+    "samples= is not possible: a Chain has": lambda: kvbench.calibrate(LLAMA, None, chain_of(GROUPS), samples=3),
+    "kv_size= is not possible: a Chain has": lambda: kvbench.prefill(LLAMA, [1, 2], [chain_of(GROUPS)], kv_size=3),
     "folder=None": lambda: kvbench.calibrate(LLAMA, PreTrainedTokenizerBase, "uncomp-group", folder=None),
 }
 

@@ -244,7 +244,8 @@ def lock(path: Path, wait_s: float) -> int | None:
     """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
 
     None means that another process held the lock all the time. The lock ends when the descriptor is closed or the
-    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0.
+    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0. Raises OSError
+    if the file cannot be created or is a link.
     """
     end = time.monotonic() + wait_s
     # flock could wait by itself, but only without a limit

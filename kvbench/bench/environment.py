@@ -46,7 +46,7 @@ def machine_facts(device: torch.device) -> dict[str, object]:
     return result
 
 
-def under_load(device: torch.device) -> dict[str, object]:
+def facts_after_work(device: torch.device) -> dict[str, object]:
     """Return the facts to read while the device is still warm from work: {"clocks_after": a GPU's clocks}.
 
     An idle GPU has other clocks. Return {} on a CPU.

@@ -59,7 +59,7 @@ class Peer:
     compiled: bool = False
     never: str = ""
 
-    def missing(self) -> str:
+    def reason_against(self) -> str:
         """Return why the peer cannot run here, or '' if it can."""
         absent = [package.replace(".", "-") for package in self.packages if not _is_installed(package)]
         if absent:

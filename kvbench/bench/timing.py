@@ -121,10 +121,10 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
     """Return why a peer does not run here. Return '' if it does, and for kvbench's own methods."""
     if entrant.peer is None:
         return ""
-    missing = entrant.peer.missing()
-    if not missing and workload.batch is None:
+    reason = entrant.peer.reason_against()
+    if not reason and workload.batch is None:
         return "the largest batch is searched for kvbench's methods alone"
-    return missing
+    return reason
 
 
 @dataclass
@@ -363,7 +363,7 @@ def measure_entrants(
                     trial.tell("all steps, to check")
                     trial.full = trial.attempt(partial(trial.generate, None))
         # read the clocks while the device is still warm from the work
-        facts = dict(settings.facts) | environment.under_load(model.device)
+        facts = dict(settings.facts) | environment.facts_after_work(model.device)
     shared = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
     return [trial.row(bandwidth) | shared for trial in trials]
 

@@ -38,7 +38,7 @@ class Workload:
 
 
 def parse_workload(text: str) -> Workload:
-    """Return the workload that a text of the form FORM states. Raises UsageError naming a malformed text."""
+    """Return the workload that a text states, for example 4096+64x8. Raises UsageError if it has not the form FORM."""
     match = WRITTEN.fullmatch(text.strip())
     # an answer needs at least two tokens: the prompt gives the first, and only later ones come from a decode step
     if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":

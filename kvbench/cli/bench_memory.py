@@ -65,6 +65,7 @@ class MemoryResult(TypedDict):
     """The rows of one model, as ``--json`` prints them.
 
     shape: the model's numbers of layers, heads and channels.
+    rows: the bytes of one method at one prompt size each, by the names of the table's columns.
     matched: the budgets that were chosen so that methods hold equal bytes, with the prompt size ``n``.
     """
 

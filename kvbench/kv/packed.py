@@ -168,7 +168,7 @@ def _split_into_places(t: Tensor, per_unit: int, dim: int, layout: Layout) -> tu
 
 
 def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
-    """Pad t with zeros at the end of ``dim`` until that axis has ``size`` elements."""
+    """Return t with zeros at the end of its axis ``dim``, which then has ``size`` elements. ``dim`` is negative."""
     missing = size - t.shape[dim]
     if missing == 0:
         return t

@@ -4,7 +4,7 @@ A selector of tokens derives from ``Selector`` and has ``scores``. docs/own.md s
 """
 
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector
-from kvbench.methods.core.contract import Block, Capacity, Expected, protect, top_indices
+from kvbench.methods.core.contract import Block, Capacity, Expected, top_indices, with_sinks
 from kvbench.methods.core.knobs import at_least, knob
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.methods.core.statistics import at_heads, pool, window_sums
@@ -23,7 +23,7 @@ __all__ = [
     "at_least",
     "knob",
     "pool",
-    "protect",
     "top_indices",
     "window_sums",
+    "with_sinks",
 ]

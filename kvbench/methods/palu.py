@@ -71,13 +71,13 @@ class Palu(LowRankStage):
         return moments_bytes(model, self.ranks_by != "uniform")
 
     @property
-    def heads(self) -> int:
+    def heads_per_group(self) -> int:
         """The number of heads in a group: the largest divisor of the model's kv heads that is at most ``group``."""
         return group_size(self.shape.heads, self.group)
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        shape, heads = self.shape, self.heads
+        shape, heads = self.shape, self.heads_per_group
         full, groups = min(heads * shape.head_dim, shape.hidden), shape.heads // heads
         if self.ranks_by == "uniform":
             even = (nearest_rank(full, self.ratio, self.multiple),) * groups
@@ -95,7 +95,7 @@ class Palu(LowRankStage):
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         # a group's weight has one row for each channel of its heads
-        shape, rows = self.shape, self.heads * self.shape.head_dim
+        shape, rows = self.shape, self.heads_per_group * self.shape.head_dim
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
             # S, with S S^T = sum of x x^T (Cholesky), section 3.2

@@ -328,7 +328,10 @@ def _indexer_is_known(modules: list[nn.Module]) -> bool:
 
 
 def context_length(config: Any, configured: int | None = None) -> int | None:
-    """Return the longest text, in tokens, that kvbench reads with a model; None if nothing states a limit.
+    """Return the longest text, in tokens, for which a model is made; None if nothing states a limit.
+
+    A run cuts prompts to it. ``api.prefill`` reads longer ones with a warning. What cannot be read at all,
+    ``engine.limits.find_longest_text`` says.
 
     config: the model's configuration, whose ``max_position_embeddings`` counts unless the user has set a length.
     configured: the length that the user has set. The reach of an indexer limits the text under any setting.

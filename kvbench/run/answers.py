@@ -37,7 +37,7 @@ ENTER_SHARE = 0.5
 
 @dataclass(frozen=True, eq=False)
 class QueuedRow:
-    """One prompt's cache under one method, ready to be decoded.
+    """One prompt's cache under one method, ready to be decoded. Rows are compared by identity: two may be equal.
 
     cut: the number of tokens cut out of the prompt.
     fidelity: the comparison with the full cache by kind of text, once it was made.
@@ -152,7 +152,8 @@ class DecodeQueue:
     def advance(self) -> list[Outcome]:
         """Decode until some rows have ended or failed. Return these rows as (row, answer or exception).
 
-        Return [] if the batch failed. Its rows are decoded again.
+        Return [] if a batch of several rows failed: its rows are decoded again. A row that fails alone is returned with
+        its exception.
         """
         # rows of a failed batch go first: the batch is empty while any of them waits
         if self.apart:
@@ -166,7 +167,6 @@ class DecodeQueue:
         except Exception as error:
             failure = error
         if failure is None:
-            # compare rows by identity: two rows may be equal in all their fields
             ended = {row for row, _ in answers}
             self.running = [r for r in self.running if r not in ended]
             return list(answers)

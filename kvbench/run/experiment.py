@@ -310,7 +310,10 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 
 
 def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text."""
+    """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text.
+
+    A stop text of several tokens ends an answer wherever its last token comes.
+    """
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     stop_ids = set(load.end_tokens(cfg, prepared.source))
     for text in cfg.stop:

@@ -52,6 +52,8 @@ class ExactRows(Format):
     Only kernels read ragged heads side by side. Elsewhere single heads are attended, because most of a padded batch
     would be padding.
 
+    masker: the masking method that all rows share; None: all tokens are attended.
+    windowed: True if rows attend through a sliding window.
     groups: the entries and their stored segments, which do not change.
     keys, values: the tail of new tokens [B, Hk, at most ``capacity``, D], shared by all groups; None before the first.
     used, new: how many tokens the tail holds, and how many of them came last.

@@ -60,7 +60,7 @@ class Sample:
     payload_kv_head, payload_query_head: the payload under ``per=kv_head`` and under ``per=query_head``.
     payload16, overhead16, full16: the bytes of the same tokens at 16 bits, by formula.
     cut: the number of tokens cut out of the prompt.
-    shrunk: whether the budget had no room for the method's window and sinks, so that they were cut to fit.
+    shrunk: whether the budget had no room for the method's sinks, window and one token more.
     meta: facts about the example, for reports.
     score: None if the metric gives this answer no score.
     answers: the references.

@@ -350,7 +350,7 @@ def _is_ahead(a: PartScores, b: PartScores) -> bool:
     return interval is not None and interval[0] > 0
 
 
-def check_negative(scored: Sequence[RowScore]) -> list[str]:
+def problems_of_controls(scored: Sequence[RowScore]) -> list[str]:
     """Return a message for each part and budget in which a control is worse than the negative control.
 
     Such a control shows that the measurement is broken.

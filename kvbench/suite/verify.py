@@ -25,7 +25,7 @@ from kvbench.suite import lock, plan
 from kvbench.suite.definition import KL, Suite, load
 from kvbench.suite.folder import CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import PartSamples, RowSamples, check_negative, score_rows
+from kvbench.suite.scores import PartSamples, RowSamples, problems_of_controls, score_rows
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
@@ -234,7 +234,7 @@ def _check_numbers(
                 checked.problems.append(
                     f"{entry.name} at 1/{entry.budget}: {key} is {stored.get(key)}, samples give {value}"
                 )
-    checked.problems += check_negative(scored)
+    checked.problems += problems_of_controls(scored)
 
 
 def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:

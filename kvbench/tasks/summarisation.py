@@ -56,8 +56,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return one task from ready ``prompts`` (a file per number of shots) or the articles of ``test`` and ``train``.
 
     ``source=auto`` takes ready prompts if there are some. The shots are the same for every example, drawn from training
-    articles of at most ``shot_words`` words. ``examples`` takes the first of the test articles. Raises UsageError
-    naming file, line and reason for a record without article or summary.
+    articles of at most ``shot_words`` words. ``examples`` takes the first of the test articles, or of the ready
+    prompts. Raises UsageError naming file, line and reason for a record without article or summary.
     """
     knobs = SummaryKnobs(**entry)
     dataset, files = context.dataset, context.files

@@ -201,7 +201,7 @@ KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
 @pytest.mark.parametrize("name", peers.PEERS)
 def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
     peer = peers.find_peer(name)
-    if why := peer.missing():
+    if why := peer.reason_against():
         assert why.startswith(("needs ", "declared, not driven"))
         return
     ids, weights = random_prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
@@ -222,7 +222,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
 def test_a_peer_that_is_not_known():
     with pytest.raises(UsageError, match="unknown peer vllm"):
         peers.find_peer("vllm")
-    assert peers.Peer("x", ("no.such", "torch")).missing() == "needs no-such, which is not installed"
+    assert peers.Peer("x", ("no.such", "torch")).reason_against() == "needs no-such, which is not installed"
 
 
 def test_a_caches_bytes_are_those_of_all_it_is_made_of():

@@ -349,10 +349,10 @@ def test_a_gpus_clocks_are_read_by_its_own_name_and_under_load(monkeypatch):
     monkeypatch.setattr(environment.shutil, "which", lambda name: name)
     monkeypatch.setattr(environment.subprocess, "run", told)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="4c1f-22"))
-    measured = environment.under_load(torch.device("cuda"))["clocks_after"]
+    measured = environment.facts_after_work(torch.device("cuda"))["clocks_after"]
     # the first device that PyTorch sees may be the machine's fourth
     assert requested[0][-1] == "--id=GPU-4c1f-22" and measured["clocks.sm"] == "1980 MHz" and len(measured) == 6
-    assert environment.under_load(cpu) == {}
+    assert environment.facts_after_work(cpu) == {}
 
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path):

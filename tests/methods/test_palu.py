@@ -36,7 +36,7 @@ def chain(model, method="palu", **knobs):
 
 def reference(model, made):
     stage = made.lowrank
-    return slow.palu(model, stage.tensor("moments"), stage.ranks, stage.heads * 16)
+    return slow.palu(model, stage.tensor("moments"), stage.ranks, stage.heads_per_group * 16)
 
 
 def greedy(model, ids, new=NEW):

@@ -21,7 +21,7 @@ def test_the_stage_is_that_of_a_model_with_the_products_as_its_weights(family, m
     chain = ready(model, {"method": f"uncomp-stage+{method}", **knobs})
     pairs = chain.lowrank
     if method == "palu":
-        dense = lowrank_reference.palu(model, pairs.tensor("moments"), pairs.ranks, pairs.heads * 16)
+        dense = lowrank_reference.palu(model, pairs.tensor("moments"), pairs.ranks, pairs.heads_per_group * 16)
     else:
         dense = lowrank_reference.asvd(model, pairs.tensor("mean_abs"), pairs.ranks, pairs.alpha)
     attend, alive = stage_reference.staged(n, chain.hidden.sizes(n, 3), chain.hidden.window, chain.hidden.last)

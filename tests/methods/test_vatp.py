@@ -13,7 +13,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
-from kvbench.methods.core.contract import Capacity, protect
+from kvbench.methods.core.contract import Capacity, with_sinks
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.vatp import Vatp
 from kvbench.models.interface import attached, cache_shape
@@ -119,7 +119,7 @@ def test_any_order_is_one_chain(order):
     ],
 )
 def test_sinks_count_inside_the_budget(capacity, sinks, wanted):
-    assert protect(capacity, Vatp(sinks=sinks).sink_size(), 100) == wanted
+    assert with_sinks(capacity, Vatp(sinks=sinks).sink_size(), 100) == wanted
 
 
 def test_the_papers_budgets_keep_its_sinks_inside_the_heavy_half():

@@ -124,13 +124,13 @@ def test_no_control_may_be_below_the_negative_one():
     rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("c", CONTROL, low)]
     rows.append(row("m", METHOD, low))
     scored = scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))
-    (problem,) = scores.check_negative(scored)
+    (problem,) = scores.problems_of_controls(scored)
     assert problem.startswith("p at 1/2: c (") and "below the negative control first" in problem
     # a method may be below it, and the card says so
     assert {place.name for place in scores.below_negative(scored)} == {"c", "m"}
     assert any("p at 1/2, first (" in note and "m (−" in note for note in card.notes(suite(), scored))
     rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
-    assert scores.check_negative(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
+    assert scores.problems_of_controls(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
 
 
 def test_a_budget_without_random_tokens_has_no_scores():

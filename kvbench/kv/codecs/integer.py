@@ -72,8 +72,8 @@ class SymmetricInteger(Codec):
 class CentredInt8(Codec):
     """Store codes c = round((x - z) / s), read as c * s + z. z = (min + max) / 2 and s = (max - min) / 255 are fp16.
 
-    Codes are computed with the rounded s and z. Both ends of the range are ties at +-127.5: codes are clipped to -128
-    and 127.
+    Codes are computed with the rounded s and z. min and max have the codes -127.5 and 127.5 before rounding, and
+    rounding s can make them larger: codes are clipped to -128 and 127.
     """
 
     def token_bytes(self, channels: int) -> int:

@@ -21,7 +21,7 @@ from kvbench.base.errors import Refused, UsageError
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.contract import Capacity, Expected, protect, top_indices
+from kvbench.methods.core.contract import Capacity, Expected, top_indices, with_sinks
 from kvbench.methods.core.knobs import DEFAULT_RATIO, Rule, at_least, knob
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.storage.roles import Masker, Slots
@@ -246,7 +246,7 @@ class Selector(TokenSelector):
         budget = self.budget(n, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
-        capacity = protect(self.capacity(n), sinks_of(modifiers), n)
+        capacity = with_sinks(self.capacity(n), sinks_of(modifiers), n)
         selector_scores = self.scores(cache, obs, capacity)
         _check_scores(self.id, selector_scores, cache, obs)
         # authors may build scores on the CPU, but the choice is made where the keys are; the copy is needed because

@@ -20,7 +20,7 @@ from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, sinks_of
-from kvbench.methods.core.contract import Block, Capacity, Expected, protect
+from kvbench.methods.core.contract import Block, Capacity, Expected, with_sinks
 from kvbench.methods.core.decode_budget import DecodeBudget, refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
 from kvbench.methods.core.foreign import code_of
@@ -238,7 +238,7 @@ class Chain:
         """Return the selector's budget for a prompt of n tokens, with the modifiers' sinks; None without a selector."""
         if self.selector is None:
             return None
-        return protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
+        return with_sinks(self.selector.capacity(n), sinks_of(self.modifiers), n)
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
         """Return how many heads each layer stores.

@@ -71,14 +71,14 @@ class Capacity:
     shrunk: bool = False
 
 
-def protect(capacity: Capacity, first: int, n: int) -> Capacity:
-    """Return the capacity with at least ``first`` sinks, for a prompt of n tokens.
+def with_sinks(capacity: Capacity, least: int, n: int) -> Capacity:
+    """Return the capacity with at least ``least`` sinks, for a prompt of n tokens.
 
     Nothing else changes if a token is left to choose beside sinks and window, or if all n tokens stay. Otherwise sinks
     get the room beside the window or half of the budget, whichever is more, and the window gets what they leave. No
     token is then left to choose, and the capacity is marked as ``shrunk``.
     """
-    sinks = max(capacity.sinks, first)
+    sinks = max(capacity.sinks, least)
     if sinks == capacity.sinks:
         return capacity
     # room: the budget beside the window

@@ -14,7 +14,7 @@ import torch
 
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.base import Modifier, Selector, sinks_of
-from kvbench.methods.core.contract import Block, protect
+from kvbench.methods.core.contract import Block, with_sinks
 from kvbench.storage.roles import Evictor, Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
@@ -76,7 +76,8 @@ class EvictingSelector(Selector, Evictor):
     def generation_budget(self, n: int) -> int:
         """Return the budget of the whole generation, in tokens per head, after a prompt of n tokens.
 
-        It is ``kv_size`` even if the prompt is shorter, because the answer fills the budget. A fraction is one of n.
+        It is ``kv_size`` even if the prompt is shorter, because the answer fills the budget. ``kv_ratio`` is a fraction
+        of n.
         """
         if self.kv_size is not None:
             return self.kv_size
@@ -140,7 +141,7 @@ class Modified(Evictor):
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         # the selector's own sinks and those of its modifiers are the same first tokens, so the larger number counts
-        capacity = protect(self.selector.capacity(n), sinks_of(self.modifiers), n)
+        capacity = with_sinks(self.selector.capacity(n), sinks_of(self.modifiers), n)
         counts = dict(self.selector.token_counts(n))
         counts["sinks"] = capacity.sinks
         return counts

@@ -39,6 +39,6 @@ class ReplayingSelector(Selector):
     """
 
     def replay(self, n: int) -> Replay | None:
-        """Return the passes that a prompt of n tokens needs, or None if all its tokens stay."""
+        """Return the passes that a prompt of n tokens needs, or None if all its tokens stay. Subclasses define it."""
         # the passes cost about a second prefill, which a prompt within the budget does not need
         raise TypeError(f"{type(self).__name__} does not say what it reads again")

@@ -309,12 +309,12 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
     There is a row for each point, task and run.
 
     kl: the mean over the run.
-    running: the mean over an eighth of all positions around the run. Its interval is in ``low`` and ``high``.
-    held: the most tokens of prompt and continuation that any head held.
+    running: the mean over an eighth of all positions around the run. Its interval is in ``low`` and ``high``, and the
+    number of its texts in ``n``.
+    held: the most tokens of prompt and continuation that any head held; 0 if nothing was decoded.
     """
     rows = []
     for point, group, samples in _compressed_cells(measured):
-        # samples that were compared without decoding have no peak
         most_held = max((sample.decode_peak or 0 for sample in samples), default=0)
         texts = _texts_of_kind(samples, "reference")
         starts = range(0, _longest_text(texts), SMOOTH_LONG)
@@ -324,6 +324,7 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
         for start in starts:
             run = mean_divergence(texts, start, start + SMOOTH_LONG)
             running = mean_divergence(texts, max(0, start - before), start + after)
+            # the longest text reaches every run
             assert run is not None and running is not None
             place: Place = {
                 "series": point.series,

@@ -38,16 +38,16 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
         knobs[knob] = default
     columns = tuple(entry.pop("columns", COLUMNS))
     picture = _build_picture(entry.pop("picture"))
-    sweeps = None
-    if "sweeps" not in entry:
-        code = CODE[name]
-    else:
+    if "sweeps" in entry:
         # a figure of measured scores needs no code of its own
         code = CODE.get(name, Code())
         sweeps = tuple(_build_sweep(sweep) for sweep in entry.pop("sweeps"))
         tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
         if code.compute is None:
             code = _score_code(code, tasks, fact_tables)
+    else:
+        code = CODE[name]
+        sweeps = None
     # the keys that are left in the entry are names of the figure's fields
     return Figure(
         id=name,

@@ -163,7 +163,7 @@ def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
 
 @UNCOMP.states("conclusion", table="10", text="It takes much less memory than the full cache")
 def peak_memory(paper: PaperCells) -> Outcome:
-    """Compare the peaks of memory with the full cache's in per cent, by length of prompt."""
+    """Compare the peaks of memory with the full cache's in per cent: HOLDS if none is above, else PARTLY."""
     uncomp = paper.series(["prompt", "batch", "method"], table=10, metric="peak_memory", method="uncomp-*")
     full = paper.series(["prompt", "batch"], table=10, metric="peak_memory", method="full")
     over = 100 * (ratio(uncomp, full) - 1)

@@ -77,14 +77,14 @@ def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
     if entry.kind == "efficiency":
         parts.append(TIMES)
     # the entries of conf/model by a common spelling: papers write llama-2-7b, kvbench llama2-7b
-    entry_of = {model_id(model): model for model in entries("model")}
-    models = [entry_of[model_id(model)] for model in entry.model_names if model_id(model) in entry_of]
-    if models:
-        parts.append(f"with {', '.join(models)}")
+    our_name_by_id = {model_id(model): model for model in entries("model")}
+    our_models = [our_name_by_id[model_id(name)] for name in entry.model_names if model_id(name) in our_name_by_id]
+    if our_models:
+        parts.append(f"with {', '.join(our_models)}")
     else:
         parts.append("with the paper's model")
-    # names in a table's rows and columns that kvbench does not have
-    absent = [model for model in entry.model_names if model_id(model) not in entry_of]
+    # models, methods and datasets of the table that kvbench does not have
+    absent = [model for model in entry.model_names if model_id(model) not in our_name_by_id]
     absent += _absent_stages(entry) + _absent_datasets(entry)
     if absent:
         parts.append(f"not here: {', '.join(absent)}")

@@ -250,9 +250,9 @@ def logits(query: Tensor, keys: Packed) -> Tensor | None:
 
 
 def weigh(probs: Tensor, values: Packed) -> Tensor | None:
-    """Return packed values [..., L, C] weighted by probs [N, R, L] as [N, R, C] fp32; None if no function serves.
+    """Return the sums over tokens of packed values [..., L, C], weighted by probs [N, R, L], as [N, R, C] fp32.
 
-    If the values are rotated, so is the result.
+    None means that no function serves. If the values are rotated, so is the result.
     """
     levels, library = _levels_for(probs, values), _library()
     if library is None or levels is None:

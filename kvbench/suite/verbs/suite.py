@@ -173,11 +173,11 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
     """
     from kvbench.suite import card, plan
     from kvbench.suite import folder as folders
-    from kvbench.suite.scores import check_negative, score_rows
+    from kvbench.suite.scores import problems_of_controls, score_rows
 
     samples, full = plan.collect_samples(run)
     scored = score_rows(run.suite, samples, full)
-    problems = check_negative(scored)
+    problems = problems_of_controls(scored)
     if problems:
         said = "\n".join(f"  {problem}" for problem in problems)
         raise KvbenchError(
