@@ -19,6 +19,8 @@ NOTHING = "nothing was compressed"
 """The text in place of the score of a row that equals the full cache."""
 UNMEASURABLE = "—"
 """The text for a part that cannot be measured with the model, or that does not take the row."""
+FEWER_PARTS = "†"
+"""The mark of a mean over fewer parts than the suite has."""
 PANEL_WIDTH, PANEL_HEIGHT = 2.3, 2.7
 """The size of the picture of one part in inches, its titles included."""
 NAME_WIDTH, NAME_HEIGHT = 1.6, 0.14
@@ -38,6 +40,8 @@ def line_of(suite: Suite, entry: RowScore) -> str:
     for name, part in entry.parts.items():
         if part.retained is not None:
             parts.append(f"{name} {score_text(part.retained)}")
+    # whoever quotes the line must see that its mean is not over all parts
+    parts += [f"not {name}" for name in _parts_without(suite, entry)]
     return (
         f"{head}{entry.name} {score_text(entry.mean)}{_interval_text(entry.ci)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
@@ -68,6 +72,11 @@ def _interval_text(ci: tuple[float, float] | None) -> str:
     return f" [{score_text(ci[0])}, {score_text(ci[1])}]"
 
 
+def _parts_without(suite: Suite, entry: RowScore) -> list[str]:
+    """Return the suite's parts that do not take the row: a method may refuse a budget while it decodes."""
+    return [part.name for part in suite.parts if part.name not in entry.parts]
+
+
 def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of means: a row for each method and control, a column for each budget."""
     cells: dict[str, dict[int, str]] = {}
@@ -75,7 +84,7 @@ def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     for entry in scored:
         # the score of random tokens is 0 by definition
         if entry.role != CHANCE:
-            cells.setdefault(entry.name, {})[entry.budget] = _mean_text(entry)
+            cells.setdefault(entry.name, {})[entry.budget] = _mean_text(suite, entry)
             roles[entry.name] = entry.role
     methods = [name for name, role in roles.items() if role == METHOD]
     controls = [name for name, role in roles.items() if role != METHOD]
@@ -86,13 +95,19 @@ def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
 
 
-def _mean_text(entry: RowScore) -> str:
-    """Return a row's mean with its interval as text, or the text that stands in place of a missing mean."""
+def _mean_text(suite: Suite, entry: RowScore) -> str:
+    """Return a row's mean with its interval as text, or the text that stands in place of a missing mean.
+
+    A mean over fewer parts than the suite has is marked.
+    """
     if entry.nothing_compressed:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
-    return score_text(entry.mean) + _interval_text(entry.ci)
+    mark = ""
+    if _parts_without(suite, entry):
+        mark = FEWER_PARTS
+    return score_text(entry.mean) + mark + _interval_text(entry.ci)
 
 
 def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
@@ -116,7 +131,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     rank = UNMEASURABLE
     if entry.rank is not None:
         rank = str(entry.rank)
-    cells = [entry.name, rank, _mean_text(entry)]
+    cells = [entry.name, rank, _mean_text(suite, entry)]
     for part in suite.parts:
         score = entry.parts.get(part.name)
         if score is None or score.retained is None or entry.nothing_compressed:
@@ -167,10 +182,27 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
             "No brackets: in at least one part, every prompt scores what it scores with random tokens, so that there "
             "is no spread to compute an interval from."
         )
+    found += _notes_on_fewer_parts(suite, scored)
     found += _notes_below_negative(scored)
     if suite.edition == QUICK:
         found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
     return found
+
+
+def _notes_on_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
+    """Return a note that names the rows whose mean is over fewer parts than the suite has; none without such rows."""
+    names_by_parts: dict[str, dict[str, None]] = {}
+    for entry in scored:
+        absent = ", ".join(_parts_without(suite, entry))
+        if absent and entry.mean is not None:
+            names_by_parts.setdefault(absent, {})[entry.name] = None
+    if not names_by_parts:
+        return []
+    groups = [f"without {absent}: {', '.join(names)}" for absent, names in names_by_parts.items()]
+    return [
+        f"{FEWER_PARTS} The mean of fewer parts, since the others do not take the row ({'; '.join(groups)}). Compare "
+        "it only with means over the same parts. Ranks compare two rows over the parts that both have."
+    ]
 
 
 def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:

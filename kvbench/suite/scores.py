@@ -96,7 +96,7 @@ class RowScore:
 
 
 def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
-    """Return the scores of all rows, in the order of the suite's budgets, and at each budget the best first.
+    """Return the scores of all rows, in the order of the suite's budgets, and at each budget by rank and mean.
 
     full: the full cache's samples by part.
 
@@ -131,9 +131,9 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
     return scored
 
 
-def _ranking_key(entry: RowScore) -> tuple[bool, float]:
-    """Return the sort key that puts the highest mean first, and rows without a meaningful mean last."""
-    return entry.mean is None or entry.nothing_compressed, -(entry.mean or 0.0)
+def _ranking_key(entry: RowScore) -> tuple[bool, int, float]:
+    """Return the sort key by rank, rows of one rank by mean, and rows without a meaningful mean last."""
+    return entry.rank is None, entry.rank or 0, -(entry.mean or 0.0)
 
 
 def _scores_by_part(

@@ -177,3 +177,23 @@ def test_means_stand_first_by_method_and_budget():
     assert "worst p" not in text and markdown.index("worst p") > markdown.index("pages freed")
     few = [entry for entry in scored if entry.name != "d"]
     assert "worst p" in card.card_text(suite(), few, "text").split("mean  ")[0]
+
+
+def test_a_mean_over_fewer_parts_is_marked_and_ranked_by_the_parts_that_both_rows_have():
+    """A row that one part does not take has the higher mean without it, and is not ahead of the row that has both."""
+    one = suite()
+    two = replace(one, parts=(*one.parts, replace(one.parts[0], name="q")))
+    spread = [0.0, 0.1] * 10
+    exact = full([0.9, 1.0] * 10)
+
+    def twice(name, role, first, second):
+        return RowSamples(name=name, budget=2, role=role, parts={"p": answers(first), "q": answers(second)})
+
+    rows = [twice("random", CHANCE, spread, spread), twice("both", METHOD, [0.8, 0.95] * 10, [0.3, 0.4] * 10)]
+    rows.append(row("half", METHOD, [0.6, 0.7] * 10))
+    scored = scores.score_rows(two, rows, {**exact, "q": exact["p"]})
+    both, half, _ = scored
+    assert (both.name, both.rank, half.name, half.rank) == ("both", 1, "half", 2) and half.mean > both.mean
+    text = card.card_text(two, scored, "text")
+    assert f"{half.mean:.0f}†" in text and f"{both.mean:.0f}†" not in text
+    assert "(without q: half)" in text.replace("\n", " ") and "(p 67, not q)" in card.line_of(two, half)
