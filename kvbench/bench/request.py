@@ -22,7 +22,7 @@ from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load
 from kvbench.plan import config
 from kvbench.plan.config import RunConfig
-from kvbench.plan.keys import Key, choice, flag, one_of, optional, pairs, values, whole
+from kvbench.plan.keys import Key, choice, flag, one_of, optional, parse_pairs, values, whole
 from kvbench.plan.words import RunRequest, read, split_list
 from kvbench.report import writers
 from kvbench.report.table import Table
@@ -131,7 +131,7 @@ def measure_rows(words: Sequence[str], plan: bool = False, beside: bool = True) 
     """
     # words are of two kinds: keys of OWN, and the words of a run that name models and methods
     words = [_results_as_folder(word) for word in words]
-    arguments = pairs(words)
+    arguments = parse_pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
     own_values = values(OWN.values(), arguments)
     folder, name = own_values.pop("folder"), own_values.pop("name")

@@ -7,7 +7,7 @@ import json
 
 from kvbench.base.errors import UsageError
 from kvbench.cli import bench_memory
-from kvbench.plan.keys import pairs
+from kvbench.plan.keys import parse_pairs
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
     rows, path = request.measure_rows(args.overrides, args.plan, beside=not args.json)
     if args.plan:
         return 0
-    over = request.OWN["over"].value(pairs(args.overrides))
+    over = request.OWN["over"].value(parse_pairs(args.overrides))
     if args.json:
         print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))
     else:

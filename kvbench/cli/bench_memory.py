@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 from kvbench.base.errors import UsageError
 from kvbench.cli.verbs import load_plugin
 from kvbench.plan import words
-from kvbench.plan.keys import Key, pairs, whole_number
+from kvbench.plan.keys import Key, parse_pairs, whole_number
 from kvbench.plan.words import split_list
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ KEYS = ("per", "match", "reference", "threads")
 
 def main(args: argparse.Namespace) -> int:
     """Print the bytes that methods hold, a table for each prompt size. Return exit status 1 if a formula differs."""
-    options = pairs(args.overrides)
+    options = parse_pairs(args.overrides)
     if "paper" in options:
         # the papers' own arithmetic needs none of this verb's keys
         return load_plugin("bench", "paper")(options, args.json)

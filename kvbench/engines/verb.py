@@ -20,7 +20,7 @@ from kvbench.engines.rows import EngineRow, EngineRun, check_tasks
 from kvbench.engines.server import Server
 from kvbench.models.fetch import SCHEME, gguf_file
 from kvbench.plan import config, run_plan
-from kvbench.plan.keys import Key, choice, one_of, pairs, values, whole
+from kvbench.plan.keys import Key, choice, one_of, parse_pairs, values, whole
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
 from kvbench.report import writers
@@ -102,7 +102,7 @@ def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.Ru
 
     Raises UsageError for a key that is missing, or that has no meaning with the engine.
     """
-    texts = pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
+    texts = parse_pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
     if "fidelity" in texts:
         # the name of kl= in earlier versions
         texts["kl"] = texts.pop("fidelity")

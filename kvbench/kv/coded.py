@@ -92,7 +92,7 @@ class Codec(ABC):
             return channels
         return basis_width(channels, self.rotate)
 
-    def refusal(self, channels: int) -> str:
+    def allowed_channels(self, channels: int) -> str:
         """Return in words which numbers of channels the codec takes; '' if ``channels`` is one of them."""
         return ""
 

@@ -272,7 +272,7 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     return in_rounds
 
 
-def pairs(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
+def pair_by_question(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     """Return the groups. A task's groups with its question in view and withheld form one pair, in that order."""
     by_task: dict[tuple[str, int], dict[bool, Group]] = {}
     for group in groups:

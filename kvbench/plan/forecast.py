@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvbench.engine import memory, precision
 from kvbench.kv.model_shape import state_layers
 from kvbench.models import load
-from kvbench.plan.cells import Group, pairs, rounds
+from kvbench.plan.cells import Group, pair_by_question, rounds
 from kvbench.plan.estimate import Estimate
 from kvbench.plan.run_plan import GroupTodo, RunPlan, labels
 
@@ -98,7 +98,7 @@ def _divide_groups(
     parts_of: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
     shared_prefills = dict.fromkeys(parts_of, 0)
     for together in rounds(plan.groups):
-        for pair in pairs(together):
+        for pair in pair_by_question(together):
             parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
             for group, parts in zip(pair, parts_of_pair, strict=True):
                 parts_of[group.column] += parts

@@ -85,7 +85,7 @@ def one_of(kind: str, choices: Collection[str], text: str) -> str:
     return text
 
 
-def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_size=64,128") -> dict[str, str]:
+def parse_pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_size=64,128") -> dict[str, str]:
     """Return the values of ``key=value`` arguments as texts by key.
 
     Raises UsageError for an argument of another form, and for a key given twice.
@@ -107,4 +107,4 @@ def pairs(arguments: Iterable[str], example: str = "method=snapkv+think or kv_si
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return (arguments without =, texts of the ``key=value`` arguments by key as ``pairs`` returns them)."""
-    return [a for a in arguments if "=" not in a], pairs(a for a in arguments if "=" in a)
+    return [a for a in arguments if "=" not in a], parse_pairs(a for a in arguments if "=" in a)

@@ -63,7 +63,7 @@ def read(arguments: Sequence[str], multirun: bool = False) -> tuple[RunRequest, 
 
     Raises UsageError for an argument that is not allowed.
     """
-    return request_runs(keys.pairs(arguments), multirun)
+    return request_runs(keys.parse_pairs(arguments), multirun)
 
 
 def request(settings: Mapping[str, object]) -> RunRequest:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvbench.base.conf import check
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
-from kvbench.plan.keys import one_of, pairs
+from kvbench.plan.keys import one_of, parse_pairs
 from kvbench.plan.words import split_list
 from kvbench.store.labels import describe_differences, label_cell, list_settings
 from kvbench.store.results import CellRecord, ScoreSummary, Status
@@ -32,7 +32,7 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
         if "=" not in argument or argument.partition("=")[0] not in keys:
             # the suggestions end with "=", so that users can type them as printed
             raise unknown("argument", argument, [f"{key}=" for key in keys])
-    texts = pairs(arguments)
+    texts = parse_pairs(arguments)
     for key, text in texts.items():
         # an unset shell variable leaves ``model=`` or ``model=A,``, and these would choose other cells than the user
         # meant

@@ -16,7 +16,7 @@ from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.models import load
-from kvbench.plan.cells import Group, pairs, rounds
+from kvbench.plan.cells import Group, pair_by_question, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan, check_model, context_of, identify, open_session, threads
 from kvbench.report.of_run import report_run
@@ -131,7 +131,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     for groups in rounds(prepared.groups):
         # pairs of groups, each with its cells that another process measures: wait for these last
         shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
-        for pair in pairs(prepared.bound(groups, measurement.host.model, quiet)):
+        for pair in pair_by_question(prepared.bound(groups, measurement.host.model, quiet)):
             busy = measurement.measure_pair([prepared.usable(group) for group in pair])
             if busy:
                 shared.append((pair, busy))

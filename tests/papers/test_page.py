@@ -19,7 +19,7 @@ from kvbench.papers.report import cards, page, samples
 from kvbench.papers.spec import table_spec
 from kvbench.plan import config, run_plan
 from kvbench.plan import words as words_of_run
-from kvbench.plan.keys import pairs
+from kvbench.plan.keys import parse_pairs
 from kvbench.report import of_run, open_results, verdict
 from kvbench.store.store import ResultStore
 
@@ -254,7 +254,9 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     store = ResultStore(tmp_path)
     (found,) = cards.collect_verdicts(store)
     assert (found.model, found.dataset, found.examples) == ("tiny", "2 tasks of tiny", "n = 8 a task")
-    prepared = run_plan.prepare(config.parse(words_of_run.request(pairs([*words, "limit=8", f"results={tmp_path}"]))))
+    prepared = run_plan.prepare(
+        config.parse(words_of_run.request(parse_pairs([*words, "limit=8", f"results={tmp_path}"])))
+    )
     judged = verdict.judge_methods(of_run.report_run(prepared))
     by_label = {v.method.split()[0]: v for v, _ in found.verdicts}
     assert set(by_label) == {"snapkv", "h2o"}

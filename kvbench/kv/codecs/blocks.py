@@ -35,7 +35,7 @@ class Blocks(Codec):
         # a block has its codes and one fp16 scale of 2 bytes
         return blocks * (self.group * self.bits // 8 + 2)
 
-    def refusal(self, channels: int) -> str:
+    def allowed_channels(self, channels: int) -> str:
         if channels % self.group:
             return f"channels in whole blocks of {self.group}"
         return ""

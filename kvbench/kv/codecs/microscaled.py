@@ -74,7 +74,7 @@ class MicroscaledFp4(Codec):
         blocks = -(-self.coded_channels(channels) // self.group)
         return packed_bytes(blocks * self.group, 4, "stream") + blocks
 
-    def refusal(self, channels: int) -> str:
+    def allowed_channels(self, channels: int) -> str:
         if channels % self.group:
             return f"channels in whole blocks of {self.group}"
         return ""

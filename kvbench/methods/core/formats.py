@@ -113,7 +113,7 @@ class StorageFormat(Quantiser):
     def check_width(self, head_dim: int) -> None:
         for half in ("k", "v"):
             # blocks and rotations fit only some numbers of channels
-            allowed = self.codec(half).refusal(head_dim)
+            allowed = self.codec(half).allowed_channels(head_dim)
             if allowed:
                 raise UsageError(
                     f"method {self.id} does not fit heads of {head_dim} channels: it takes {allowed}; give another "

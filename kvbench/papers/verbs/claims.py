@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
-from kvbench.plan.keys import pairs
+from kvbench.plan.keys import parse_pairs
 
 FIXED = ("method", "dataset", "preset", "match", "reference")
 """Keys of `run` that a claim or a table of a paper decides itself."""
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
         args.overrides = [args.paper] + args.overrides
         args.paper = "all"
     options = {"limit": "20"}
-    options |= pairs(args.overrides)
+    options |= parse_pairs(args.overrides)
     refuse_fixed(options, "the claim")
     model = options.pop("model", "tiny")
     results = Path(options.get("results", "results"))

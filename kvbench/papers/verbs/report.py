@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.plan.keys import choice, pairs, whole
+from kvbench.plan.keys import choice, parse_pairs, whole
 
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Write the page and print its path, or print its content as JSON."""
-    options = pairs(args.overrides, "output=report.html samples=1")
+    options = parse_pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in options:
         raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
     output = Path(options.pop("output", "report.html"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
-from kvbench.plan.keys import Key, one_of, pairs, values
+from kvbench.plan.keys import Key, one_of, parse_pairs, values
 from kvbench.run.console import add_format_option
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _parse_options(args: argparse.Namespace) -> ScoreOptions:
         overrides.insert(0, f"method={args.method}")
     if args.model is not None:
         overrides.insert(0, f"model={args.model}")
-    texts = pairs(overrides, "code_sim=difflib")
+    texts = parse_pairs(overrides, "code_sim=difflib")
     for key, text in texts.items():
         one_of("key of score", [known.name for known in KEYS], key)
         if not text:

@@ -8,7 +8,7 @@ import json
 from kvbench.base.errors import UsageError, unknown
 from kvbench.papers.verbs.claims import refuse_fixed
 from kvbench.papers.verbs.tables import print_tables
-from kvbench.plan.keys import one_of, pairs
+from kvbench.plan.keys import one_of, parse_pairs
 from kvbench.run.console import print_plans, stopping
 
 
@@ -33,7 +33,7 @@ def main(args: argparse.Namespace) -> int:
 
     one_of("value of --show", grid.SHOWS, args.show)
     one_of("value of --format", page.FORMATS, args.format)
-    options = pairs(args.overrides)
+    options = parse_pairs(args.overrides)
     # kvbench's own studies of all methods are no paper's tables
     if args.table in own_tables.NAMES:
         return _print_own_table(args.table, options, args)

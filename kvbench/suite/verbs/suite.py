@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import describe_duration, say
-from kvbench.plan.keys import one_of, pairs
+from kvbench.plan.keys import one_of, parse_pairs
 from kvbench.plan.words import split_list, value_of
 from kvbench.run.console import print_plans, stopping
 from kvbench.suite import definition
@@ -44,7 +44,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.suite import folder as folders
     from kvbench.suite import lock, plan
 
-    options = pairs(args.overrides, example="method=snapkv or edition=quick")
+    options = parse_pairs(args.overrides, example="method=snapkv or edition=quick")
     edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
     suite = definition.load(args.suite, edition)
     if args.lock:

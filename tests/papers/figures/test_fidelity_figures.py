@@ -38,7 +38,7 @@ def test_own_methods_are_drawn_and_drawn_again(name, folder, capsys):
 
 def test_numbers_are_those_of_the_samples(folder):
     words = [*WORDS, "method=snapkv", "kv_ratio=0.25", f"results={folder}"]
-    source = measured.prepare(registry.FIGURES["fidelity/budget"], keys.pairs(words))
+    source = measured.prepare(registry.FIGURES["fidelity/budget"], keys.parse_pairs(words))
     source.measure(quiet=True)
     data = registry.FIGURES["fidelity/budget"].compute(source)
     (sweep_run,) = source.runs
@@ -79,7 +79,7 @@ def test_windows_of_one_document_are_one_draw():
 def eight(folder):
     """A short sweep of two methods over eight texts, measured."""
     words = ["dataset=fidelity/tiny", "length=64", "forced=80", "limit=8", "method=snapkv,kivi", "kv_ratio=0.25"]
-    source = measured.prepare(registry.FIGURES["fidelity/positions"], keys.pairs([*words, f"results={folder}"]))
+    source = measured.prepare(registry.FIGURES["fidelity/positions"], keys.parse_pairs([*words, f"results={folder}"]))
     source.measure(quiet=True)
     return source
 
@@ -117,7 +117,7 @@ def test_a_layers_interval_is_over_prompts():
 def test_one_layer_diverges_less_than_all_and_a_layer_that_is_exact_not_at_all(folder):
     words = [*WORDS, "method=streamingllm,kivi", "kv_ratio=0.25", "bits=2", "residual=32", f"results={folder}"]
     words += ["method.streamingllm.frozen_layers=[0]"]
-    source = measured.prepare(registry.FIGURES["fidelity/layers"], keys.pairs(words))
+    source = measured.prepare(registry.FIGURES["fidelity/layers"], keys.parse_pairs(words))
     data = registry.FIGURES["fidelity/layers"].compute(source)
     table = data[data["text"] == "reference text"].pivot_table(index="layer", columns="series", values="kl")
     assert isinstance(table, pd.DataFrame) and list(table.index) == [-1, 0, 1, 2, 3, 4, 5]

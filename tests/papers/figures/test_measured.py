@@ -37,7 +37,7 @@ SMALL = replace(
 
 
 def prepare(figure, arguments):
-    return measured.prepare(figure, keys.pairs(arguments))
+    return measured.prepare(figure, keys.parse_pairs(arguments))
 
 
 @pytest.fixture(scope="module")
