@@ -23,7 +23,7 @@ REAL ?= smollm2-135m-q4_1
 SUITES = $(patsubst %/results.jsonl,%,$(shell find results/suite -name results.jsonl 2>/dev/null))
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-speed bench-bytes bench-time bench-decode bench-tiny leaderboard verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-bytes claims claims-real report audit clean
+.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-speed bench-bytes bench-time bench-decode bench-tiny verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-formats claims claims-real report audit clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,14 +77,10 @@ audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselve
 	$(PY) -m kvbench audit all
 
 report: $(VENV)/.ready  ## everything on one HTML page, report.html
-	$(PY) -m kvbench report also=results/leaderboard,results/leaderboard/2048
+	$(PY) -m kvbench report
 
-leaderboard: $(VENV)/.ready  ## RULER on a pretrained model, the question withheld (DATA=folder with paul_graham); hours
-	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py
-	KVBENCH_DATA=$(DATA) $(PY) scripts/leaderboard.py --length 2048
-
-tables-bytes: $(VENV)/.ready  ## what each cache format keeps of the answers, on both models (DATA=folder); two hours
-	KVBENCH_DATA=$(DATA) $(PY) scripts/byte_tables.py
+tables-formats: $(VENV)/.ready  ## what each cache format keeps of the answers, on both models (DATA=folder); two hours
+	KVBENCH_DATA=$(DATA) $(PY) scripts/format_tables.py
 
 bench-tiny: $(VENV)/.ready  ## measure the committed tables of the tiny suite (results/tiny)
 	$(PY) scripts/tiny_table.py

@@ -2,7 +2,10 @@
 function sortBy(table, column, down) {
   const rows = [...table.tBodies[0].rows];
   const text = (row) => (row.cells[column]?.textContent ?? "").trim();
-  const number = (row) => parseFloat(text(row).replace("−", "-"));
+  const number = (row) => {
+    const fraction = text(row).match(/^(\d+)\/(\d+)$/);
+    return fraction ? fraction[1] / fraction[2] : parseFloat(text(row).replace("−", "-"));
+  };
   const numeric = rows.every((row) => text(row) === "" || !Number.isNaN(number(row)));
   rows.sort((a, b) => (numeric ? (number(a) || 0) - (number(b) || 0) : text(a).localeCompare(text(b))) * (down ? -1 : 1));
   rows.forEach((row) => table.tBodies[0].append(row));

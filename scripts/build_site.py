@@ -43,7 +43,7 @@ FROM_ROOT = ("add.md", "architecture.md", suite_pages.PAGE)
 """Pages whose links are written as seen from the root."""
 WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/": 0.25, "results/claims": 0.5}
 """The weight in the search of pages by the beginning of their name; others have 1."""
-WIDE = ("results/tables/", "results/tiny/", "results/leaderboard/")
+WIDE = ("results/tables/", "results/tiny/")
 """Pages whose tables need the space of both sidebars."""
 CLAIMS = "results/claims.md"
 TABLE_OF_PAPER = re.compile(rf"results/(?:tables|tiny)/({'|'.join(catalogue.paper_ids())})-(\d+)\.md")

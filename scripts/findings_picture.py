@@ -1,44 +1,50 @@
-"""Draw the picture of results/README.md from the committed ranking: retrieval against divergence, a point a method.
+"""Draw the picture of results/README.md from the committed suite: retrieval against divergence, a point a method.
 
-python scripts/findings_picture.py     write results/findings.png, .svg and .csv
+python scripts/findings_picture.py     write results/findings.png, .svg, .csv and .txt
 """
 
 from __future__ import annotations
 
-import re
 import sys
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.transforms import Bbox
+from scipy.stats import kendalltau
 
-from kvbench.report import looks, writers
+from kvbench.report import looks, style, writers
+from kvbench.store import archive
+from kvbench.store.store import ResultStore
+from kvbench.suite import definition, folder, scores
+from kvbench.suite.definition import Suite, SuitePart
+from kvbench.tasks.metrics import stats
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
-RANKING = RESULTS / "tables" / "ranking.md"
+FOLDER = RESULTS / "suite" / "retain-v1-mini" / "kvbench"
 KINDS = {
-    "selects tokens": "#1f77b4",
-    "stores fewer bits": "#d95f02",
-    "does both": "#7b3294",
+    "selects tokens": style.BLUE,
+    "stores fewer bits": style.VERMILLION,
+    "does both": style.PALETTE[2],
 }
-BITS = ("q4_0_h", "turboquant", "nvfp4", "mxfp4")
-BOTH = ("snapkv+fp8", "snapkv+think", "qhitter")
+"""The colour of each kind of method."""
+BITS = ("q4_0", "q4_0_h", "turboquant", "nvfp4", "kivi")
+BOTH = ("snapkv+fp8", "snapkv+think")
+CONTROLS = ("random", "random keep_window=32", "firsttokens")
+"""Rows that are no methods. They are drawn, and left out of correlations."""
+ABOUT_A_QUARTER = (20.0, 30.0)
+"""The bytes, in per cent of the full cache's, of the rows that are drawn."""
 FIELDS = ("method", "kind", "bytes", "kl", "kl_low", "kl_high", "score", "score_low", "score_high")
-NUMBER = re.compile(r"^([\d.]+)(?: \[([\d.]+), ([\d.]+)\])?$")
 
 
-PIXEL = 100 / 72
-"""Pixels of a point, the unit of offsets."""
-PLACES = [(right, up) for up in (-3, 5, -12, 14, -21, 23, 32, -30, 41, 50, 60) for right in (5, -5)]
-"""Where a name may stand, in points from its method's point: at its side first."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Point:
-    """One method of the ranking: bytes in per cent, divergence in nats and RULER's score, each with its interval."""
+    """One row of the suite: its mean divergence in nats and its RULER score, each with the ends of its interval.
+
+    bytes: in per cent of the full cache's at 16 bits.
+    """
 
     method: str
     bytes: float
@@ -50,100 +56,124 @@ class Point:
         """Return which of KINDS the method is."""
         if self.method in BITS:
             return "stores fewer bits"
-        return "does both" if self.method in BOTH else "selects tokens"
+        if self.method in BOTH:
+            return "does both"
+        return "selects tokens"
 
     def record(self) -> dict[str, object]:
-        """Return the point as a line of the CSV."""
-        return dict(zip(FIELDS, (self.method, self.kind, self.bytes, *self.kl, *self.score), strict=True))
+        """Return the point as a line of the CSV, with as many digits as texts cite."""
+        numbers = [f"{self.bytes:.1f}"]
+        numbers += [f"{number:.2g}" for number in self.kl]
+        numbers += [f"{number:.1f}" for number in self.score]
+        return dict(zip(FIELDS, (self.method, self.kind, *numbers), strict=True))
 
 
-def points(text: str) -> list[Point]:
-    """Return the methods of the ranking's first table in Markdown, without the full cache."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    head = next(line for line in lines if "KL, nats" in line)
-    kl, score = head.index("KL, nats"), head.index("RULER withheld")
-    found = []
-    for line in lines[lines.index(head) + 1 :]:
-        if len(line) != len(head):  # skip the rule below the heads, and other tables
-            continue
-        name = line[0].split(" ")[0]
-        values = [NUMBER.match(line[i]) for i in (kl, score)]
-        if name != "full" and all(values):
-            kl_ends, score_ends = (tuple(float(x) for x in v.groups()) for v in values if v is not None)
-            found.append(Point(name, float(line[1]), kl_ends, score_ends))  # type: ignore[arg-type]
-    return found
+def read_points(place: Path) -> tuple[list[Point], tuple[float, float, float]]:
+    """Return the committed rows at about a quarter of the bytes, and the full cache's RULER score with its interval."""
+    rows = folder.read_rows(place)
+    suite = definition.load(rows[0]["suite"])
+    parts = {part.name: part for part in suite.parts}
+    least, most = ABOUT_A_QUARTER
+    with tempfile.TemporaryDirectory() as temporary:
+        store = ResultStore(Path(temporary))
+        archive.unpack(place / folder.SAMPLES, store)
+        (full_row,) = [row for row in rows if row["role"] == "full"]
+        full = _mean(suite, parts["retrieval"], full_row, store, scale=100)
+        found = []
+        for row in rows:
+            if row is full_row or not least <= row["bytes"] <= most:
+                continue
+            name = row["name"].split(" ")[0]
+            if "keep_window" in row["name"]:
+                name = row["name"]
+            # the score of a divergence is -ln KL, so that its highest value is the lowest divergence
+            mean, low, high = _mean(suite, parts["distance"], row, store)
+            point = Point(
+                method=name,
+                bytes=row["bytes"],
+                kl=(exp(-mean), exp(-high), exp(-low)),
+                score=_mean(suite, parts["retrieval"], row, store, scale=100),
+            )
+            found.append(point)
+    return found, full
 
 
-def full_score(text: str) -> float:
-    """Return the full cache's score with the question withheld."""
-    lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    head = next(line for line in lines if "KL, nats" in line)
-    full = next(line for line in lines if line[0].split(" ")[0] == "full" and len(line) == len(head))
-    return float(full[head.index("RULER withheld")].split(" ")[0])
+def _mean(
+    suite: Suite, part: SuitePart, row: folder.Line, store: ResultStore, scale: float = 1
+) -> tuple[float, float, float]:
+    """Return a row's mean score in a part over its tasks, and the ends of its 95 % interval, times ``scale``."""
+    samples = {column: store.samples(cell) for column, cell in row["results"][part.name].items()}
+    tasks = [list(task.values()) for task in scores.by_prompt(part, samples, suite.floor).values()]
+    bounds = (0.0, 1.0)
+    if part.measure == definition.KL:
+        bounds = None
+    mean, interval = stats.mean_over_tasks(tasks, bounds)
+    assert interval is not None, "each part has enough prompts for an interval"
+    return scale * mean, scale * interval[0], scale * interval[1]
 
 
-def draw(shown: list[Point], full: float) -> Figure:
-    """Return the picture: divergence on a logarithmic axis, the score above it, intervals as thin lines."""
-    figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+def rank_correlation(shown: Sequence[Point]) -> tuple[float, float]:
+    """Return (Kendall's tau, p) between nearness by divergence and retrieval over the points."""
+    result = kendalltau([-p.kl[0] for p in shown], [p.score[0] for p in shown])
+    return float(result.statistic), float(result.pvalue)
+
+
+def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
+    """Return the picture: divergence to the right, retrieval upwards, intervals as lines, the full cache as a band."""
+    figure = style.canvas(7.0, 4.4)
     axes = figure.subplots()
-    axes.axhline(full, color="0.5", linewidth=1, linestyle=":")
-    axes.annotate(
-        "full cache", (0.995, full), xycoords=("axes fraction", "data"), ha="right", va="bottom", color="0.35"
-    )
+    axes.set_xscale("log")
+    axes.axhspan(full[1], full[2], color=style.PALE, alpha=0.5, linewidth=0)
+    axes.axhline(full[0], color=style.GREY, linewidth=0.8)
+    axes.annotate("full cache", (0.995, full[0]), xycoords=("axes fraction", "data"), ha="right", va="bottom")
     for kind, colour in KINDS.items():
         some = [p for p in shown if p.kind == kind]
         x, y = [p.kl[0] for p in some], [p.score[0] for p in some]
         across = [[p.kl[0] - p.kl[1] for p in some], [p.kl[2] - p.kl[0] for p in some]]
         up = [[p.score[0] - p.score[1] for p in some], [p.score[2] - p.score[0] for p in some]]
-        axes.errorbar(x, y, xerr=across, yerr=up, fmt="none", ecolor=colour, elinewidth=0.7, alpha=0.18)
-        axes.scatter(x, y, color=colour, s=26, label=kind, zorder=3)
-    axes.set_xscale("log")
-    axes.set_xlabel("divergence from the full cache on essays, nats a token (n = 8; left is nearer)")
-    axes.set_ylabel("RULER at 1,024 tokens, question withheld (n = 15)")
-    axes.set_ylim(-3, 80)
-    axes.legend(loc="upper left", frameon=False, title="thin lines: 95 % intervals", alignment="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    _name(axes, shown)
-    axes.set_title("A quarter of the bytes: near by divergence is not near by retrieval", loc="left")
+        axes.errorbar(x, y, xerr=across, yerr=up, fmt="none", ecolor=colour, elinewidth=0.6, alpha=0.25)
+        axes.scatter(x, y, color=colour, s=16, label=kind, zorder=3)
+    axes.set_xlabel("divergence of the next-token distribution from the full cache's, in nats a token (n = 24 texts)")
+    axes.set_ylabel("RULER, question withheld (n = 176 prompts)")
+    axes.set_xticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
+    axes.set_xticks([], minor=True)
+    axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), title="lines: 95 % intervals", alignment="left")
+    axes.set_title("At a quarter of the bytes, near by divergence is not near by retrieval", loc="left")
+    # names are placed by where the points lie on the page
+    figure.draw_without_rendering()
+    spots = [(p.kl[0], p.score[0]) for p in shown]
+    names = [(*spot, looks.print_name(p.method), KINDS[p.kind]) for spot, p in zip(spots, shown, strict=True)]
+    style.write_names(axes, names, spots)
     return figure
 
 
-def _name(axes: Axes, shown: list[Point]) -> None:
-    """Write each method's name beside its point, at the nearest of PLACES where it covers no other name or point."""
-    spots = [axes.transData.transform((p.kl[0], p.score[0])) for p in shown]
-    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in spots]
-    for p, (x, y) in sorted(zip(shown, spots, strict=True), key=lambda named: -named[0].score[0]):
-        name = looks.print_name(p.method)
-        width, height = 4.4 * len(name) * PIXEL, 8 * PIXEL
-        for right, up in PLACES:
-            left = x + right * PIXEL - (width if right < 0 else 0)
-            box = Bbox.from_extents(left, y + up * PIXEL, left + width, y + up * PIXEL + height)
-            if not any(box.overlaps(other) for other in taken):
-                break
-        taken.append(box)
-        far = abs(up) > 12
-        axes.annotate(
-            name,
-            (p.kl[0], p.score[0]),
-            xytext=(right, up),
-            textcoords="offset points",
-            fontsize=7,
-            ha="right" if right < 0 else "left",
-            arrowprops={"arrowstyle": "-", "color": "0.6", "linewidth": 0.5} if far else None,
+def describe(shown: Sequence[Point], full: tuple[float, float, float]) -> list[str]:
+    """Return lines for readers: the full cache's score, and how divergence and retrieval go together."""
+    methods = [p for p in shown if p.method not in CONTROLS]
+    selectors = [p for p in methods if p.kind == "selects tokens"]
+    lines = [f"RULER, question withheld: the full cache scores {full[0]:.1f} [{full[1]:.1f}, {full[2]:.1f}]."]
+    for some, what in ((methods, "methods"), (selectors, "methods that select tokens")):
+        tau, p_value = rank_correlation(some)
+        lines.append(
+            f"Nearness by divergence and RULER over {len(some)} {what}: Kendall's tau {tau:.2f}, p {p_value:.2f}."
         )
+    return lines
 
 
 def main() -> int:
-    """Write the picture and its numbers; return the exit status."""
-    text = RANKING.read_text(encoding="utf-8")
-    shown = points(text)
-    (RESULTS / "findings.csv").write_text(writers.csv(FIELDS, (p.record() for p in shown)), encoding="utf-8")
-    with mpl.rc_context({"svg.hashsalt": "kvbench"}):
-        figure = draw(shown, full_score(text))
-        for ending in ("png", "svg"):
-            figure.savefig(
-                RESULTS / f"findings.{ending}", dpi=150, metadata={"Date": None} if ending == "svg" else None
-            )
+    """Write the picture, its numbers and its text; return the exit status."""
+    shown, full = read_points(FOLDER)
+    records = [p.record() for p in shown]
+    # the full cache has no divergence from itself
+    exact = Point(method="full", bytes=100, kl=(0, 0, 0), score=full).record() | {"kind": "full cache"}
+    (RESULTS / "findings.csv").write_text(writers.csv(FIELDS, [exact, *records]), encoding="utf-8")
+    text = "\n".join(describe(shown, full))
+    (RESULTS / "findings.txt").write_text(text + "\n", encoding="utf-8")
+    print(text)
+    with style.styled():
+        figure = draw(shown, full)
+        figure.savefig(RESULTS / "findings.png", dpi=150)
+        figure.savefig(RESULTS / "findings.svg", metadata={"Date": None})
     return 0
 
 

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,15 @@ from kvbench.plan import presets
 from kvbench.report import writers
 from kvbench.report.verdict import describe_size
 from kvbench.store.labels import explain_budgets
+from kvbench.suite import definition
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "../results"
 """The results as pages of methods link to them."""
 REPORT = ROOT / "results" / "methods.json"
 """The report of all methods on SmolLM2, as `run --json` printed it."""
-RANKING = ROOT / "results" / "tables" / "ranking.md"
+SUITE = ROOT / "results" / "suite" / "retain-v1-mini" / "kvbench" / "results.jsonl"
+"""The rows of the suite on SmolLM2."""
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 FORMULA_SIZE = 19
 """The size of a formula's letters in pixels."""
@@ -103,9 +105,9 @@ def _index() -> str:
         parts += [f"## {group['title']}", group["about"], table]
     parts += [
         "## Compare them",
-        "With 8 to 16 prompts a task, few methods can be told apart by scores: [methods and "
-        f"formats]({RESULTS}/comparison.md) has all scores with their intervals, and [the "
-        f"ranking]({RESULTS}/tables/ranking.md) five measures at a quarter of the bytes. kvpress's presses run as "
+        "[The suite](../suite.md) measures methods at equal bytes beside controls, in five parts: [its "
+        f"rows]({RESULTS}/suite/retain-v1-mini/kvbench/card.md). [Methods and formats]({RESULTS}/comparison.md) has "
+        "all scores on LongBench with their intervals. kvpress's presses run as "
         "[`method=kvpress:NAME`](../kvpress.md), and [your own method](../own.md) in twelve lines.",
         "## Symbols",
         _with_math(SYMBOLS),
@@ -300,7 +302,7 @@ def _seconds(milliseconds: float) -> str:
 
 def _scores(method: str) -> str:
     """Return a method's scores on SmolLM2 beside the full cache's, with intervals."""
-    parts = [*_longbench(method), *_ranking(method)]
+    parts = [*_suite(method), *_longbench(method)]
     return "\n\n".join(parts) or "Not measured yet."
 
 
@@ -319,39 +321,38 @@ def _longbench(method: str) -> Iterator[str]:
     )
 
 
-def _ranking(method: str) -> Iterator[str]:
-    """Yield a table of the measures of the ranking at about a quarter of the bytes, if the method stands in it."""
-    head, *rows = (line for line in RANKING.read_text("utf-8").splitlines() if line.startswith("| "))
-    names = _cells(head)
-    chosen = ("method", "bytes %", "KL, nats", "LongBench withheld", "RULER seen", "RULER withheld")
+def _suite(method: str) -> Iterator[str]:
+    """Yield a table of what the method retains in each part of the suite, by budget, if the suite has it."""
+    if not SUITE.exists():
+        return
+    rows = [json.loads(line) for line in SUITE.read_text(encoding="utf-8").splitlines()]
+    parts = [part.name for part in definition.load("retain-v1-mini").parts]
     lines = []
     for row in rows:
-        cells = dict(zip(names, _cells(row), strict=False))
-        if cells["method"] == "method":
-            # the first table ends where the next one begins
-            break
-        stages = cells["method"].split(" ")[0].removesuffix("_h")
-        if stages in ("full", method, _runnable(method)):
-            cells["method"] = f"`{cells['method']}`"
-            lines.append([cells[name] for name in chosen])
-    if len(lines) > 1:
-        heads = (
-            "",
-            "bytes %",
-            "KL, nats",
-            "LongBench, question withheld",
-            "RULER, question seen",
-            "RULER, question withheld",
-        )
-        yield writers.table(heads, lines)
+        stages = row["name"].split(" ")[0].removesuffix("_h")
+        if row["role"] == "full" or stages not in (method, _runnable(method)):
+            continue
+        cells = [f"`{row['name']}`", f"1/{row['budget']}", f"{row['bytes']:.1f}", _retained(row)]
+        lines.append([*cells, *(_retained(row["parts"].get(part)) for part in parts)])
+    if lines:
+        yield writers.table(["", "budget", "bytes %", "mean", *parts], lines)
         yield (
-            f"From [the ranking]({RESULTS}/tables/ranking.md) at about a quarter of the bytes. KL is the divergence "
-            "from the full cache on 8 essays. RULER has 15 prompts, LongBench 8, all with 95 % intervals."
+            f"From [the suite]({RESULTS}/suite/retain-v1-mini/kvbench/card.md), [what it measures](../suite.md): "
+            "100 is the full cache, 0 are random tokens at the same bytes, with 95 % intervals."
         )
 
 
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
+def _retained(score: Mapping[str, Any] | None) -> str:
+    """Return what is retained in a part, or in the mean, with its interval."""
+    if score is None:
+        return "—"
+    value = score["mean"] if "mean" in score else score["retained"]
+    if value is None:
+        return "—"
+    interval = ""
+    if score["ci"] is not None:
+        interval = " [{:.0f}, {:.0f}]".format(*score["ci"])
+    return f"{value:.0f}{interval}".replace("-", "−")
 
 
 def _score(cell: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from kvbench.report import writers
 from kvbench.suite import card, definition
 from kvbench.suite.definition import FULL
-from kvbench.suite.folder import CARD, PICTURE, RESULTS, SAMPLES
+from kvbench.suite.folder import CARD, CLOSED, PICTURE, RESULTS, SAMPLES
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "results" / definition.FOLDER
@@ -56,36 +56,46 @@ def page(folder: Path = FOLDER) -> str:
 
 def _introduction() -> Iterator[str]:
     yield (
-        "A row is a method at a share of the full cache's bytes. Click the head of a column to sort the table. Type "
-        "into the field to filter its rows. `kvbench verify` computes every number again from the committed samples, "
-        "and CI runs `kvbench verify` on each folder."
+        "A row is a method at a share of the full cache's bytes. Brackets are 95 % intervals. A mean with † is over "
+        "fewer parts: compare it only with means over the same parts. Rows of one budget and rank cannot be told "
+        "apart by the parts that they share. Click the head of a column to sort the table. Type into the field to "
+        "filter its rows. `kvbench verify` computes every number again from the committed samples, and CI runs "
+        "`kvbench verify` on each folder."
     )
 
 
 def _table(suite: definition.Suite, committed: Sequence[dict[str, Any]]) -> str:
-    heads = ["method", "bytes", "mean", "interval", *(part.name for part in suite.parts)]
-    heads += ["bytes %", "rank", "model", "division", "by", "commit", "evidence"]
+    heads = ["method", "budget", "mean", *(part.name for part in suite.parts)]
+    heads += ["bytes %", "rank", "division", "by", "commit", "evidence"]
     lines = []
-    for row in sorted(committed, key=lambda row: (row["budget"], -(row["mean"] or 0.0))):
+    for row in sorted(committed, key=lambda row: (row["budget"], row["rank"] or len(committed), -(row["mean"] or 0.0))):
         lines.append(_cells(suite, row))
     return writers.table(heads, lines)
 
 
 def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
-    mean = "nothing compressed" if row["nothing_compressed"] else _number(row["mean"])
-    interval = "" if row["ci"] is None else f"{_number(row['ci'][0])} to {_number(row['ci'][1])}"
-    cells = [row["name"], f"1/{row['budget']}", mean, interval]
+    mean = _number(row["mean"])
+    if any(part.name not in row["parts"] for part in suite.parts):
+        mean += card.FEWER_PARTS
+    if row["nothing_compressed"]:
+        mean = "nothing compressed"
+    elif row["ci"] is not None:
+        mean += f" [{_number(row['ci'][0])}, {_number(row['ci'][1])}]"
+    # rows of the closed division have the suite's own model
+    division = row["division"]
+    if division != CLOSED:
+        division += f": {row['model']}"
+    cells = [row["name"], f"1/{row['budget']}", mean]
     for part in suite.parts:
         score = row["parts"].get(part.name)
         cells.append("" if score is None else _number(score["retained"]))
     place = row["folder"]
     commits = ", ".join(commit[:8] for commit in row["commit"])
-    evidence = f"[card]({place}/{CARD}) [rows]({place}/{RESULTS}) [samples]({place}/{SAMPLES})"
+    evidence = f"[card]({place}/{CARD}), [rows]({place}/{RESULTS}), [samples]({place}/{SAMPLES})"
     cells += [
         f"{row['bytes']:.1f}",
         str(row["rank"] or ""),
-        row["model"],
-        row["division"],
+        division,
         row["contributor"] or "kvbench",
     ]
     return [*cells, commits, evidence]

@@ -1,4 +1,4 @@
-"""Verify all committed tables, leaderboards and ledgers: make each again from its samples and compare.
+"""Verify all committed tables and ledgers: make each again from its samples and compare.
 
 python scripts/verify_tables.py                  status 1 if one differs, or cannot be made again here
 python scripts/verify_tables.py --without data   the same, but texts may be missing: what needs them is named
@@ -12,8 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-import byte_tables
-import leaderboard
+import format_tables
 import llamacpp_table
 import memory_2026
 import paper_claims
@@ -36,8 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verify(without: Sequence[str]) -> int:
     found = Verification()
     tiny_table.verify(found)
-    byte_tables.verify(found)
-    leaderboard.verify(found)
+    format_tables.verify(found)
     llamacpp_table.verify(found)
     memory_2026.verify(found)
     rounding.verify(found)

@@ -1,1 +1,1 @@
-"""Tables over many runs of kvbench's own: leaderboard, ranking, equal bytes, and results of other tools."""
+"""Tables over many runs of kvbench's own: cache formats, and results of other tools."""

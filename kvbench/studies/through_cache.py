@@ -10,8 +10,8 @@ from kvbench.plan.run_plan import RunPlan
 from kvbench.report.report import Report
 from kvbench.report.table import Table
 from kvbench.store.fidelity import KINDS, FidelitySummary, log_ratio_of_means
-from kvbench.studies import byte_table
-from kvbench.studies.byte_table import Line
+from kvbench.studies import format_table
+from kvbench.studies.format_table import Line
 from kvbench.tasks.metrics.stats import Interval
 
 NAME = THROUGH_CACHE
@@ -53,8 +53,8 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     keys.update(options)
     # both runs score the second half of each window, so that they compare the same tokens;
     # ``second_half`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
-    exact_run = byte_table.prepare(NAME, model, keys | {"windows": "second_half"})
-    through_run = byte_table.prepare(NAME, model, keys, THROUGH_CACHE)
+    exact_run = format_table.prepare(NAME, model, keys | {"windows": "second_half"})
+    through_run = format_table.prepare(NAME, model, keys, THROUGH_CACHE)
     return [exact_run, through_run]
 
 
@@ -74,7 +74,7 @@ def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[
 
 def _read_compared_lines(run: RunPlan, report: Report) -> dict[str, Line]:
     """Return the rows that were compared with the full cache on the reference, by label."""
-    return {line.label: line for line in byte_table.lines_of_rows(NAME, run, report) if REFERENCE in line.fidelity}
+    return {line.label: line for line in format_table.lines_of_rows(NAME, run, report) if REFERENCE in line.fidelity}
 
 
 def _compare_rows(exact: Line, through: Line) -> FormatComparison:
@@ -105,14 +105,14 @@ def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
     for comparison in comparisons:
         row = (
             comparison.exact.label.replace(" ", "\n", 1),
-            byte_table.nats_text(comparison.exact_summary),
-            byte_table.nats_text(comparison.through_summary),
+            format_table.nats_text(comparison.exact_summary),
+            format_table.nats_text(comparison.through_summary),
             _ratio_text(comparison),
-            byte_table.same_choice(comparison.exact_summary),
-            byte_table.same_choice(comparison.through_summary),
+            format_table.same_choice(comparison.exact_summary),
+            format_table.same_choice(comparison.through_summary),
         )
         rows.append(row)
-    headings = byte_table.headings([comparison.exact for comparison in comparisons])
+    headings = format_table.headings([comparison.exact for comparison in comparisons])
     return [Table(heads, tuple(rows), headings=headings)]
 
 
@@ -120,7 +120,7 @@ def _ratio_text(comparison: FormatComparison) -> str:
     """Return the text of the log ratio, with its interval below it."""
     if comparison.log_ratio is None:
         return "—"
-    return f"{comparison.log_ratio:.2f}" + byte_table.interval_below(comparison.ci, ".2f")
+    return f"{comparison.log_ratio:.2f}" + format_table.interval_below(comparison.ci, ".2f")
 
 
 def notes(comparisons: Sequence[FormatComparison]) -> list[str]:

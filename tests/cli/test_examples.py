@@ -36,8 +36,6 @@ ELSEWHERE = {
     r"^verify": "reads a suite's folder; tests/suite/test_suite.py",
     r"^report": "measures the tiny suite; tests/papers/test_page.py",
     r"^calibrate method=uncomp-group$": "a hundred windows; the shorter example runs here",
-    r"^table leaderboard": "reads a chat template and real essays; tests/studies/test_leaderboard.py",
-    r"^table ranking": "reads a chat template, real essays and LongBench; tests/studies/test_ranking.py",
     r"^calibrate .*model=FOLDER": "reads a checkpoint's own text; tests/engine/test_calibration_runs.py",
     r"^export kvpress dataset=ruler": "needs measured cells of RULER; tests/report/test_export.py",
     r"^plot (?!list|--from-csv)": "measures the model, or draws runs; tests/cli/test_plot.py, tests/papers/figures",

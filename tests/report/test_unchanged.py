@@ -158,29 +158,6 @@ def test_kvpresss_leaderboard_gets_no_scores_of_a_method_that_compressed_nothing
     assert "nothing was compressed" in capsys.readouterr().err
 
 
-def test_the_leaderboard_shows_no_score_of_a_method_that_compressed_nothing(tmp_path, capsys):
-    words = [
-        "table",
-        "leaderboard",
-        "dataset=ruler/niah_single_1",
-        "lengths=1024",
-        "limit=2",
-        "method=snapkv",
-        "seen=snapkv",
-    ]
-    words += ["kv_ratio=1,0.5", "max_new_tokens=2", "prompt=plain", f"results={tmp_path}"]
-    assert main([*words, "--json"]) == 0
-    lines = {(x["method"], x["protocol"]["query_aware"]): x for x in json.loads(capsys.readouterr().out)}
-    idle, less = (next(name for name, _ in lines if f"kv_ratio={ratio} " in name) for ratio in ("1", "0.5"))
-    assert all(lines[idle, seen]["nothing_compressed"] and "score" in lines[idle, seen] for seen in (True, False))
-    assert "nothing_compressed" not in lines[less, False] and "nothing_compressed" not in lines["full", False]
-    assert main([*words, "--stored"]) == 0
-    board, _, costs = capsys.readouterr().out.partition("what withholding the question costs")
-    assert "nothing was" in board and board.index("kv_ratio=0.5") < board.index("kv_ratio=1 ")
-    assert "kv_ratio=0.5" in costs and "kv_ratio=1 " not in costs
-    assert "nothing was compressed: tokens, bytes and answers are those of the full cache" in costs
-
-
 def test_no_claim_is_decided_by_a_method_that_compressed_nothing(tmp_path, monkeypatch):
     idle, less = "snapkv kv_ratio=1.0", "h2o budget=0.5"
     ledger = tuple(

@@ -3,8 +3,7 @@
 import subprocess
 from pathlib import Path
 
-import byte_tables
-import leaderboard
+import format_tables
 import llamacpp_table
 import memory_2026
 import paper_claims
@@ -56,15 +55,15 @@ def test_what_is_missing_is_one_line_a_reason_and_no_success(capsys, monkeypatch
 
 
 def test_one_command_asks_every_script(capsys, monkeypatch):
-    scripts = (tiny_table, byte_tables, leaderboard, llamacpp_table, memory_2026, rounding, paper_tables, paper_claims)
+    scripts = (tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_tables, paper_claims)
     for script in scripts:
         name = script.__name__
         monkeypatch.setattr(script, "verify", lambda found, name=name: found.add(name, lambda: True, ""))
     assert verify_tables.main([]) == 0
-    names = "tiny_table, byte_tables, leaderboard, llamacpp_table, memory_2026, rounding, paper_tables, paper_claims"
-    assert capsys.readouterr().out == f"verified: 8 as their samples give them: {names}\n"
+    names = "tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_tables, paper_claims"
+    assert capsys.readouterr().out == f"verified: 7 as their samples give them: {names}\n"
     missing = MissingModel("model=m is not here", ["m"])
-    monkeypatch.setattr(leaderboard, "verify", lambda found: found.add("board", raising(missing), ""))
+    monkeypatch.setattr(format_tables, "verify", lambda found: found.add("board", raising(missing), ""))
     assert verify_tables.main(["--without", ""]) == 1
     assert verify_tables.main(["--without", "model"]) == 0
 

@@ -15,7 +15,7 @@ from kvbench.cli.main import main
 from kvbench.papers.claims import claims, evidence, ledger
 from kvbench.run import wandb_logger
 from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
-from kvbench.studies import byte_table
+from kvbench.studies import format_table
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.base import LoadContext
 from kvbench.tasks.metrics import stats
@@ -248,7 +248,7 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
 @pytest.mark.e2e("measures a table")
 def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, capsys, monkeypatch):
     rows = [{"label": f"KIVI, {bits} bits", "method": "kivi", "bits": bits, "residual": 32} for bits in (8, 4, 2)]
-    monkeypatch.setitem(byte_table.ROWS, "formats", {"blocks": {"KIVI": rows}})
+    monkeypatch.setitem(format_table.ROWS, "formats", {"blocks": {"KIVI": rows}})
     words = ["table", "formats", "dataset=fidelity/tiny,tiny/needle", "limit=2", f"results={tmp_path}"]
     words += ["length=128", "forced=12"]
     assert main([*words, "--json"]) == 0
@@ -263,13 +263,15 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
     out = capsys.readouterr().out
     assert "told apart" in out and "KIVI, 2 bits" in out
     assert "n = tiny 2 examples" in out
-    assert main(["table", "bytes", "method=h2o"]) == 2 and "table bytes says it" in capsys.readouterr().err
+    assert main(["table", "formats", "method=h2o"]) == 2 and "table formats says it" in capsys.readouterr().err
+    assert main(["table", "ranking"]) == 2
+    assert "use `kvbench suite retain-v1-mini method=...`" in capsys.readouterr().err
 
 
 @pytest.mark.e2e("measures a table")
 def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys, monkeypatch):
     rows = [{"method": "q4_0"}, {"method": "int4", "rotate": "none"}]
-    monkeypatch.setitem(byte_table.ROWS, "through_cache", {"blocks": {"4 bits": rows}})
+    monkeypatch.setitem(format_table.ROWS, "through_cache", {"blocks": {"4 bits": rows}})
     words = ["table", "through_cache", "limit=9", "length=256", f"results={tmp_path}"]
     assert main([*words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)["rows"]

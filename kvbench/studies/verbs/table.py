@@ -11,12 +11,17 @@ from kvbench.papers.verbs.tables import print_tables
 from kvbench.plan.keys import one_of, parse_pairs
 from kvbench.run.console import print_plans, stopping
 
+REPLACED = {
+    "bytes": "kvbench suite retain-v1-mini",
+    "ranking": "kvbench suite retain-v1-mini",
+    "leaderboard": "kvbench run preset=kvpress dataset=ruler",
+}
+"""Tables of earlier releases, each with the command that measures the same."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument(
-        "table", help="paper/number, a paper, all, formats, bytes, through_cache, ranking or leaderboard"
-    )
+    parser.add_argument("table", help="paper/number, a paper, all, formats or through_cache")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument("--show", default="both", help="both, ours, published or delta (default both)")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
@@ -37,6 +42,8 @@ def main(args: argparse.Namespace) -> int:
     # kvbench's own studies of all methods are no paper's tables
     if args.table in own_tables.NAMES:
         return _print_own_table(args.table, options, args)
+    if args.table in REPLACED:
+        raise UsageError(f"there is no table {args.table} any more: use `{REPLACED[args.table]} method=...`")
     refuse_fixed(options, "the paper's table")
     if args.table != "all" and args.table.partition("/")[0] not in catalogue.paper_ids():
         names = ["all"]
@@ -75,7 +82,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     if not args.json and statuses <= {"missing"}:
         print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
         return 0
-    table = own_tables.read_own_table(name, model, runs, reports)
+    table = own_tables.read_own_table(name, runs, reports)
     if args.json:
         print(json.dumps(table.plain, indent=1, ensure_ascii=False))
     else:

@@ -218,3 +218,34 @@ def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():
         point, (low, high) = share_of_full(tasks, of_ratios=of_ratios)
         assert point == pytest.approx(40)
         assert (low, high) == (pytest.approx(40 * q), pytest.approx(40 * q + (1 - q) * most))
+
+
+def test_the_interval_of_a_mean_over_tasks_by_hand():
+    tasks = [[1, 1, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 0]]
+    mean, (low, high) = stats.mean_over_tasks(tasks)
+    assert mean == 0.375
+    # variance of the mean of two means of 8: (2/7 + 1.5/7) / 8 / 4
+    error = ((2 / 7 + 1.5 / 7) / 8 / 4) ** 0.5
+    assert (high - low) / 2 == pytest.approx(1.96 * error, rel=0.12)
+    assert low < mean < high and (low + high) / 2 > mean  # Wilson's lies nearer to a half
+
+
+def test_few_examples_a_task_have_the_interval_of_as_many_in_one():
+    rng = np.random.default_rng(0)
+    truth, inside = 0.5, 0
+    for _ in range(200):
+        draws = rng.integers(2, size=(11, 2)).astype(float)
+        low, high = stats.mean_over_tasks(list(draws))[1]
+        inside += low <= truth <= high
+    assert inside / 200 >= 0.88
+
+
+@pytest.mark.parametrize(
+    ("tasks", "interval"),
+    [([[1.0, 0.0]], False), ([[1.0] * 8, [0.0]], False), ([[1.0] * 4, [1.0] * 4], True), ([[1.0, 0.0] * 4], True)],
+)
+def test_a_mean_over_tasks_of_too_few_examples_has_no_interval(tasks, interval):
+    found = stats.mean_over_tasks(tasks)[1]
+    assert (found is not None) == interval
+    if found and all(x == 1 for t in tasks for x in t):
+        assert found[0] < 1 == found[1]  # eight equal answers do not prove the ninth

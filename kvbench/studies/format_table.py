@@ -1,4 +1,4 @@
-"""Build the tables of methods and their bytes: divergence from the full cache beside scores, and pairs of rows."""
+"""Build the tables of cache formats: divergence from the full cache beside scores, and pairs of rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
 
@@ -30,18 +30,16 @@ from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 
 
 class TableEntry(TypedDict):
-    """A table in byte_tables.yaml.
+    """A table in format_tables.yaml.
 
-    extends: the name of the table whose rows come first.
     blocks: by heading, the rows of a block. A row holds ``method``, its knobs, and ``label`` for another name.
     """
 
     title: str
-    extends: NotRequired[str]
     blocks: Mapping[str, Sequence[Mapping[str, object]]]
 
 
-ROWS: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("byte_tables.yaml"))
+ROWS: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("format_tables.yaml"))
 """The tables by name, each with its title and its rows in blocks."""
 DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
 """The default of ``dataset=`` by model. The key "" stands for every other model."""
@@ -117,11 +115,8 @@ def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = co
 
 def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
     """Return the heading of its block and the chain for each row of a table."""
-    table = ROWS[name]
     chains = []
-    if "extends" in table:
-        chains = chains_of(table["extends"])
-    for block, rows in table["blocks"].items():
+    for block, rows in ROWS[name]["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
             # a row must resolve to exactly one chain, without swept knobs

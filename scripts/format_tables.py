@@ -1,8 +1,8 @@
-"""Write the tables of formats, bytes and ranks with their samples, or re-render them from the samples alone.
+"""Write the tables of cache formats with their samples, or re-render them from the samples alone.
 
-python scripts/byte_tables.py                measure what is missing, write results/tiny/formats.md and the others
-python scripts/byte_tables.py --stored       write what is measured so far
-python scripts/byte_tables.py --verify       fail if a committed table differs from what its samples give
+python scripts/format_tables.py                measure what is missing, write results/tiny/formats.md and the others
+python scripts/format_tables.py --stored       write what is measured so far
+python scripts/format_tables.py --verify       fail if a committed table differs from what its samples give
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ from kvbench.report import of_run, writers
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
-from kvbench.studies import byte_table, own_tables
+from kvbench.studies import format_table, own_tables
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
 PRETRAINED = "smollm2-135m-q4_1"
 QA = "longbench_mini/2wikimqa,longbench_mini/triviaqa"
-MINI = f"{QA},longbench_mini/samsum,longbench_mini/lcc"
 TABLES = {
     "tiny/formats": "dataset=fidelity/tiny,tiny/needle limit=8",
-    "tiny/bytes": "dataset=fidelity/tiny,tiny limit=8",
     "tables/formats": f"dataset=fidelity/essays,needle,{QA} prompt=longbench max_length=2000 limit=10",
-    "tables/bytes": f"dataset=fidelity/essays,{MINI} prompt=longbench max_length=2000 limit=13",
     "tiny/through_cache": "limit=16 length=256",
     "tables/through_cache": "limit=9",
-    "tables/ranking": "",
 }
 """What each table is measured on, by its name below results."""
 
@@ -51,10 +47,10 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     """Return the table as Markdown, with the command that makes it."""
     folder, _, name = table.partition("/")
     reports = [of_run.report_run(run) for run in runs]
-    own = own_tables.read_own_table(name, "tiny" if folder == "tiny" else PRETRAINED, runs, reports)
+    own = own_tables.read_own_table(name, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"kvbench table {name}{model} {TABLES[table]}".strip()
-    heading = f"# {byte_table.ROWS[name]['title']}\n\n`{command}`\n\n"
+    heading = f"# {format_table.ROWS[name]['title']}\n\n`{command}`\n\n"
     return heading + writers.compose(own.sheets, [*dict.fromkeys(r.settings for r in reports), *own.notes], "md")
 
 
@@ -84,7 +80,7 @@ def same(table: str) -> bool:
 def verify(found: Verification, tables: Iterable[str] = TABLES) -> None:
     """Add to ``found`` whether the samples give each of the tables."""
     for table in tables:
-        found.add(f"{table}.md", partial(same, table), f"python scripts/byte_tables.py {table}")
+        found.add(f"{table}.md", partial(same, table), f"python scripts/format_tables.py {table}")
 
 
 def main() -> int:
