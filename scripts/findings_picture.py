@@ -104,7 +104,7 @@ def _mean(
     """Return a row's mean score in a part over its tasks, and the ends of its 95 % interval, times ``scale``."""
     samples = {column: store.samples(cell) for column, cell in row["results"][part.name].items()}
     tasks = [list(task.values()) for task in scores.by_prompt(part, samples, suite.floor).values()]
-    bounds = (0.0, 1.0)
+    bounds: tuple[float, float] | None = (0.0, 1.0)
     if part.measure == definition.KL:
         bounds = None
     mean, interval = stats.mean_over_tasks(tasks, bounds)
@@ -160,16 +160,19 @@ def describe(shown: Sequence[Point], full: tuple[float, float, float]) -> list[s
     return lines
 
 
+def files_of_numbers(shown: Sequence[Point], full: tuple[float, float, float]) -> dict[str, str]:
+    """Return the files of numbers, findings.csv and findings.txt, by their names."""
+    # the full cache has no divergence from itself
+    exact = Point(method="full", bytes=100, kl=(0, 0, 0), score=full).record() | {"kind": "full cache"}
+    table = writers.csv(FIELDS, [exact, *(p.record() for p in shown)])
+    return {"findings.csv": table, "findings.txt": "\n".join(describe(shown, full)) + "\n"}
+
+
 def main() -> int:
     """Write the picture, its numbers and its text; return the exit status."""
     shown, full = read_points(FOLDER)
-    records = [p.record() for p in shown]
-    # the full cache has no divergence from itself
-    exact = Point(method="full", bytes=100, kl=(0, 0, 0), score=full).record() | {"kind": "full cache"}
-    (RESULTS / "findings.csv").write_text(writers.csv(FIELDS, [exact, *records]), encoding="utf-8")
-    text = "\n".join(describe(shown, full))
-    (RESULTS / "findings.txt").write_text(text + "\n", encoding="utf-8")
-    print(text)
+    for name, text in files_of_numbers(shown, full).items():
+        (RESULTS / name).write_text(text, encoding="utf-8")
     with style.styled():
         figure = draw(shown, full)
         figure.savefig(RESULTS / "findings.png", dpi=150)
