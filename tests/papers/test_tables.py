@@ -304,7 +304,7 @@ def test_nothing_stored_shows_dashes(tmp_path, capsys):
     assert status == 0 and "tabular" not in out and "% There is no number in it yet: leave out --stored" in out
 
 
-@pytest.mark.parametrize("name", ["formats", "bytes", "through_cache", "ranking"])
+@pytest.mark.parametrize("name", ["formats", "through_cache"])
 def test_nothing_stored_of_a_table_of_our_own_is_told(name, tmp_path, capsys):
     status, out = shown(capsys, name, f"results={tmp_path / 'absent'}", "--stored")
     assert status == 0 and f"nothing of table {name} is measured yet" in out
