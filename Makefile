@@ -52,7 +52,7 @@ check: $(VENV)/.ready  ## lint, format, types, and imports that go down only
 
 docs: $(VENV)/.ready  ## the documentation site, in site/; strict: no broken link
 	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build  # --quiet would also silence strict
 
 ##@ Tables, claims and pages
 

@@ -6,8 +6,11 @@ function sortBy(table, column, down) {
     const fraction = text(row).match(/^(\d+)\/(\d+)$/);
     return fraction ? fraction[1] / fraction[2] : parseFloat(text(row).replace("−", "-"));
   };
-  const numeric = rows.every((row) => text(row) === "" || !Number.isNaN(number(row)));
-  rows.sort((a, b) => (numeric ? (number(a) || 0) - (number(b) || 0) : text(a).localeCompare(text(b))) * (down ? -1 : 1));
+  const numeric = rows.every((row) => text(row) === "" || text(row) === "—" || !Number.isNaN(number(row)));
+  // empty cells stand last in both directions
+  const empty = (row) => (text(row) === "" || text(row) === "—" ? 1 : 0);
+  const order = (a, b) => (numeric ? number(a) - number(b) : text(a).localeCompare(text(b))) * (down ? -1 : 1);
+  rows.sort((a, b) => empty(a) - empty(b) || order(a, b) || 0);
   rows.forEach((row) => table.tBodies[0].append(row));
 }
 document.querySelectorAll("article table:not([class])").forEach((table) => {
@@ -33,6 +36,10 @@ document.querySelectorAll("article table:not([class])").forEach((table) => {
   table.querySelectorAll("td").forEach((cell) => {
     if (cell.textContent.length > 60) cell.dataset.long = "";
   });
+});
+// A number keeps its interval and unit on its line (site.css).
+document.querySelectorAll("article table:not([class]) td").forEach((cell) => {
+  if (/^[−-]?[\d.,]+\S*( \[[^\]]*\]| %)?$/.test(cell.textContent.trim())) cell.dataset.number = "";
 });
 // A long table gets a field that hides the rows without its words.
 document.querySelectorAll("article table:not([class])").forEach((table) => {

@@ -118,6 +118,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the text of a file of docs/ with its links to committed results pointing to the site's pages."""
+    name = page.file.src_uri
+    if page.file.generated_by is not None:
+        return markdown
+    return _relinked(markdown, "docs", name, _published())
+
+
 def _with_front_matter(text: str, name: str) -> str:
     """Return the text of a page with its weight in the search, and with the width of the window if it has wide tables.
 
@@ -162,7 +170,7 @@ def _introduced(text: str, name: str) -> str:
 def _published() -> tuple[str, ...]:
     """Return the names of the committed files of results/ that the site shows."""
     names = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, text=True, capture_output=True, check=True).stdout
-    return tuple(n for n in names.split() if n.endswith(SHOWN) or n.startswith("results/suite/"))
+    return tuple(n for n in names.split() if n.endswith(SHOWN) or n.startswith(("results/suite/", "results/gpu/")))
 
 
 def on_post_template(output_content: str, *, template_name: str, config: MkDocsConfig) -> str:

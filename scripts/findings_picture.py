@@ -175,7 +175,7 @@ def main() -> int:
         (RESULTS / name).write_text(text, encoding="utf-8")
     with style.styled():
         figure = draw(shown, full)
-        figure.savefig(RESULTS / "findings.png", dpi=150)
+        figure.savefig(RESULTS / "findings.png", dpi=250)
         figure.savefig(RESULTS / "findings.svg", metadata={"Date": None})
     return 0
 

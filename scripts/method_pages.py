@@ -317,7 +317,7 @@ def _longbench(method: str) -> Iterator[str]:
     yield writers.table(heads, lines)
     yield (
         f"n = {n} prompts, the question seen, 95 % intervals. These are other examples than those of "
-        f"[the README's table]({RESULTS}/run-real.txt), which has up to 16 a task."
+        f"[the table of `make run-real`]({RESULTS}/run-real.txt), which has up to 16 a task."
     )
 
 

@@ -12,7 +12,7 @@ from kvbench.report.looks import looks_of
 from kvbench.report.style import canvas, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, NEGATIVE, QUICK, Suite
-from kvbench.suite.folder import Line
+from kvbench.suite.folder import PICTURE, Line
 from kvbench.suite.scores import BelowNegative, PartScore, RowScore, below_negative
 
 NOTHING = "nothing was compressed"
@@ -43,7 +43,7 @@ def line_of(suite: Suite, entry: RowScore) -> str:
     # whoever quotes the line must see that its mean is not over all parts
     parts += [f"not {name}" for name in _parts_without(suite, entry)]
     return (
-        f"{head}{entry.name} {score_text(entry.mean)}{_interval_text(entry.ci)} ({', '.join(parts)}), "
+        f"{head}{entry.name} {_mean_text(suite, entry)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
         f"{entry.bytes:.1f} % of the bytes{_pages_freed(entry)}"
     )
@@ -104,18 +104,23 @@ def _mean_text(suite: Suite, entry: RowScore) -> str:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
+    # a mean over fewer parts than others is not one to compare with theirs
     mark = ""
     if _parts_without(suite, entry):
         mark = FEWER_PARTS
     return score_text(entry.mean) + mark + _interval_text(entry.ci)
 
 
-def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
-    """Return the table of all rows: a block for each budget, a column for each part."""
+def score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
+    """Return the table of all rows: a column for each part. A budget heads its block of rows, in Markdown each row.
+
+    A reader of a page sorts and filters rows, and would part them from their heading.
+    """
     heads = ["row", "rank", "mean"]
     heads += [part.name for part in suite.parts]
     heads += ["bytes %", "pages freed % in place, compacted"]
     rows: list[tuple[str, ...]] = []
+    budgets: list[str] = []
     headings: dict[int, str] = {}
     for budget in suite.budgets:
         of_budget = [entry for entry in scored if entry.budget == budget]
@@ -123,7 +128,12 @@ def score_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
             headings[len(rows)] = f"at 1/{budget}"
         for entry in of_budget:
             rows.append(_cells_of_row(suite, entry))
-    return Table(headers=tuple(heads), rows=tuple(rows), headings=headings)
+            budgets.append(f"1/{budget}")
+    if style == "md":
+        heads.insert(1, "at")
+        rows = [(name, budget, *others) for (name, *others), budget in zip(rows, budgets, strict=True)]
+        return Table(tuple(heads), tuple(rows))
+    return Table(tuple(heads), tuple(rows), headings=headings)
 
 
 def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
@@ -220,8 +230,9 @@ def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
         control = f"{places[0].negative} ({score_text(places[0].negative_retained)})"
         groups.append(f"{part} at 1/{budget}, {control}: {names}")
     return [
-        f"Worse than the first tokens alone, by intervals: {'; '.join(groups)}. The first tokens hold the attention "
-        "sinks, and a row that drops them can lose more than the negative control."
+        "Some rows are worse than the first tokens alone, by intervals. The first tokens hold the attention sinks, and "
+        "a row that drops them can lose more than the negative control:",
+        *(f"{group}." for group in groups),
     ]
 
 
@@ -239,14 +250,18 @@ def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     title = f"{suite.name}: {suite.about}"
     if suite.edition == QUICK:
         title += " (quick edition, a first look)"
-    above, below = [title], notes(suite, scored)
+    tables = [mean_table(suite, scored), score_table(suite, scored, style)]
+    above, below = [], notes(suite, scored)
     if len(methods) <= FEW:
-        above += lines
+        above = lines
     elif style == "md":
         below += lines
     else:
         below.append("card.md has each row as a line to quote.")
-    return writers.compose([mean_table(suite, scored), score_table(suite, scored)], below, style, above=above)
+    if style == "md":
+        picture = f"![S of each row by part, against the share of the bytes]({PICTURE})"
+        return f"# {title}\n\n{picture}\n\n{writers.compose(tables, below, style, above=above)}"
+    return writers.compose(tables, below, style, above=[title, *above])
 
 
 def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
@@ -282,7 +297,8 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         handles, labels = axes[0].get_legend_handles_labels()
         fig.legend(handles, labels, loc="outside lower center", ncols=names_in_line, frameon=False, fontsize=7)
         fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
-        fig.savefig(path, dpi=150, metadata={"Software": None})
+        # a telephone shows half of the pixels, and the names must be read there, too
+        fig.savefig(path, dpi=250, metadata={"Software": None})
 
 
 def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
