@@ -9,6 +9,7 @@ Any program can read the rows, and ``kvbench verify FOLDER`` makes them again fr
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -18,9 +19,10 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.base.files import disk_error
 from kvbench.store import archive
+from kvbench.store.store import ResultStore
 from kvbench.suite.plan import PartRun, SuiteRun, cells_of
 from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import RowScore
+from kvbench.suite.scores import PartSamples, RowScore
 
 RESULTS, SAMPLES, CARD, PICTURE = "results.jsonl", "samples.jsonl.gz", "card.md", "card.png"
 CLOSED, OPEN = "closed", "open"
@@ -36,10 +38,18 @@ DIGITS = 6
 """The decimal places of numbers in a row. Further places would differ between machines by rounding."""
 
 
-def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, contributor: str) -> list[Line]:
+def lines_of_rows(
+    run: SuiteRun,
+    scored: Sequence[RowScore],
+    samples: Mapping[tuple[str, int | None], Mapping[str, PartSamples]],
+    *,
+    division: str,
+    contributor: str,
+) -> list[Line]:
     """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from.
 
     scored: the scores of all other rows.
+    samples: the samples of each row by part, by its name and budget; the full cache's key is ("full", None).
     division: CLOSED or OPEN.
     contributor: the user's ``contributor=``, '' for none.
     """
@@ -55,13 +65,28 @@ def lines_of_rows(run: SuiteRun, scored: Sequence[RowScore], division: str, cont
     }
     full_cells = {part.part.name: _ids_of_results(part, None) for part in run.parts}
     # the full cache has no score of its own, but all scores are computed from its results, too
-    result_lines = [head | {"name": "full", "role": "full", "results": full_cells} | _versions(run, full_cells)]
+    store = run.parts[0].run.store
+    full = head | {"name": "full", "role": "full", "results": full_cells}
+    result_lines = [full | {"answers": hash_answers(samples["full", None])} | versions_of(store, full_cells)]
     for entry in scored:
         row = rows_by_key[entry.name, entry.budget]
         cells = {part.part.name: _ids_of_results(part, row) for part in run.parts if row in part.rows}
         line = head | {"name": entry.name, "role": entry.role, "results": cells}
-        result_lines.append(line | rounded_numbers(entry) | {"label": row.config.label} | _versions(run, cells))
+        line |= rounded_numbers(entry) | {"label": row.config.label}
+        line |= {"answers": hash_answers(samples[entry.name, entry.budget])}
+        result_lines.append(line | versions_of(store, cells))
     return result_lines
+
+
+def hash_answers(parts: Mapping[str, PartSamples]) -> str:
+    """Return a hash of the answers of a row in all parts: their texts change no number if they score the same."""
+    digest = hashlib.sha256()
+    for part in sorted(parts):
+        for column in sorted(parts[part]):
+            for example_id, sample in sorted(parts[part][column].items()):
+                turns = [turn.prediction for turn in sample.turns or ()]
+                digest.update(json.dumps([part, column, example_id, sample.prediction, turns]).encode())
+    return digest.hexdigest()[:16]
 
 
 def rounded_numbers(entry: RowScore) -> Line:
@@ -80,15 +105,15 @@ def _ids_of_results(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
     return {column: cell.id for column, cell in cells_of(part_run, row).items()}
 
 
-def _versions(run: SuiteRun, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+def versions_of(store: ResultStore, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the versions that measured a row: every commit, and every release of torch and transformers.
 
     cells: the ids of the row's results by part and column.
     """
     versions: dict[str, set[str]] = {"commit": set(), "torch": set(), "transformers": set()}
-    for part_run in run.parts:
-        for cell_id in cells.get(part_run.part.name, {}).values():
-            record = part_run.run.store.cell(cell_id)
+    for columns in cells.values():
+        for cell_id in columns.values():
+            record = store.cell(cell_id)
             if record is None:
                 continue
             # each process that measured a part of the samples has left its facts

@@ -11,6 +11,7 @@ from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load, traits
 from kvbench.plan import config, run_plan
 from kvbench.plan.run_plan import RunPlan
+from kvbench.plan.words import value_of
 from kvbench.store.cell import Cell
 from kvbench.suite.definition import Suite, SuitePart
 from kvbench.suite.rows import SuiteRow, make_rows
@@ -73,6 +74,16 @@ def list_rows(
     """Return the rows of a suite, its controls first. Only the config of the model's checkpoint is read."""
     cfg = config.configure(_base_keys(suite, settings))
     return make_rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
+
+
+def rows_of_name(suite: Suite, name: str, settings: Mapping[str, object]) -> list[SuiteRow]:
+    """Return the rows that a method of this name has: at each budget that it can reach.
+
+    name: as a row's ``name``, for example ``snapkv+think ratio=0.4``. Raises UsageError if no such method is here.
+    """
+    method, *words = name.split(" ")
+    options = {key: value_of(text) for key, _, text in (word.partition("=") for word in words)}
+    return [row for row in list_rows(suite, [method], options, settings) if row.name == name]
 
 
 def _base_keys(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:

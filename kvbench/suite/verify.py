@@ -1,11 +1,13 @@
 """Check a suite's folder: the numbers, the answers' scores, the controls, and the hashes of prompts and checkpoint.
 
-All numbers are computed again from the samples. The methods' code is not needed: a row names its results, and the
-identity of a result states the prompts and settings of its measurement.
+All numbers are computed again from the samples. A row names its results, and the identity of a result states the
+method, prompts and settings of its measurement. The methods' code is not run. Where it is not even here, as with a
+contributor's own method, a row's options and budget are taken on trust, within its bytes.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,8 @@ TOLERANCE = 1e-6
 
 Above 1 it is relative to the number.
 """
+MOST_BYTES = 1.1
+"""The factor by which a row of a method that is not here may exceed its budget: scales and positions count, too."""
 MOST_SAID = 20
 """The most problems that are listed one by one. The others are counted."""
 
@@ -96,7 +100,10 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
             samples.append(_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
         # if samples are missing or of another suite, the numbers computed from them would only repeat these problems
         if not checked.problems:
-            _check_controls(rows, plan.list_rows(suite, [], {}, settings), checked)
+            controls = plan.list_rows(suite, [], {}, settings)
+            _check_controls(rows, controls, checked)
+            _check_methods(suite, rows, controls, settings=settings, store=store, checked=checked)
+            _check_facts(rows, samples, store, checked)
         if not checked.problems:
             _check_numbers(suite, rows, samples, checked)
     return checked
@@ -209,6 +216,109 @@ def _check_controls(rows: Sequence[Line], controls: Sequence[SuiteRow], checked:
             checked.problems.append(f"the control {control.name} at 1/{control.budget} is missing")
     if not any(row["role"] == "full" for row in rows):
         checked.problems.append("the full cache is missing")
+
+
+def _check_methods(
+    suite: Suite,
+    rows: Sequence[Line],
+    controls: Sequence[SuiteRow],
+    *,
+    settings: Mapping[str, object],
+    store: ResultStore,
+    checked: Checked,
+) -> None:
+    """Add to the problems each row whose results are of another method, options, budget or role than it says."""
+    known: dict[tuple[str, int | None], SuiteRow] = {(row.name, row.budget): row for row in controls}
+    names = [row["name"] for row in rows if row["role"] != "full"]
+    foreign = set()
+    for name in dict.fromkeys(names):
+        if any(control.name == name for control in controls):
+            continue
+        try:
+            known |= {(row.name, row.budget): row for row in plan.rows_of_name(suite, name, settings)}
+        except UsageError:
+            foreign.add(name)
+    seen: set[tuple[str, int | None]] = set()
+    for row in rows:
+        key = (row["name"], row.get("budget"))
+        label = f"{row['name']} at 1/{row.get('budget')}"
+        if key in seen:
+            checked.problems.append(f"{label}: there are two such rows")
+        seen.add(key)
+        expected = known.get(key)
+        if row["role"] == "full":
+            _check_chains(suite, row, {part.name: [] for part in suite.parts}, store, checked)
+        elif expected is not None:
+            if row["role"] != expected.role:
+                checked.problems.append(f"{label}: its role is {row['role']}, and the suite says {expected.role}")
+            stages = {}
+            for part in suite.parts:
+                config = expected.config_in(part)
+                if config is not None:
+                    stages[part.name] = _stages_of(config.chain.identity())
+            _check_chains(suite, row, stages, store, checked)
+        elif row["name"] in foreign:
+            _check_foreign(row, label, store, checked)
+        else:
+            checked.problems.append(f"{label}: the method does not reach this budget, or reaches a smaller one")
+
+
+def _stages_of(chain: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return the id and options of each stage of a chain's identity. A later revision is no other method."""
+    return [(stage["id"], stage["knobs"]) for stage in chain["stages"]]
+
+
+def _check_chains(
+    suite: Suite, row: Line, stages: Mapping[str, list[tuple[str, Any]]], store: ResultStore, checked: Checked
+) -> None:
+    """Add to the problems each result of a row that another combination than ``stages`` of its part has measured."""
+    label = f"{row['name']} at 1/{row.get('budget')}"
+    if set(row["results"]) != set(stages):
+        checked.problems.append(
+            f"{label}: it has results in {', '.join(row['results'])}, and not in {', '.join(stages)}"
+        )
+    for part, columns in row["results"].items():
+        for column, cell_id in columns.items():
+            record = store.cell(cell_id)
+            assert record is not None, "missing results are problems before"
+            # JSON has lists where knobs have tuples
+            expected = json.loads(json.dumps(stages.get(part)))
+            if json.loads(json.dumps(_stages_of(record.identity["chain"]))) != expected:
+                checked.problems.append(f"{label} on {column}: the result {cell_id} is of another method or budget")
+
+
+def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) -> None:
+    """Add to the problems a row of a method that is not here, if its results are not of the stages that it names."""
+    named = sorted(row["name"].split(" ")[0].split("+"))
+    for columns in row["results"].values():
+        for column, cell_id in columns.items():
+            record = store.cell(cell_id)
+            assert record is not None, "missing results are problems before"
+            if sorted(name for name, _ in _stages_of(record.identity["chain"])) != named:
+                checked.problems.append(f"{label} on {column}: the result {cell_id} is of another method")
+    if not row["bytes"] <= MOST_BYTES * 100 / row["budget"]:
+        checked.problems.append(f"{label}: it holds {row['bytes']} % of the bytes")
+
+
+def _check_facts(
+    rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], store: ResultStore, checked: Checked
+) -> None:
+    """Add to the problems each row whose versions, dtype or hash of answers are not those of its results."""
+    for row, parts in zip(rows, samples, strict=True):
+        label = f"{row['name']} at 1/{row.get('budget')}"
+        if folders.hash_answers(parts) != row.get("answers"):
+            checked.problems.append(f"{label}: its answers are not those of its hash")
+        for key, versions in folders.versions_of(store, row["results"]).items():
+            if row.get(key) != versions:
+                checked.problems.append(f"{label}: {key} is {row.get(key)}, and its results have {versions}")
+        dtypes = set()
+        for columns in row["results"].values():
+            for cell_id in columns.values():
+                record = store.cell(cell_id)
+                assert record is not None, "missing results are problems before"
+                dtypes.add(record.identity["model"]["dtype"])
+        if dtypes != {row.get("dtype")}:
+            checked.problems.append(f"{label}: dtype is {row.get('dtype')}, and its results have {sorted(dtypes)}")
 
 
 def _check_numbers(

@@ -138,6 +138,53 @@ def test_a_missing_control_is_noticed(copied):
     assert "the control firsttokens at 1/2 is missing" in verify_folder(copied).problems
 
 
+def point_at(row, other):
+    """Let a row have the results of another one."""
+    row["results"] = {part: other["results"][part] for part in row["results"]}
+
+
+def rename(rows, name, other):
+    for row in rows:
+        row["name"] = {name: other, other: name}.get(row["name"], row["name"])
+
+
+def of(rows, name, budget):
+    return next(row for row in rows if row["name"] == name and row["budget"] == budget)
+
+
+FORGERIES = {
+    "snapkv at 1/8 on tiny/needle: the result": lambda rows: point_at(of(rows, "snapkv", 8), of(rows, "snapkv", 2)),
+    "firsttokens at 1/2 on tiny/needle: the result": lambda rows: point_at(
+        of(rows, "firsttokens", 2), of(rows, "random", 2)
+    ),
+    "snapkv at 1/2 on tiny/needle: the result": lambda rows: rename(rows, "snapkv", "streamingllm"),
+    "firsttokens at 1/2: its role is comparison, and the suite says": lambda rows: of(rows, "firsttokens", 2).update(
+        role="comparison"
+    ),
+    "snapkv at 1/2: commit is": lambda rows: of(rows, "snapkv", 2).update(commit=["deadbeef0000"]),
+    "snapkv at 1/2: dtype is float16": lambda rows: of(rows, "snapkv", 2).update(dtype="float16"),
+    "snapkv at 1/2: there are two such rows": lambda rows: rows.append(of(rows, "snapkv", 2) | {"mean": 99.0}),
+    "absent at 1/2 on tiny/needle: the result": lambda rows: of(rows, "snapkv", 2).update(name="absent"),
+}
+
+
+@pytest.mark.parametrize("problem", FORGERIES)
+def test_a_row_with_other_results_than_it_says_is_noticed(copied, problem):
+    path = copied / "results.jsonl"
+    full, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    FORGERIES[problem](rows)
+    path.write_text("".join(json.dumps(row) + "\n" for row in [full, *rows]))
+    assert any(said.startswith(problem) for said in verify_folder(copied).problems)
+
+
+def test_an_answer_with_another_text_and_the_same_score_is_noticed(copied):
+    entries = samples_of(copied)
+    wrong = next(entry["sample"] for entry in entries if "sample" in entry and entry["sample"].get("score") == 0.0)
+    wrong["prediction"] += " or so"
+    write_samples(copied, entries)
+    assert any("its answers are not those of its hash" in problem for problem in verify_folder(copied).problems)
+
+
 def test_another_prompt_is_noticed(copied, monkeypatch, tmp_path):
     """A lock with another hash stands for a prompt that was changed: results on it are of no use."""
     lock = json.loads(definition.lock_path("tiny").read_text())

@@ -18,6 +18,7 @@ from kvbench.suite.definition import EDITIONS, FULL
 
 if TYPE_CHECKING:
     from kvbench.suite.plan import SuiteRun
+    from kvbench.suite.scores import PartSamples
 
 RUN_KEYS = ("results", "device", "memory", "threads", "batch_rows", "data.root", "calibration")
 """Keys of `run` that change no result and that the suite passes on."""
@@ -183,7 +184,9 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
         raise KvbenchError(
             f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{said}"
         )
-    rows = folders.lines_of_rows(run, scored, division, contributor)
+    samples_by_row: dict[tuple[str, int | None], Mapping[str, PartSamples]] = {("full", None): full}
+    samples_by_row |= {(row.name, row.budget): row.parts for row in samples}
+    rows = folders.lines_of_rows(run, scored, samples_by_row, division=division, contributor=contributor)
     folders.write_folder(folder, run, rows, card.card_text(run.suite, scored, "md"))
     card.draw_card(run.suite, scored, folder / folders.PICTURE)
     if as_json:
