@@ -57,10 +57,10 @@ def page(folder: Path = FOLDER) -> str:
 def _introduction() -> Iterator[str]:
     yield (
         "A row is a method at a share of the full cache's bytes. Brackets are 95 % intervals. A mean with † is over "
-        "fewer parts: compare it only with means over the same parts. Rows of one budget and rank cannot be told "
-        "apart by the parts that they share. Click the head of a column to sort the table. Type into the field to "
-        "filter its rows. `kvbench verify` computes every number again from the committed samples, and CI runs "
-        "`kvbench verify` on each folder."
+        "fewer parts: compare it only with means over the same parts. A rank is 1 and the number of rows of the "
+        "same budget and folder that are better by an interval. Click the head of a column to sort the table. Type "
+        "into the field to filter its rows. `kvbench verify` computes every number again from the committed samples, "
+        "and CI runs `kvbench verify` on each folder."
     )
 
 
@@ -115,8 +115,9 @@ def _submission() -> Iterator[str]:
         "2. Measure it with the same command without `edition=quick`, and add `contributor=NAME` and "
         "`output=results/suite/retain-v1-mini/NAME`. `--plan` says how long this takes. Repeat the command to resume.\n"
         "3. Check the folder: `kvbench verify results/suite/retain-v1-mini/NAME`.\n"
-        "4. Open a pull request that adds the folder, and say where the method's code is. A workflow runs the same "
-        "check: it scores every answer again and computes every number again. It cannot run your method."
+        "4. Open a pull request that adds the folder, and say where the method's code is. A workflow checks "
+        "all but the scores of the answers, whose texts are in no repository. Before merging, a maintainer runs the "
+        "whole check. Neither can run your method."
     )
     yield (
         "Rows of the closed division have the suite's model, precision and prompts. A row with another `model=` is in "

@@ -160,7 +160,7 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     found = [
         "A score of 100 is as good as the full cache, and 0 is as good as random tokens at the same bytes, on the same "
         "prompts. In a mean, all parts have the same weight, and so have all tasks of a part. [95 % intervals over "
-        "prompts.] Rows of one rank cannot be told apart.",
+        "prompts.] rank: 1 and the number of rows at the same budget that are better by an interval.",
         "bytes %: keys, values and all else that is stored after the prompt, as a share of the full cache's bytes at "
         "16 bits.",
         "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
@@ -230,8 +230,8 @@ def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
         control = f"{places[0].negative} ({score_text(places[0].negative_retained)})"
         groups.append(f"{part} at 1/{budget}, {control}: {names}")
     return [
-        "Some rows are worse than the first tokens alone, by intervals. The first tokens hold the attention sinks, and "
-        "a row that drops them can lose more than the negative control:",
+        "Some rows are worse than the first tokens alone, by intervals. These keep the text's beginning whole, with "
+        "the answers that stand there. A selection that does not know the question can keep fewer answers:",
         *(f"{group}." for group in groups),
     ]
 
