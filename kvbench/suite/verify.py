@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from typing import Any
 
 from kvbench.base.errors import MissingData, UsageError
 from kvbench.base.example import Example
+from kvbench.methods.core.chain import Chain
 from kvbench.plan.cells import Group
 from kvbench.store import archive
 from kvbench.store.cell import identity_hash
@@ -247,55 +248,60 @@ def _check_methods(
         seen.add(key)
         expected = known.get(key)
         if row["role"] == "full":
-            _check_chains(suite, row, {part.name: [] for part in suite.parts}, store, checked)
+            methods = {part.name: _method_of(Chain().identity()) for part in suite.parts}
+            _check_results(row, label, methods, store, checked)
         elif expected is not None:
             if row["role"] != expected.role:
                 checked.problems.append(f"{label}: its role is {row['role']}, and the suite says {expected.role}")
-            stages = {}
+            methods = {}
             for part in suite.parts:
                 config = expected.config_in(part)
                 if config is not None:
-                    stages[part.name] = _stages_of(config.chain.identity())
-            _check_chains(suite, row, stages, store, checked)
+                    methods[part.name] = _method_of(config.chain.identity())
+            _check_results(row, label, methods, store, checked)
         elif row["name"] in foreign:
             _check_foreign(row, label, store, checked)
         else:
             checked.problems.append(f"{label}: the method does not reach this budget, or reaches a smaller one")
 
 
-def _stages_of(chain: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return the id and options of each stage of a chain's identity. A later revision is no other method."""
-    return [(stage["id"], stage["knobs"]) for stage in chain["stages"]]
+def _method_of(chain: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the stages' ids and options and ``per`` of a chain's identity, as JSON has them.
+
+    A later revision of a stage is no other method.
+    """
+    stages = [(stage["id"], stage["knobs"]) for stage in chain["stages"]]
+    return dict(json.loads(json.dumps({"stages": stages, "per": chain["per"]})))
 
 
-def _check_chains(
-    suite: Suite, row: Line, stages: Mapping[str, list[tuple[str, Any]]], store: ResultStore, checked: Checked
-) -> None:
-    """Add to the problems each result of a row that another combination than ``stages`` of its part has measured."""
-    label = f"{row['name']} at 1/{row.get('budget')}"
-    if set(row["results"]) != set(stages):
-        checked.problems.append(
-            f"{label}: it has results in {', '.join(row['results'])}, and not in {', '.join(stages)}"
-        )
+def _identities(row: Line, store: ResultStore) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield (part, column, identity) of each result of a row."""
     for part, columns in row["results"].items():
         for column, cell_id in columns.items():
             record = store.cell(cell_id)
             assert record is not None, "missing results are problems before"
-            # JSON has lists where knobs have tuples
-            expected = json.loads(json.dumps(stages.get(part)))
-            if json.loads(json.dumps(_stages_of(record.identity["chain"]))) != expected:
-                checked.problems.append(f"{label} on {column}: the result {cell_id} is of another method or budget")
+            yield part, column, record.identity
+
+
+def _check_results(
+    row: Line, label: str, methods: Mapping[str, dict[str, Any]], store: ResultStore, checked: Checked
+) -> None:
+    """Add to the problems each result of a row that was measured with another method than ``methods`` has by part."""
+    if set(row["results"]) != set(methods):
+        checked.problems.append(
+            f"{label}: it has results in {', '.join(row['results'])}, and not in {', '.join(methods)}"
+        )
+    for part, column, identity in _identities(row, store):
+        if _method_of(identity["chain"]) != methods.get(part):
+            checked.problems.append(f"{label} on {column}: the result is of another method or budget")
 
 
 def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) -> None:
     """Add to the problems a row of a method that is not here, if its results are not of the stages that it names."""
     named = sorted(row["name"].split(" ")[0].split("+"))
-    for columns in row["results"].values():
-        for column, cell_id in columns.items():
-            record = store.cell(cell_id)
-            assert record is not None, "missing results are problems before"
-            if sorted(name for name, _ in _stages_of(record.identity["chain"])) != named:
-                checked.problems.append(f"{label} on {column}: the result {cell_id} is of another method")
+    for _, column, identity in _identities(row, store):
+        if sorted(stage["id"] for stage in identity["chain"]["stages"]) != named:
+            checked.problems.append(f"{label} on {column}: the result is of another method")
     if not row["bytes"] <= MOST_BYTES * 100 / row["budget"]:
         checked.problems.append(f"{label}: it holds {row['bytes']} % of the bytes")
 
@@ -311,12 +317,7 @@ def _check_facts(
         for key, versions in folders.versions_of(store, row["results"]).items():
             if row.get(key) != versions:
                 checked.problems.append(f"{label}: {key} is {row.get(key)}, and its results have {versions}")
-        dtypes = set()
-        for columns in row["results"].values():
-            for cell_id in columns.values():
-                record = store.cell(cell_id)
-                assert record is not None, "missing results are problems before"
-                dtypes.add(record.identity["model"]["dtype"])
+        dtypes = {identity["model"]["dtype"] for _, _, identity in _identities(row, store)}
         if dtypes != {row.get("dtype")}:
             checked.problems.append(f"{label}: dtype is {row.get('dtype')}, and its results have {sorted(dtypes)}")
 
