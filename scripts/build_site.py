@@ -11,6 +11,7 @@ results/                   results/README.md with the pages, tables and pictures
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import posixpath
@@ -167,6 +168,7 @@ def _introduced(text: str, name: str) -> str:
     return text
 
 
+@functools.cache
 def _published() -> tuple[str, ...]:
     """Return the names of the committed files of results/ that the site shows."""
     names = subprocess.run(["git", "ls-files", "results"], cwd=ROOT, text=True, capture_output=True, check=True).stdout

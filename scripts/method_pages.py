@@ -31,7 +31,7 @@ from kvbench.plan import presets
 from kvbench.report import writers
 from kvbench.report.verdict import describe_size
 from kvbench.store.labels import explain_budgets
-from kvbench.suite import definition
+from kvbench.suite import card, definition
 
 ROOT = Path(__file__).parents[1]
 RESULTS = "../results"
@@ -349,10 +349,7 @@ def _retained(score: Mapping[str, Any] | None) -> str:
     value = score["mean"] if "mean" in score else score["retained"]
     if value is None:
         return "—"
-    interval = ""
-    if score["ci"] is not None:
-        interval = " [{:.0f}, {:.0f}]".format(*score["ci"])
-    return f"{value:.0f}{interval}".replace("-", "−")
+    return card.score_text(value) + card.interval_text(score["ci"])
 
 
 def _score(cell: dict[str, Any]) -> str:

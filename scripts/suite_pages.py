@@ -79,8 +79,8 @@ def _cells(suite: definition.Suite, row: dict[str, Any]) -> list[str]:
         mean += card.FEWER_PARTS
     if row["nothing_compressed"]:
         mean = "nothing compressed"
-    elif row["ci"] is not None:
-        mean += f" [{_number(row['ci'][0])}, {_number(row['ci'][1])}]"
+    else:
+        mean += card.interval_text(row["ci"])
     # rows of the closed division have the suite's own model
     division = row["division"]
     if division != CLOSED:

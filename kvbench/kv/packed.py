@@ -35,7 +35,7 @@ Layout = Literal["runs", "stream"]
 BITS = (1, 2, 3, 4, 8)  # methods use the quantisers below with these widths, and the GPU kernels read them
 SCALE_BYTES = 4  # a group stores its scale and its minimum (or zero point) in fp16 each
 BLOCK = {"cpu": 2**21, "cuda": 2**26}
-"""How many elements are dequantised together, by the type of device.
+"""The number of elements that are dequantised together, by the type of device.
 
 On a CPU, their 8 MiB of fp32 fit the last-level cache; smaller blocks cost calls. A GPU computes less in a call than
 the call takes to launch, unless the blocks are large: these take 256 MiB of fp32.

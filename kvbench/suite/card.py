@@ -65,7 +65,7 @@ def score_text(value: float) -> str:
     return str(round(value)).replace("-", "−")
 
 
-def _interval_text(ci: tuple[float, float] | None) -> str:
+def interval_text(ci: tuple[float, float] | None) -> str:
     """Return an interval in brackets, with a space before them; '' without an interval."""
     if ci is None:
         return ""
@@ -104,11 +104,10 @@ def _mean_text(suite: Suite, entry: RowScore) -> str:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
-    # a mean over fewer parts than others is not one to compare with theirs
     mark = ""
     if _parts_without(suite, entry):
         mark = FEWER_PARTS
-    return score_text(entry.mean) + mark + _interval_text(entry.ci)
+    return score_text(entry.mean) + mark + interval_text(entry.ci)
 
 
 def score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
@@ -147,7 +146,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
         if score is None or score.retained is None or entry.nothing_compressed:
             cells.append(UNMEASURABLE)
         else:
-            cells.append(score_text(score.retained) + _interval_text(score.ci))
+            cells.append(score_text(score.retained) + interval_text(score.ci))
     pages = UNMEASURABLE
     if entry.pages is not None:
         pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"

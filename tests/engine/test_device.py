@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.elsewhere import DEVICE, Elsewhere, moved, pretended
-from support.every_method import NEW, N, answered, every_method, parsed
+from support.every_method import NEW, N, answered, methods_on, parsed
 from support.families import OPT_WAITS
 from support.families import build as family
 
@@ -22,9 +22,7 @@ pytestmark = pytest.mark.e2e("every method decodes")
 @pytest.mark.parametrize("name", ["llama", "opt"])
 def test_every_method_runs_where_the_model_is(name):
     """Every method on Llama, and every sixth on OPT, which rotates no keys."""
-    chains = every_method()
-    if name == "opt":
-        chains = [c for c in chains if "expectedattention" not in c.name][::6]
+    chains = methods_on(name)
     # those that change what the model computes are apart
     model = copy.deepcopy(family(name))
     want = answered(model, chains)

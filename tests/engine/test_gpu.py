@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from support.every_method import NEW, N, answered, every_method, parsed
+from support.every_method import NEW, N, answered, methods_on, parsed
 from support.families import build as family
 
 from kvbench.bench import timing
@@ -31,9 +31,7 @@ pytestmark = [
 def test_every_method_computes_on_a_gpu_what_it_computes_on_a_cpu(name, path, monkeypatch):
     """Methods run one by one, and those that fail or differ are named all at once: a GPU's time is scarce."""
     monkeypatch.setenv(kernels.SWITCH, "on" if path == "kernels" else "off")
-    chains = every_method()
-    if name == "opt":
-        chains = [chain for chain in chains if "expectedattention" not in chain.name][::6]
+    chains = methods_on(name)
     on_cpu = copy.deepcopy(family(name))
     on_gpu = copy.deepcopy(on_cpu).to("cuda")
     wrong = {}
