@@ -28,6 +28,8 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 1)), (0, (7, 2)))
 MAP = "cividis"
 """The colour map of all maps. Its lightness grows evenly, and colour-blind readers can read it."""
+LineKeywords = dict[str, Any]
+"""Keywords of matplotlib's ``plot`` for one line: colour, line style, marker."""
 
 RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
 
@@ -52,13 +54,13 @@ def tighten(fig: Canvas) -> None:
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
 
 
-def series(i: int, points: int = 0) -> dict[str, Any]:
+def series(i: int, points: int = 0) -> LineKeywords:
     """Return the look of the i-th line of a plot: colour, line and marker (on about eight of its ``points``).
 
     Markers are hollow once the colours are used up.
     """
     k = i % len(PALETTE)
-    look: dict[str, Any] = {
+    look: LineKeywords = {
         "color": PALETTE[k],
         "linestyle": LINES[k],
         "marker": MARKERS[k],
@@ -69,9 +71,9 @@ def series(i: int, points: int = 0) -> dict[str, Any]:
     return look
 
 
-def of_look(look: Look, points: int = 0) -> dict[str, Any]:
+def of_look(look: Look, points: int = 0) -> LineKeywords:
     """Return matplotlib's keywords for a method's line: colour, line and marker (on about eight of its ``points``)."""
-    keywords: dict[str, Any] = {
+    keywords: LineKeywords = {
         "color": look.color,
         "linestyle": look.line,
         "marker": look.marker,

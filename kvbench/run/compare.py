@@ -34,6 +34,8 @@ from kvbench.run import experiment
 from kvbench.store.store import ResultStore
 from kvbench.tasks.rows import has_half_pair
 
+MethodEntry = str | Mapping[str, Any]
+"""A method as `run` names it, or a dict with the key ``method`` and options of its own."""
 Row = str | Mapping[str, Any]
 ROWS = (("prompt", "answers"), ("context", "question", "answers"), ("context", "questions"))
 """The keys of a row: a prompt with its references, or a context with several questions, which have theirs."""
@@ -45,7 +47,7 @@ def compare(
     model: PreTrainedModel,
     tokenizer: Any,
     data: str | Iterable[Row],
-    methods: Sequence[str | Mapping[str, Any] | Chain] = ("snapkv",),
+    methods: Sequence[MethodEntry | Chain] = ("snapkv",),
     results: str | Path = "results",
     progress: bool = True,
     **settings: Any,
@@ -117,10 +119,10 @@ def _check_settings(settings: Mapping[str, object], results: object) -> None:
 
 
 def _list_entries(
-    methods: Sequence[str | Mapping[str, Any] | Chain],
-) -> tuple[list[str | Mapping[str, Any]], list[str]]:
+    methods: Sequence[MethodEntry | Chain],
+) -> tuple[list[MethodEntry], list[str]]:
     """Return (entries, names) of the methods that are no chains. A text may name several methods, with commas."""
-    entries: list[str | Mapping[str, Any]] = []
+    entries: list[MethodEntry] = []
     names: list[str] = []
     for method in methods:
         if isinstance(method, str):

@@ -262,7 +262,8 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
                 ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
             if crowded:
                 label = panel.crowd  # equal labels are one entry of the legend, which stands for all quiet lines
-            (curve,) = ax.plot(line[panel.x], line[panel.y], **({"label": label} | look))
+            keywords: style.LineKeywords = {"label": label} | look
+            (curve,) = ax.plot(line[panel.x], line[panel.y], **keywords)
             if panel.low and not (panel.first_band and name != names[0]):
                 with_band = look.get("linestyle") != "none" and not has_bars
                 _draw_band(ax, line.dropna(subset=[panel.low, panel.high]), panel, curve.get_color(), with_band)
@@ -273,7 +274,7 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
 
 def _line_look(
     panel: Panel, name: Any, names: Sequence[Any], points: int, method_looks: Mapping[str, looks.Look]
-) -> dict[str, Any]:
+) -> style.LineKeywords:
     """Return matplotlib's keywords for the line ``name``.
 
     names: the names of all lines, by whose order colours are given.
@@ -285,7 +286,7 @@ def _line_look(
     number = 0
     if name in unstyled:
         number = unstyled.index(name)
-    look: dict[str, Any] = style.series(number, points)
+    look = style.series(number, points)
     if panel.hue in METHOD_COLUMNS:
         look = style.of_look(method_looks[str(name)], points)
     if panel.shades:
