@@ -200,7 +200,7 @@ def heat(
     """Draw a map of values [rows, columns] and return matplotlib's image of it.
 
     rows, columns: the names of the ticks. If there are many, only some are written.
-    numbers: the format that prints each value in its cell, such as ``%.0f``; '' prints none.
+    numbers: the format that prints each value in its cell, such as ``%.0f``; '' prints none. A nan leaves it empty.
     """
     values = np.asarray(values, dtype=float)
     # cells need not be square: the figure's size decides
@@ -212,9 +212,15 @@ def heat(
         ax.spines[side].set_visible(False)
     if numbers:
         for (i, j), value in np.ndenumerate(values):
+            if np.isnan(value):
+                continue  # nothing was measured there
             # the sum of red, green and blue, each from 0 to 1: black is readable only on light cells
             colour = "white"
             if sum(image.cmap(image.norm(value))[:3]) > 1.6:
                 colour = "black"
-            ax.text(j, i, numbers % value, ha="center", va="center", fontsize=6, color=colour)
+            # as in texts, a small negative value is 0 and not -0, and a minus is a minus
+            text = (numbers % value).replace("-", "−")
+            if float(numbers % value) == 0:
+                text = numbers % 0
+            ax.text(j, i, text, ha="center", va="center", fontsize=6, color=colour)
     return image

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import ceil
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from kvbench.report import writers
 from kvbench.report.looks import looks_of
-from kvbench.report.style import canvas, styled
+from kvbench.report.style import canvas, heat, styled
 from kvbench.report.table import Table
-from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, NEGATIVE, QUICK, Suite
+from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, QUICK, Suite
 from kvbench.suite.folder import PICTURE, Line
 from kvbench.suite.scores import BelowNegative, PartScore, RowScore, below_negative
 
@@ -21,10 +21,10 @@ UNMEASURABLE = "—"
 """The text for a part that cannot be measured with the model, or that does not take the row."""
 FEWER_PARTS = "†"
 """The mark of a mean over fewer parts than the suite has."""
-PANEL_WIDTH, PANEL_HEIGHT = 2.3, 2.7
-"""The size of the picture of one part in inches, its titles included."""
-NAME_WIDTH, NAME_HEIGHT = 1.6, 0.14
-"""The width and height that a name takes in the picture's legend, in inches."""
+CELL_WIDTH, CELL_HEIGHT = 0.3, 0.19
+"""The size of one score in the picture, in inches."""
+NAMES_WIDTH, TITLES_HEIGHT = 2.4, 0.9
+"""The space for names and the colour bar, and for titles and budgets, in inches."""
 FEW = 2
 """Up to this many methods have their lines above the table. More lines would push the table out of sight."""
 
@@ -79,20 +79,24 @@ def _parts_without(suite: Suite, entry: RowScore) -> list[str]:
 
 def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of means: a row for each method and control, a column for each budget."""
+    cells = _cells_of_means(suite, scored)
+    methods = {entry.name for entry in scored if entry.role == METHOD}
+    rows = []
+    for name, means in cells.items():
+        rows.append((name, *(means.get(budget, "") for budget in suite.budgets)))
+    headings = {0: "", len(methods): "controls"}
+    return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
+
+
+def _cells_of_means(suite: Suite, scored: Sequence[RowScore]) -> dict[str, dict[int, str]]:
+    """Return the text of each mean by name and budget: first the user's methods, then the controls."""
     cells: dict[str, dict[int, str]] = {}
-    roles: dict[str, str] = {}
-    for entry in scored:
+    # sorted keeps the order of rows of one kind
+    for entry in sorted(scored, key=lambda entry: entry.role != METHOD):
         # the score of random tokens is 0 by definition
         if entry.role != CHANCE:
             cells.setdefault(entry.name, {})[entry.budget] = _mean_text(suite, entry)
-            roles[entry.name] = entry.role
-    methods = [name for name, role in roles.items() if role == METHOD]
-    controls = [name for name, role in roles.items() if role != METHOD]
-    rows = []
-    for name in methods + controls:
-        rows.append((name, *(cells[name].get(budget, "") for budget in suite.budgets)))
-    headings = {0: "", len(methods): "controls"}
-    return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
+    return cells
 
 
 def _mean_text(suite: Suite, entry: RowScore) -> str:
@@ -258,18 +262,20 @@ def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     else:
         below.append("card.md has each row as a line to quote.")
     if style == "md":
-        picture = f"![S of each row by part, against the share of the bytes]({PICTURE})"
+        picture = f"![S of each row by part and share of the bytes]({PICTURE})"
         return f"# {title}\n\n{picture}\n\n{writers.compose(tables, below, style, above=above)}"
     return writers.compose(tables, below, style, above=[title, *above])
 
 
 def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
-    """Draw the card's picture into a file: S against the share of the bytes, in a panel for each measurable part.
+    """Draw the card's picture into a file: a map of S for each measurable part, a row a method, a column a budget.
 
-    Without a measurable part no file is written.
+    The methods stand in the order of the table of means, and the controls below them. Without a measurable part no
+    file is written.
     """
-    names = list(dict.fromkeys(entry.name for entry in scored))
+    names = list(_cells_of_means(suite, scored))
     looks = looks_of(names)
+    method_names = {entry.name for entry in scored if entry.role == METHOD}
     parts = []
     for part in suite.parts:
         measured = [entry for entry in scored if part.name in entry.parts]
@@ -278,64 +284,31 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     if not parts:
         return
     with styled():
-        width = PANEL_WIDTH * len(parts)
-        # the legend stands below the panels, with as many names in a line as fit
-        names_in_line = max(1, int(width / NAME_WIDTH))
-        fig = canvas(width, PANEL_HEIGHT + NAME_HEIGHT * ceil(len(names) / names_in_line))
+        width = NAMES_WIDTH + len(parts) * len(suite.budgets) * CELL_WIDTH
+        fig = canvas(width, TITLES_HEIGHT + len(names) * CELL_HEIGHT)
         axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+        budgets = [f"1/{budget}" for budget in suite.budgets]
         for ax, part in zip(axes, parts, strict=True):
-            for name in names:
-                _draw_line(ax, part.name, [entry for entry in scored if entry.name == name], looks[name])
-            ax.axhline(100, color="#8C8C8C", linewidth=0.6)
-            ax.axhline(0, color="#8C8C8C", linewidth=0.6)
-            ax.set_xscale("log", base=2)
-            ax.set_xticks([100 / budget for budget in suite.budgets], [f"1/{budget}" for budget in suite.budgets])
+            image = heat(ax, _scores_of(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
+            # ``heat`` leaves out names of a long list, but here each row is a method that a reader looks for
+            ax.set_yticks(range(len(names)), [looks[name].name for name in names])
+            ax.axhline(len(method_names) - 0.5, color="white", linewidth=3)
             ax.set_title(part.name)
-            ax.set_xlabel("share of the bytes")
-        axes[0].set_ylabel("retained (random 0, full cache 100)")
-        handles, labels = axes[0].get_legend_handles_labels()
-        fig.legend(handles, labels, loc="outside lower center", ncols=names_in_line, frameon=False, fontsize=7)
+        axes[len(parts) // 2].set_xlabel("share of the bytes")
+        fig.colorbar(image, ax=axes, label="retained: random tokens 0, full cache 100", extend="both", pad=0.01)
         fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
         # a telephone shows half of the pixels, and the names must be read there, too
         fig.savefig(path, dpi=250, metadata={"Software": None})
 
 
-def _draw_line(ax: Any, part: str, entries: Sequence[RowScore], look: Any) -> None:
-    """Draw the line of one method or control: its score at each share of the bytes that it really holds.
-
-    ax: the panel's axes.
-    look: the colour, marker and line of the method (see report/looks.py).
-    """
-    # (bytes in per cent, score); a row may hold less than its budget, so rows of one budget can differ in their bytes
-    points: list[tuple[float, float]] = []
-    for entry in entries:
+def _scores_of(part: str, names: Sequence[str], suite: Suite, scored: Sequence[RowScore]) -> np.ndarray:
+    """Return S of one part [names, the suite's budgets]; nan where nothing was measured or compressed."""
+    scores = np.full((len(names), len(suite.budgets)), np.nan)
+    for entry in scored:
         score = entry.parts.get(part)
-        if score is not None and score.retained is not None and not entry.nothing_compressed:
-            points.append((entry.bytes, score.retained))
-    if not points:
-        return
-    points.sort()
-    role = entries[0].role
-    # the user's methods stand out from the controls
-    width, size = 0.7, 3
-    if role == METHOD:
-        width, size = 1.6, 4
-    line, face = look.line, look.color
-    if role == NEGATIVE:
-        line = "--"
-    if look.hollow:
-        face = "white"
-    ax.plot(
-        [x for x, _ in points],
-        [y for _, y in points],
-        color=look.color,
-        marker=look.marker,
-        linewidth=width,
-        markersize=size,
-        linestyle=line,
-        markerfacecolor=face,
-        label=look.name,
-    )
+        if entry.name in names and score is not None and score.retained is not None and not entry.nothing_compressed:
+            scores[names.index(entry.name), suite.budgets.index(entry.budget)] = score.retained
+    return scores
 
 
 def as_plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:

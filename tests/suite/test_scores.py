@@ -179,6 +179,21 @@ def test_means_stand_first_by_method_and_budget():
     assert "worst p" in card.card_text(suite(), few, "text").split("mean  ")[0]
 
 
+def test_the_picture_has_each_score_in_its_methods_row_and_budgets_column(tmp_path, monkeypatch):
+    n = 10
+    rows = []
+    for budget, value in ((2, 0.6), (4, 0.4)):
+        rows += [row("random", CHANCE, [0.2] * n, budget), row("m", METHOD, [value] * n, budget)]
+    rows.append(row("c", CONTROL, [0.2] * n, 4))
+    two = suite(budgets=(2, 4))
+    drawn = []
+    monkeypatch.setattr(card, "heat", lambda ax, values, *names, **keys: drawn.append(values) or ax.imshow(values))
+    card.draw_card(two, scores.score_rows(two, rows, full([1.0] * n)), tmp_path / "card.png")
+    # S = (value - 0.2) / (1.0 - 0.2); the control was not measured at 1/2
+    assert np.allclose(drawn[0], [[50, 25], [np.nan, 0]], equal_nan=True)
+    assert (tmp_path / "card.png").stat().st_size > 1000
+
+
 def test_a_mean_over_fewer_parts_is_marked_and_ranked_by_the_parts_that_both_rows_have():
     """A row that one part does not take has the higher mean without it, and is not ahead of the row that has both."""
     one = suite()
