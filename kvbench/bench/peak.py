@@ -145,11 +145,14 @@ def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
 class PeakRequest:
     """The request of a measurement to a child process.
 
-    what: peak, largest or peak of a peer.
+    what: ``peak`` for the peak of a chain's pass, ``largest`` for its largest batch, or ``peak of a peer``.
     overrides: the arguments of the run that defines the chains.
     label: the chain or the peer.
     workload: the workload as it is written on the command line.
-    seed, sample, limit, layers: as in the settings of a session.
+    seed: the seed of the random prompts.
+    sample: how many decode steps run at each of several cache lengths; None runs all steps.
+    limit: the most memory in GiB; None sets no limit.
+    layers: how many of the model's layers are built; None builds all.
     graph: whether decode steps replay a recorded graph.
     threads: PyTorch's number of threads.
     """

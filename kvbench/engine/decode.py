@@ -47,7 +47,10 @@ def generate_rows(model: PreTrainedModel, caches: Sequence[PromptCache], endings
 
 
 def extend_cache(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
-    """Return a new cache that has also read ``input_ids`` [T] after its prompt, as ``extend_caches`` does."""
+    """Return a new cache that holds ``input_ids`` [T] behind its compressed prompt.
+
+    ``extend_caches`` does the same for many caches, and says how the new tokens are stored.
+    """
     return extend_caches(model, [cache], input_ids)[0]
 
 

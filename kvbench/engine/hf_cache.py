@@ -128,7 +128,11 @@ class TransformersCache(HFCache):
         return state.logits
 
     def nbytes(self) -> int:
-        """Return the bytes that the cache takes after the last turn: keys, values, their overhead, and states."""
+        """Return the bytes that the cache takes after the last turn.
+
+        They are those of keys, values, their overhead (such as positions and scales), and the states that some layers
+        hold in place of keys.
+        """
         if self.state is None:
             return 0
         return self.state.nbytes()

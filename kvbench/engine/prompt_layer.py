@@ -174,6 +174,7 @@ class PromptLayer(KvbenchLayer):
         keys, values = self.lent
         blocks: list[tuple[int, Tensor]] = []
         if self.blocks is not None:
+            # blocks are found by the layer's own keys, before ``read`` may change these
             blocks = self.blocks(keys)
         if self.read is not None:
             keys, values = self.read(keys, values)

@@ -74,7 +74,10 @@ class Codec(ABC):
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def turned(self, x: Tensor) -> Tensor:
-        """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if it rotates."""
+        """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if it rotates, else as it is.
+
+        C' is the number of coded channels (``coded_channels``).
+        """
         rotation = self.rotation(x.shape[-1], x.device)
         if rotation is None:
             return x.float()

@@ -377,6 +377,7 @@ class MinMax(Packed):
     def shape(self) -> torch.Size:
         sizes = list(self.codes.shape)
         if self.axis == "token":
+            # codes are [..., L, bytes]: bytes become channels
             sizes[-1] = self.size
         else:
             # codes are [..., L / G, bytes, C]: groups and bytes become tokens

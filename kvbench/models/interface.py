@@ -207,6 +207,7 @@ def mask(
     """
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
+    # transformers sets use_vmap for a mask function that the model itself supplies
     if kwargs.get("use_vmap"):
         raise UsageError("this model masks its attention by a rule of its own: kvbench cannot run it")
     # attention modules with an indexer read the mask, so it cannot be None for them

@@ -119,8 +119,8 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
     def payload_at(size: int) -> float:
         return count(with_size(template, size).chain)
 
-    high = least
     # double the size until its payload reaches the target, then bisect
+    high = least
     while payload_at(high) < target and high < LONG:
         high *= 2
     low = max(least, high // 2)
@@ -130,10 +130,11 @@ def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter
             low = middle
         else:
             high = middle
-    # the payload is not monotone within a block of the quantiser: try every size a few blocks around
+    # the target now lies between low and high = low + 1: compare these sizes and a few around them
     coder = template.chain.coder
     reach = 2
     if coder is not None:
+        # a quantiser's payload falls where a block is packed, so bisection may miss: try all sizes of some blocks
         reach = 8 * (coder.keys.block + coder.values.block)
     distance = {size: abs(payload_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
     best = min(distance, key=lambda size: (distance[size], size))
@@ -182,7 +183,7 @@ def _reference_name(cfg: RunConfig) -> str:
 
 
 def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
-    """Return the first of each set of chains that differ in their budget alone."""
+    """Return the chains without repetitions. Chains that differ only in their budgets count as the same chain."""
     budget_keys = set(registry.BUDGET_KNOBS) | set(BUDGET_PARTS)
     distinct: dict[str, ChainConfig] = {}
     for config in chains:

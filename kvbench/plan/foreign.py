@@ -39,7 +39,10 @@ def find_failures_on_prompts(
 
 
 def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) -> dict[str, str]:
-    """Return, by label, why foreign methods cannot answer the questions of ``ask``."""
+    """Return, by label, why ``ask`` fails on foreign methods. Those on which it succeeds have no entry.
+
+    ask: a function that calls those parts of a chain that a run will call.
+    """
     reasons = {}
     for entry in chains:
         # a failure of kvbench's own methods is a bug and must be seen
@@ -49,7 +52,7 @@ def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) 
             with contained(entry.chain.name, seed=0):
                 ask(entry.chain)
         except Refused:
-            continue  # the runner meets this on a prompt, and refuses the cell
+            continue  # the runner meets this refusal again on a prompt, and marks the cell as refused
         except Exception as error:
             reasons[entry.label] = located(error, entry.chain.name)
     return reasons

@@ -208,7 +208,7 @@ def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, fl
 
 
 def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults]) -> ReportRow:
-    """Return the row of the method with a label, over all groups."""
+    """Return the row of the run's table for the method ``label``: its result on every task, and their means."""
     compresses = False
     for group in groups:
         cell = next(cell for cell in group.cells if cell.label == label)

@@ -372,7 +372,7 @@ def _describe_differences(*cells: Answered) -> list[str]:
 
 
 def _serialise_settings(cell: StoredCell) -> str:
-    """Return a cell's settings as text, without its method."""
+    """Return a cell's settings without its method as JSON. Cells that differ only in the method have the same text."""
     settings = {key: value for key, value in cell.record.identity.items() if key != "chain"}
     return json.dumps(settings, sort_keys=True, default=str)
 

@@ -72,7 +72,7 @@ def _build_heading(task: str, turns: TurnsSummary, mode: str) -> str:
 
 
 def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]:
-    """Return the line of a method on one task."""
+    """Return the row of a method on one task: the texts below HEADS."""
     # the full cache's own line has no fall beside the full cache's
     beside_full = ""
     if cell.fall_beside_full is not None:

@@ -292,7 +292,10 @@ class Asking:
         return self.row.example
 
     def question_ids(self, turn: int) -> Sequence[int]:
-        """Return the tokens of a question. With given references, the previous question's reference comes first."""
+        """Return the tokens that the model reads for a question.
+
+        Under turns=gold the reference answer to the previous question comes before the question.
+        """
         question = list(self.encoded.questions[turn])
         if turn and self.cell.task.turns == "gold":
             return list(self.encoded.references[turn - 1]) + question

@@ -88,6 +88,7 @@ class Display:
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         """Show that one more answer has come."""
+        # tasks that were complete before this run are not counted (see ``begin``)
         if cell.column not in self.times:
             return
         now = self.clock()

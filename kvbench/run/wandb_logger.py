@@ -178,7 +178,7 @@ class _Sender:
         run = self._open_run(cell)
         # an example that is measured again replaces its sample, so the step stays the same
         run.samples[sample.id] = sample
-        # a service takes few rows a second, but short answers come faster
+        # short answers may come faster than W&B accepts rows
         if time.monotonic() - run.last >= ROW_EVERY_S:
             run.last = time.monotonic()
             run.run.log(run.progress(), step=len(run.samples))

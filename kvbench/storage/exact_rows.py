@@ -183,9 +183,10 @@ class ExactRows(Format):
         return out
 
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
-        """Return attention as ``attend`` does, by kvbench-kernels where it serves, else in two parts that are merged.
+        """Return the same attention as ``attend``, computed faster, for queries that may be fused.
 
-        The first part is the tail of all rows at once. The second part is the stored segments, group by group.
+        If the package kvbench-kernels can read them, it computes all at once. If not, one part attends the tail of all
+        rows, another part attends the stored segments group by group, and both are merged.
         """
         if on_cpu.reads_exact(query):
             return self._attend_by_kernels(query, scale)

@@ -297,11 +297,14 @@ def stage_class(method: str) -> type[PressSelector]:
 
     Raises UsageError for a press that kvpress lacks, or that does not run here.
     """
+    # other spellings of the name share the class of the canonical name
     if method != canonical_name(method):
         return stage_class(canonical_name(method))
     types = types_of(method)
+    # the dataclass fields (name, type, default) of the class
     knobs: list[tuple[str, str, Any]] = []
     knob_names: set[str] = set()
+    # for each press, the knob that sets each of its fields (``PressSelector.names``)
     names = []
     for press in types:
         knob_of_field: dict[str, str] = {}

@@ -247,9 +247,12 @@ def find_papers(wanted: str) -> tuple[str, ...]:
 
 
 def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
-    """Return tables whose rows are the sides of one paper's claims. Claims on the same datasets share a table.
+    """Return the tables to measure for one paper's claims. Claims on the same datasets share a table.
 
-    scaled: True if the model scales windows down. Each row is then added again with the paper's own windows.
+    Each claim compares pairs of methods under some setting. Each method of a pair is a row of the table.
+
+    scaled: True if windows are scaled to a model smaller than the paper's. Each row is then added a second time, with
+    the windows that the paper prints.
     """
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:

@@ -218,7 +218,10 @@ def _cell_pairs(comparisons: Mapping[str, Sequence[Comparison]]) -> list[tuple[C
 
 
 def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str]:
-    """Return the labels of the methods that compressed nothing on one dataset, each once."""
+    """Return the labels of the methods that compressed nothing in some comparison of one dataset, each once.
+
+    ways: the dataset's comparisons, one for each way of asking its examples.
+    """
     sides: dict[str, tuple[Group, Cell]] = {}
     for way in ways:
         for pair in way.pairs:
@@ -226,6 +229,7 @@ def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str
                 sides[cell.id] = (way.group, cell)
     labels: dict[str, None] = {}
     for group, cell in sides.values():
+        # a reader keeps all samples that it read, so each cell gets a reader of its own
         reader = SampleReader(store)
         ids = {example.id for example in group.examples}
         samples = {i: sample for i, sample in reader.read(cell.id).items() if i in ids}

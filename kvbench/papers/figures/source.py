@@ -112,13 +112,13 @@ class Origin:
 
 
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
-    """Find and check the checkpoint and texts of ``cfg``, before any weights are loaded.
+    """Return the checkpoint and the texts of ``cfg``, found and checked before any weights are loaded.
 
     Raises UsageError, with the key and the value, for anything that is not possible.
 
-    named: True if the user named datasets. If not, and without ``text``, the tiny model reads the tiny suite, and any
-    other model reads the text of its calibrations (WikiText-2).
-    text: the file to read in place of datasets; None if the user named none.
+    named: True if the user named datasets. If the user named neither datasets nor ``text``, the tiny model reads the
+    tiny suite, and any other model reads the text of its calibrations (WikiText-2).
+    text: the file to read in place of datasets; None if the user named no file.
     samples, tokens: the number of the text's windows and the tokens of each; None for the defaults.
     """
     source = load.locate(cfg.model)
@@ -134,6 +134,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
         raise UsageError(f"samples={samples} counts windows of text=FILE: prompts of a dataset are counted by limit=")
     tasks = tuple(_load_named_tasks(cfg, tokenizer))
     for task, _ in tasks:
+        # the prompt policy may be impossible for this task or tokenizer
         check(tokenizer, task, cfg.prompt)
     return Origin(cfg, source, tokenizer, tasks=tasks, tokens=tokens)
 

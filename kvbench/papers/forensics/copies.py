@@ -166,10 +166,13 @@ def breaks(book: Book) -> Iterator[Finding]:
 
     def share(row: PublishedRow) -> float:
         """Return k in per cent of the prompt."""
+        # k is printed as 20% or, with n for the prompt's length, as 20%n
         return float(row.settings["k"].rstrip("%n"))
 
     for group in _groups(book, method_and_setting):
-        series = sorted((row for row in group if "%" in row.settings.get("k", "")), key=share)
+        # some rows state k in tokens, which cannot be ordered among shares
+        rows_with_share = [row for row in group if "%" in row.settings.get("k", "")]
+        series = sorted(rows_with_share, key=share)
         if len(series) < SERIES:
             continue
         for dataset in series[0].scores:

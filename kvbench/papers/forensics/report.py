@@ -130,7 +130,10 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
 
 
 def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
-    """Return plain data: the findings with every statement's verdict, or the ``exact`` cells if they are given."""
+    """Return data for JSON: the findings, and the verdict on every statement of the papers that have findings.
+
+    If ``exact`` is given, return these cells alone.
+    """
     if exact is not None:
         return [_exact_record(e) for e in exact]
     papers = {finding.paper for finding in findings}

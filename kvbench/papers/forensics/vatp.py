@@ -52,8 +52,8 @@ def costs(paper: PaperCells) -> Outcome:
 
 @VATP.states("section 4.2", table="1", text="Norms are 1/256 of the cache")
 def bytes_of_norms(paper: PaperCells) -> Outcome:
-    """Compute the bytes of a norm over those of a key and a value."""
-    # bytes of one norm in fp16 over those of a key and a value of 128 channels each
+    """Compare the stated share with the bytes of one norm over those of one key and one value."""
+    # a norm is one number of fp16 (2 bytes); key and value are 128 such numbers each
     share = 2 / (2 * 128 * 2)
     return decide(share == 1 / 256, f"one fp16 number a token and head beside its key and value: 1/{1 / share:.0f}")
 

@@ -151,7 +151,7 @@ def choose_papers(name: str) -> list[Paper]:
 
 
 def in_place() -> tuple[str, ...]:
-    """Return the ids of all papers in the order of their tables."""
+    """Return the ids of all papers, ordered by ``Paper.place``."""
 
     def place_of(paper_id: str) -> int:
         return read_paper(paper_id).place

@@ -61,8 +61,10 @@ def attend(
     """
     u, hq, t, d = query.shape
     h = keys.ring.shape[1]
-    rows = hq // h * t
+    # R: the query heads that share a stored head, times the new tokens
+    queries_per_head = hq // h * t
     k, v = keys.old(), values.old()
+    # callers ask ``can_read`` first
     assert isinstance(k, MinMax) and isinstance(v, MinMax)
     k_ring, v_ring = keys.ring.contiguous(), values.ring.contiguous()
     k_codes_row, k_codes_head, k_scale_row, k_scale_head = _strides(k)
@@ -100,13 +102,13 @@ def attend(
         queries=u * hq * t,
         scale=scale,
         T=t,
-        R=rows,
+        R=queries_per_head,
         C=c,
         CV=cv,
         D=d,
         K_FORM=_form(k),
         V_FORM=_form(v),
-        BLOCK_R=power_of_two(rows, 16),
+        BLOCK_R=power_of_two(queries_per_head, 16),
         BLOCK_C=power_of_two(c, 16),
         BLOCK_CV=power_of_two(cv, 16),
         BLOCK_D=power_of_two(d, 16),

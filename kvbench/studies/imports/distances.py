@@ -114,8 +114,10 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
 
     Its statistics stand at the end, one ``name: number`` a line. ``content`` is the log's text, ``digest`` its SHA-256.
     """
+    # the log's statistics stand below its first heading, such as ====== Perplexity statistics ======
+    statistics_text = content[content.index("====== ") :]
     statistics = {}
-    for name, value, error in _LINE.findall(content[content.index("====== ") :]):
+    for name, value, error in _LINE.findall(statistics_text):
         # error is "" if the line has none; names are padded with spaces, which are removed below
         standard_error = None
         if error:
@@ -134,6 +136,7 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
     if k or v:
         # a type that is not named is llama.cpp's default
         types = [match.group(1) if match else "f16" for match in (k, v)]
+        # keys and values of one type are named once: q8_0 instead of q8_0/q8_0
         label = "/".join(dict.fromkeys(types))
     chunks, context = None, None
     windows = _WINDOWS.search(content)

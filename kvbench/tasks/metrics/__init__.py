@@ -124,7 +124,10 @@ def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[
 
 
 def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, str, Example], float | None]:
-    """Turn a metric of (prediction, all references) into one of a single reference."""
+    """Turn a metric of (prediction, references) into one of (prediction, reference, example).
+
+    Each reference is scored alone. ``score`` then takes the best.
+    """
 
     def score_reference(prediction: str, reference: str, example: Example) -> float | None:
         return function(prediction, [reference])

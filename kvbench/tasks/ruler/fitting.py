@@ -121,7 +121,11 @@ class LengthBudget:
     ) -> RulerPrompt:
         """Return a prompt of ``size``. While it is too long, draw it again a step smaller, down to ``least``.
 
-        ``finish`` adds a text that is drawn after the prompt. It is expected to have ``more`` tokens.
+        size, step, least: in the task's unit of size, such as words, lines or documents.
+        finish: a function that adds a text, which is drawn after the prompt; None: nothing is added.
+        more: the number of tokens that the added text is expected to have.
+
+        Raises LengthTooShort if even the smallest prompt is too long.
         """
         while True:
             prompt = draw(size)
@@ -132,7 +136,7 @@ class LengthBudget:
                 finished = finish(prompt)
                 if self.fits(finished):
                     return finished
-            # RULER's script would draw for ever
+            # RULER's script has no such bound: where nothing fits, it never ends
             if size - step < least:
                 raise self.too_short(prompt, more)
             size -= step
