@@ -100,11 +100,14 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         self.unchanged: dict[str, list[bool]] = {}
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the generated answer to each request, as ``hf`` does."""
+        """Return the generated answer to each request, in the form of lm-eval's model ``hf``."""
         return self._run_by_task(super().generate_until, requests, disable_tqdm)
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the greedy answer) of each request's continuation, as ``hf`` does."""
+        """Return (log-likelihood, True if it is the greedy answer) of each request's continuation.
+
+        The form is that of lm-eval's model ``hf``.
+        """
         return self._run_by_task(super().loglikelihood, requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -148,7 +151,10 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         return [results[i] for i in range(len(requests))]
 
     def _model_generate(self, context: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Answer one prompt [1, n] as ``hf`` does, from a compressed cache."""
+        """Return the ids of one prompt [1, n] and of its answer, generated from a compressed cache.
+
+        Other arguments are those of lm-eval's model ``hf``, which calls this.
+        """
         generate = super()._model_generate
 
         def answer(cache: TransformersCache) -> torch.Tensor:

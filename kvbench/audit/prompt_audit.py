@@ -210,7 +210,13 @@ def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
 
 
 def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:
-    """Raise Refused unless each head keeps as many tokens as declared, and as a stage recorded, if one did."""
+    """Raise Refused unless each head of a layer keeps as many tokens as the chain declares.
+
+    If a stage recorded how many tokens it decided to keep (``layer.decided``), that must be true as well.
+
+    counts: how many tokens each stored head holds.
+    index: the layer's number. n: the prompt's tokens.
+    """
     expected = chain.expected(n, index, n_layers, len(counts))
     for count, low, high in zip(counts, expected.low, expected.high, strict=True):
         if not low <= count <= high:
@@ -288,7 +294,10 @@ def _are_in_order(positions: torch.Tensor, n: int) -> bool:
 
 
 def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv_heads: int, heads: int) -> None:
-    """Raise Refused unless as many query heads compute logits as declared, and only the keys they read are stored.
+    """Raise Refused unless a layer's query heads share logits as the chain declares.
+
+    Heads that share logits have one leading head, which computes them. There must be as many leading heads as declared,
+    and only the keys that they read may be stored.
 
     heads: the number of stored heads that the chain declares.
     """

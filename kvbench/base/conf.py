@@ -142,7 +142,9 @@ def key_help(topic: str) -> str:
                 joined_lines[-1] += line.lstrip()[1:]
             else:
                 joined_lines.append(line)
-        lines = [part for line in joined_lines for part in _wrap_line(line)]
+        lines: list[str] = []
+        for line in joined_lines:
+            lines += _wrap_line(line)
         # conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")
@@ -151,7 +153,10 @@ def key_help(topic: str) -> str:
 
 
 def _wrap_line(line: str) -> list[str]:
-    """Return a line of YAML as lines of at most HELP_WIDTH characters. Its comment goes on below where it begins."""
+    """Return a line of YAML as lines of at most HELP_WIDTH characters.
+
+    Only the comment is wrapped. Its further lines are indented to where it begins.
+    """
     code, mark, comment = line.partition("# ")
     if len(line) <= HELP_WIDTH or not mark:
         return [line]

@@ -197,10 +197,12 @@ def _decode(
     width: int,
     clock: Clock,
 ) -> _Decoded:
-    """Run stretches of ``width`` steps of a batch whose rows have read ``seen`` tokens each.
+    """Run and time some stretches of decode steps, each of ``width`` steps.
 
-    first: the tokens [B, 1] with which the first step begins.
-    starts: the first step of each stretch. The batch is brought to its length without the model.
+    batch: the rows to decode, which have read ``seen`` tokens each.
+    first: the tokens [B, 1] that the first step reads.
+    starts: the number of the first step of each stretch. Steps between stretches are not run: the caches are
+        lengthened by as many random tokens instead.
     """
     start = time.perf_counter()
     tokens, marks = [first], []
@@ -235,4 +237,7 @@ def _bytes_held(caches: Sequence[PromptCache]) -> int:
 
 def _payload(batch: BatchLayers) -> int:
     """Return the bytes of keys, values and states that a step reads now."""
-    return sum(sum(layer.payload()) for layer in batch.with_keys) + sum(state.nbytes() for state in batch.with_states)
+    total = sum(state.nbytes() for state in batch.with_states)
+    for layer in batch.with_keys:
+        total += sum(layer.payload())
+    return total

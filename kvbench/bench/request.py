@@ -252,7 +252,10 @@ def _list_entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[s
 
 
 def _session_settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
-    """Return the settings of a session with the facts about the model and the machine."""
+    """Return the settings that all rows of one ``bench time`` share, with facts about the model and the machine.
+
+    overrides: the arguments of the run that defines the chains.
+    """
     dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
     facts: dict[str, object] = {
         "model": cfg.model_name,

@@ -129,8 +129,10 @@ def _print_overview(results: Path) -> None:
 
     rows: list[tuple[str, int, str]] = []
     for kind in KINDS:
+        # presets and runs get their lines below; the last line of the overview names kvpress's presses
         if kind in ("runs", "kvpress", "presets"):
             continue
+        # hf stands for every model without an entry of its own
         items = [item for item in _list_items(kind, results) if item.id != "hf"]
         note = NOTES.get(kind, "")
         if kind in ("datasets", "models"):

@@ -83,7 +83,12 @@ def compare_logits(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
 
 
 def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergence]:
-    """Return what ``compare_logits`` does for a block of t <= BLOCK positions."""
+    """Compare the rows of one block of t <= BLOCK positions with the full cache. Return a divergence for each row.
+
+    full: [t, V], the full cache's logits.
+    rows: [B, t, V], the logits to compare.
+    targets: [t], the true next tokens.
+    """
     logits = full.double()
     y = targets[:, None]
     p = logits.softmax(dim=-1)

@@ -166,6 +166,7 @@ class _PromptPass:
         self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
+        # the model's rotary frequencies: the first module that has them speaks for all layers
         self.inv_freq: Tensor | None = None
         for module in model.modules():
             if hasattr(module, "inv_freq"):

@@ -132,10 +132,10 @@ class SharedPrefix:
         return tuple(self.layers), self.ends[-1]
 
     def _cut(self, pieces: int, last: bool) -> None:
-        """Keep the first ``pieces`` pieces only.
+        """Forget all but the first ``pieces`` pieces.
 
-        ``last`` means that the prompt has no further pieces. Copies are kept then, because views would keep all memory
-        alive. Otherwise the next piece joins them in new tensors anyway.
+        last: True if the next prompt has no further pieces to read. The remaining tokens are then copied, because views
+            would keep the memory of the forgotten ones alive. If pieces follow, joining them makes new tensors anyway.
         """
         if pieces == len(self.ends):
             return

@@ -39,6 +39,7 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
         reference.close()
         for engine in engines.values():
             engine.close()
+        # summarise what is stored even if an error or Ctrl-C ended the comparison early
         for group in run.run.groups:
             for row in run.rows:
                 summary = summarise_texts(_stored_texts(run, group, row))
@@ -67,6 +68,7 @@ def _measure_group(
                 writers[row.label] = stack.enter_context(open_writer(run, group, row, engines[row.label]))
         for example in group.examples:
             labels = [label for label, ids in missing.items() if example.id in ids]
+            # no row lacks this window, so the reference need not read it
             if not labels:
                 continue
             ids = scored_text(example).ids

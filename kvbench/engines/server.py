@@ -123,6 +123,7 @@ class Server:
         )
         choice = self._choice(response)
         first = _first_choices(choice)
+        # the completions API has its own form: a mapping {token: ln p} for each place of the answer
         tops = getattr(getattr(choice, "logprobs", None), "top_logprobs", None)
         if tops and tops[0]:
             first = dict(tops[0])

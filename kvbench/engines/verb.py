@@ -68,6 +68,7 @@ REFUSED = {
 def main(args: argparse.Namespace) -> int:
     """Measure the rows and print the table. Return exit status 1 if a task of a row failed, 130 after Ctrl-C."""
     options, cfg = read_request(args.overrides)
+    # kl=true compares next-token distributions on given texts; otherwise the engine answers the prompts
     compares = options["kl"] == "true"
     plan = run_plan.prepare(cfg)
     if not compares:

@@ -70,7 +70,10 @@ class Codec(ABC):
         return None
 
     def settle(self, absmax: Tensor) -> Tensor:
-        """Return the scales of values whose largest magnitudes are ``absmax``, in the shape of ``absmax``."""
+        """Return the scale that lets the codec represent magnitudes up to ``absmax``, for each element of ``absmax``.
+
+        Only codecs with ``settles`` have such scales. They are found on the prompt and used for all later tokens.
+        """
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def turned(self, x: Tensor) -> Tensor:

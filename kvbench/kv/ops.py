@@ -189,7 +189,10 @@ def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
 
 
 def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Segment]:
-    """Return ``split_recent`` of a segment whose ragged heads have ``lengths`` [H] tokens."""
+    """Return (the older tokens, the last ``recent`` tokens of each head) of a ragged segment, as copies.
+
+    lengths: [H], how many tokens each head holds. A head with no more than ``recent`` tokens has no older ones.
+    """
     old_counts = (lengths - recent).clamp(min=0)
     # slot is each token's place within its own head
     slot = torch.cat([torch.arange(count, device=s.k.device) for count in lengths.tolist()])

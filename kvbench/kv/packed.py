@@ -286,7 +286,10 @@ class Packed(ABC):
         """
 
     def rotated(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
-        """Return the values [..., L, C'] as ``dequantise`` does, but in the basis of ``rotation``."""
+        """Return the unpacked values [..., L, C'], in the basis of ``rotation``; ``dequantise`` rotates them back.
+
+        Formats that do not rotate return the same from both.
+        """
         return self.dequantise(dtype, scratch)
 
     def levels(self) -> Levels | None:
@@ -412,6 +415,7 @@ class MinMax(Packed):
         return self.low.to(dtype)
 
     def levels(self) -> Levels | None:
+        # a subclass with a ``dequantise`` of its own stores other numbers than these
         if not defined_together(type(self), "levels", "dequantise"):
             return None
         by_channel = self.axis == "channel"

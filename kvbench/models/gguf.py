@@ -141,6 +141,7 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
 def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
     """Return the content of tokenizer.json, which the tokenizers library reads."""
     tokens = fields["tokenizer.ggml.tokens"]
+    # control tokens such as <|im_end|> must never be split, so the tokenizer gets them as added tokens
     special_tokens: list[dict[str, object]] = []
     for i, (token, kind) in enumerate(zip(tokens, fields["tokenizer.ggml.token_type"], strict=True)):
         if kind == CONTROL:

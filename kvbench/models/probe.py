@@ -90,8 +90,12 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
                 use_cache=True,
                 **model_cache(config, in_model_order(config, layers, states)),
             )
-        counts = [layer.state().counts for layer in states]
-        _COUNTED[model] = sum(conv for conv, _ in counts), sum(recurrent for _, recurrent in counts)
+        conv_numbers, recurrent_numbers = 0, 0
+        for layer in states:
+            conv, recurrent = layer.state().counts
+            conv_numbers += conv
+            recurrent_numbers += recurrent
+        _COUNTED[model] = conv_numbers, recurrent_numbers
     return _COUNTED[model]
 
 

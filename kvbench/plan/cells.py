@@ -174,12 +174,14 @@ def _check_answers(task: Task, context: int | None) -> None:
 
     Prompts of the categories UNCUT must fit as a whole.
     """
+    # only metrics of likelihoods are printed as a function of their mean, and have ``shown``
     if metric(task.metric).shown is not None and not task.examples[0].scored:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
             "dataset=wikitext2"
         )
     for example in task.examples:
+        # 0: the prompt may be cut, or its length is unknown
         length = 0
         if task.category in UNCUT:
             length = example.meta.get("tokens", 0)
@@ -227,6 +229,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
                 )
         if chain.evictor is None:
             continue
+        # a method that chooses again after every so many tokens must find a chunk's end there
         every = chain.evictor.every
         if every % text.chunk:
             raise UsageError(

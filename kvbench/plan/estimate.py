@@ -157,8 +157,12 @@ def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
 
 
 def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
-    """Return the bytes of the observations of one layer: queries, column sums in fp32 and hidden states."""
+    """Return the bytes of the observations that stages need of one layer, for a prompt of n tokens.
+
+    They are queries, column sums in fp32, and hidden states of ``hidden_size`` numbers a token.
+    """
     queries = min(needs.last_q, n) + min(needs.first_q, n)
+    # one sum [Hq, n] over exact keys if it is needed, and one for each bit width of quantised keys
     sums = int(needs.colsums) + len(needs.colsums_bits)
     observed = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
     if needs.hidden:

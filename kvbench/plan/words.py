@@ -126,9 +126,10 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
 
 
 def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the settings with the key ``fidelity`` of earlier versions as ``kl``, ``kl_tokens`` and ``kl_mode``.
+    """Return the settings with ``fidelity``, a key of earlier versions, replaced by today's keys.
 
-    ``kl_tokens`` and ``kl_mode`` ask for the comparison, so that ``kl=true`` need not be typed beside them.
+    ``fidelity=true`` becomes ``kl=true``, ``fidelity=through_cache`` becomes ``kl_mode=through_cache``, and a number
+    becomes ``kl_tokens``. Whoever sets ``kl_tokens`` or ``kl_mode`` wants the comparison, so ``kl=true`` is added.
     """
     plain = {key: value for key, value in settings.items() if key != "fidelity"}
     if "fidelity" in settings:
@@ -257,8 +258,10 @@ def value_of(text: str) -> Any:
         return int(text)
     if REAL.fullmatch(text):
         return float(text)
+    # quotes keep a text a text: '12' is no number
     if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
         return text[1:-1].replace("\\" + text[0], text[0])
+    # the items between brackets or braces, if the text turns out to have them
     inner: list[str] = []
     if text[1:-1].strip():
         inner = split_list(text[1:-1])
@@ -379,6 +382,7 @@ def _parse_full_key(
 ) -> dict[str, object]:
     """Return {full key: value} for the key ``group.rest``. Raises UsageError for a key that this run does not have."""
     text = text_of(value)
+    # groups such as model have their options directly; method and dataset have a name before the option
     if group in LISTED:
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")

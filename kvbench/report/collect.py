@@ -333,7 +333,9 @@ def _note_lengths(rows: Sequence[ReportRow]) -> list[str]:
     for row in rows:
         summaries = [c.summary for c in row.cells if c.summary is not None]
         if summaries:
-            tokens = sum((s.new_tokens or 0) * s.n for s in summaries) / sum(s.n for s in summaries)
+            # cells have means over n answers each, so weight them by n
+            all_tokens = sum((s.new_tokens or 0) * s.n for s in summaries)
+            tokens = all_tokens / sum(s.n for s in summaries)
             peak = max(s.decode_peak or 0 for s in summaries)
             lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
     if not lengths:

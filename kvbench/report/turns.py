@@ -125,9 +125,9 @@ def record_questions(cell: CellResult) -> dict[str, object]:
 
 
 def explain_questions(report: ReportData) -> list[str]:
-    """Return the lines below the table: the meaning of its columns, and the scores by other metrics.
+    """Return the lines below the table: first what its columns mean, then each row's scores by other metrics.
 
-    Return [] if no context has several questions.
+    Return [] if no context has several questions, and there is no table.
     """
     lines = []
     has_questions = False

@@ -91,9 +91,10 @@ class PromptReader:
     def _find_withheld(
         self, example: Example, encoded: Encoded, following: Work | None
     ) -> tuple[Sequence[int], list[Cell]]:
-        """Return the context and cells of ``following`` if it is this prompt with its question withheld.
+        """Return the context and the cells of the work ``following`` if it asks about this same prompt.
 
-        Returns ((), []) if it is another prompt.
+        ``following`` may be the example again, under cells that compress its context before they read its question.
+        This prompt begins with that context, so one prefill can serve both. Returns ((), []) if it cannot.
         """
         if following is None or encoded.question or example.scored is not None:
             return (), []

@@ -206,7 +206,7 @@ class GroupRun:
     def _compress_prompt(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
     ) -> list[QueuedRow]:
-        """Prefill one prompt, and return a row with an audited cache for each cell that does not fail."""
+        """Prefill one prompt. Return a row with an audited cache for each cell. A cell that fails is taken out."""
         rows = []
         caches = self.reader.read_caches(example, encoded, cells, following)
         # check now, so that no cell fails because of another cell's change to the model
@@ -514,7 +514,7 @@ class GroupRun:
         self.forget_cell(cell)
 
     def _fitting_cells(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
-        """Return the cells that can run an example. Refuse the others."""
+        """Return the cells that can run an example. The others are marked as refused, with the reason."""
         for cell in cells:
             if reason := why_unfit(self.host, cell, encoded, example):
                 self.refuse_cell(cell, reason, example)

@@ -247,8 +247,13 @@ class _Sender:
 
     def _find_unchanged(self) -> set[str]:
         """Return the labels of the methods that compressed nothing of any needle task."""
-        cells = self._needle_cells()
-        return {c.label for c in cells} - {c.label for c in cells if not self._record_unchanged(c)}
+        # a method that compressed in one task is left out, even if it compressed nothing in another
+        labels, compressing = set(), set()
+        for cell in self._needle_cells():
+            labels.add(cell.label)
+            if not self._record_unchanged(cell):
+                compressing.add(cell.label)
+        return labels - compressing
 
     def _needle_cells(self) -> list[Cell]:
         """Return the cells of all needle tasks."""

@@ -246,9 +246,9 @@ def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
 
 
 def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
-    """Return the ragged segment ``old`` with new heads: ``heads`` has one segment [1, L, ...] for each of them.
+    """Return the ragged segment ``old`` with its heads replaced by ``heads``, put side by side.
 
-    The new heads may hold more tokens than the old ones.
+    heads: one segment [1, L, ...] for each head. L may differ between heads, and may exceed the old head's tokens.
     """
     positions = torch.cat([s.positions for s in heads], dim=1)
     state = {}

@@ -58,6 +58,7 @@ class EvictingRows(Format):
         self.rotary = rows[0].rotary if evictor.rolled else None
         self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
         self.budget = torch.tensor([_budgets_of(row, evictor, room) for row in rows], device=device)[:, :, None]
+        # the most tokens that each row has held so far
         self.most = torch.tensor([cache.tokens for cache in caches], device=device)
         # a prompt that was kept whole may hold more tokens than the budget that applies from now on
         size = max(int(self.budget.max()), max(cache.tokens for cache in caches))

@@ -165,7 +165,10 @@ class Thin:
         self.whole = torch.zeros(shape, dtype=torch.bool, device=thin[0].k.device)
 
     def load(self, row: int, head: Tensor, slot: Tensor, segment: Segment) -> None:
-        """Put a segment's N tokens, all thin or all whole, into slots of one row, as ``OneFormat.load`` does."""
+        """Put a segment's N tokens into slots of one row. All of them are thin, or all of them are whole.
+
+        head, slot: [N], the head of each token, ascending, and the slot that it gets.
+        """
         k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
@@ -335,7 +338,7 @@ class StoredPart:
         return torch.cat([kept, self.others], dim=3)
 
     def in_order(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens as ``together`` does, but with channels ascending."""
+        """Return the whole tokens of ``together`` with their channels in ascending order."""
         tokens = self.together(slot)
         if self.order is None:
             return tokens

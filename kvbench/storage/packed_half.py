@@ -112,7 +112,10 @@ class PackedHalf:
         self.total = [total + tokens for total in self.total]
 
     def see(self, tokens: int, settles_first: bool) -> None:
-        """Set ``seen`` for several new tokens. Each sees the same tokens packed as if it came in a step of its own.
+        """Set ``seen``: how many tokens each of several new tokens reads as packed.
+
+        A token that came in a step of its own would find fewer tokens packed than the tokens after it. So tokens that
+        come together get a number each.
 
         tokens: the number of new tokens.
         settles_first: True if a token is packed before its own step attends.
@@ -130,9 +133,10 @@ class PackedHalf:
         self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
 
     def columns(self) -> Tensor:
-        """Return for each ring slot [U, S] which token of its row it holds, by the token's index in the row.
+        """Return for each ring slot [U, S] the index in its row of the token that it holds.
 
-        A slot whose token no query reads exactly, or without a token, gets the index behind the last token of all rows.
+        A slot that is empty, or whose token all queries read as packed, gets the number of tokens of the longest row.
+        That is one more than any token's index.
         """
         first_exact = self.packed if self.seen is None else self.before
         total = self.numbers(self.total)[:, None]

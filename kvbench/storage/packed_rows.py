@@ -83,10 +83,10 @@ class PackedRows(Format):
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend as ``Format.attend`` does.
+        """Return the attention of the newest tokens (see ``Format.attend``), and pack nothing.
 
-        If the packer ``packs_after_step``, tokens that must not stay exact are not packed here but before anything else
-        reads the rows: another layer may share these tokens, and must attend them exactly in the same step.
+        If the packer ``packs_after_step``, the tokens that must not stay exact are packed later, before anything else
+        reads the rows. Another layer may share these tokens, and must still attend them exactly in the same step.
         """
         out = None
         if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
@@ -128,7 +128,10 @@ class PackedRows(Format):
         return scores[..., :longest].masked_fill(is_later, -torch.inf)
 
     def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return logits as ``_logits`` does, for rows that are ``alike``: packed and exact tokens are each in order."""
+        """Return the logits of ``_logits`` for rows that are ``alike``.
+
+        All rows then hold equally many packed and exact tokens, each in order, so the two parts only have to be joined.
+        """
         half, new_tokens = self.k, query.shape[2]
         scores = logits(query, estimate(half.exact()), scale).float()
         if half.packed[0]:

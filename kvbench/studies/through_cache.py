@@ -92,7 +92,7 @@ def _compare_rows(exact: Line, through: Line) -> FormatComparison:
 
 
 def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
-    """Return the one table of the formats."""
+    """Return the table, alone in a list: a row for each format, with its divergence for both ways to read a prompt."""
     heads = (
         "method",
         "KL, prompt\nread exactly",

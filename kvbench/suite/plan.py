@@ -82,7 +82,10 @@ def rows_of_name(suite: Suite, name: str, settings: Mapping[str, object]) -> lis
     name: as a row's ``name``, for example ``snapkv+think ratio=0.4``. Raises UsageError if no such method is here.
     """
     method, *words = name.split(" ")
-    options = {key: value_of(text) for key, _, text in (word.partition("=") for word in words)}
+    options = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        options[key] = value_of(text)
     return [row for row in list_rows(suite, [method], options, settings) if row.name == name]
 
 

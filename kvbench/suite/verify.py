@@ -228,7 +228,12 @@ def _check_methods(
     store: ResultStore,
     checked: Checked,
 ) -> None:
-    """Add to the problems each row whose results are of another method, options, budget or role than it says."""
+    """Compare each row with the stored results that it names. Each difference is added to the problems.
+
+    A row states its method with options, its budget and its role. The method that it names is planned again, and must
+    be the one that its results were measured with.
+    """
+    # the rows that the suite plans, by (name, budget); foreign has the names of methods that are not installed here
     known: dict[tuple[str, int | None], SuiteRow] = {(row.name, row.budget): row for row in controls}
     names = [row["name"] for row in rows if row["role"] != "full"]
     foreign = set()
@@ -309,7 +314,10 @@ def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) 
 def _check_facts(
     rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], store: ResultStore, checked: Checked
 ) -> None:
-    """Add to the problems each row whose versions, dtype or hash of answers are not those of its results."""
+    """Add each row to the problems that states other versions, another dtype or other answers than its results have.
+
+    Answers are compared by their hash. ``samples`` has the samples of each of ``rows``, by part.
+    """
     for row, parts in zip(rows, samples, strict=True):
         label = f"{row['name']} at 1/{row.get('budget')}"
         if folders.hash_answers(parts) != row.get("answers"):
@@ -356,18 +364,23 @@ def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
     if isinstance(value, Mapping):
         if not isinstance(stored, Mapping) or set(value) != set(stored):
             return 0, True
-        results = [_compare_values(value[key], stored[key]) for key in value]
-        return sum(count for count, _ in results), any(differs for _, differs in results)
+        return _add_up([_compare_values(value[key], stored[key]) for key in value])
     if isinstance(value, list):
         if not isinstance(stored, list) or len(value) != len(stored):
             return 0, True
-        results = [_compare_values(a, b) for a, b in zip(value, stored, strict=True)]
-        return sum(count for count, _ in results), any(differs for _, differs in results)
+        return _add_up([_compare_values(a, b) for a, b in zip(value, stored, strict=True)])
     # Python counts True and False as integers, but they must be equal like texts
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
         return 1, not is_number or abs(value - stored) > TOLERANCE * max(1.0, abs(value))
     return 0, value != stored
+
+
+def _add_up(results: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+    """Return (count of numbers, whether anything differs) over the results of several ``_compare_values``."""
+    counts = [count for count, _ in results]
+    differences = [differs for _, differs in results]
+    return sum(counts), any(differences)
 
 
 def describe_findings(place: Path, checked: Checked) -> str:

@@ -59,7 +59,8 @@ def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequen
     """Return, in words (``depth 25, 75``), the values of each key for which ``taken`` has no example."""
     parts = []
     for key in keys:
-        missing = {example.meta[key] for example in examples} - {example.meta[key] for example in taken}
+        all_values = {example.meta[key] for example in examples}
+        missing = all_values - {example.meta[key] for example in taken}
         if missing:
             values = ", ".join(f"{value:g}" for value in sorted(missing))
             parts.append(f"{key} {values}")

@@ -344,6 +344,7 @@ def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observati
             f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
             "ones, as scores.abs()"
         )
+    # an empty tensor has no smallest score; its shape is refused below
     is_whole = not scores.is_floating_point() and scores.numel() > 0
     if is_whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
         raise Refused(

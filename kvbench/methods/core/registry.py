@@ -274,9 +274,13 @@ def split(method: str) -> tuple[str, ...]:
 
     Raises UsageError if a part is empty, is no method or is written twice, and if ``full`` stands beside others.
     """
-    parts = [part.strip() for part in method.split("+")]
-    # a press may be typed in several ways; its id is the name of the class made for it
-    parts = [defaults(part)["_target_"].rpartition(".")[2] if of_kvpress(part) else part for part in parts]
+    parts = []
+    for part in method.split("+"):
+        part_id = part.strip()
+        if of_kvpress(part_id):
+            # a press may be typed in several ways; its id is the name of the class made for it
+            part_id = defaults(part_id)["_target_"].rpartition(".")[2]
+        parts.append(part_id)
     for alias, (method_id, _) in ALIASES.items():
         alias_parts = alias.split("+")
         if set(alias_parts) <= set(parts):

@@ -171,7 +171,7 @@ def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
 
 
 def _record_measure(verdict: Verdict) -> MeasureRecord:
-    """Return a verdict by one measure with its numbers as plain data."""
+    """Return a verdict by one measure, with the numbers behind it, as data for JSON."""
     evidence = verdict.evidence
     ci = None
     if verdict.ci is not None:

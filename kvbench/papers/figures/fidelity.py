@@ -72,7 +72,8 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     """
     rows = []
     for point, group, samples in _compressed_cells(measured):
-        kept = 100 * sum(sample.kept for sample in samples) / sum(sample.n for sample in samples)
+        tokens_kept = sum(sample.kept for sample in samples)
+        kept = 100 * tokens_kept / sum(sample.n for sample in samples)
         x = point.x
         if math.isnan(x):
             # a method that the user named stands at the share of tokens that it kept, with two digits

@@ -307,6 +307,7 @@ def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
     if level_rows.empty:
         return False
     full = level_rows.iloc[0]
+    # below FEWEST examples an interval is too uncertain to decide
     reaches_zero = full["n"] >= stats.FEWEST and full[panel.low] <= 0
     if full[panel.y] >= 100 * stats.FLOOR and not reaches_zero:
         return False

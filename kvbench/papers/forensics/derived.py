@@ -63,6 +63,7 @@ def ranking(book: Book) -> Iterator[Finding]:
     averages_by_block: dict[tuple[str, str], list[Exact]] = {}
     for exact in recomputed_cells(book):
         cell = exact.cell
+        # table 2 prints averages as gains over the full cache (ratio - 1); baselines are all methods but its own
         is_average = (cell.paper, cell.table, cell.metric) == ("refreekv", "2", "ratio_to_full_minus_1")
         if is_average and cell.method != "refreekv":
             averages_by_block.setdefault((cell.model, cell.setting), []).append(exact)

@@ -298,6 +298,7 @@ def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
 
 def _stated_tokens(setting: str) -> int:
     """Return the length of a sequence in tokens from a setting that states it, such as ``seq=2K;batch=4``."""
+    # exactly one part of the setting is a length
     (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
     return length
 

@@ -145,7 +145,7 @@ class ReportPage:
     paper_cells: Collection[str] = ()
 
     def as_json(self) -> dict[str, object]:
-        """Return the report as plain data."""
+        """Return the report's content as data for JSON."""
         table_records = []
         for table in self.tables:
             measured = None

@@ -125,9 +125,10 @@ class BenchSpec:
     def _method_text(self, method: str, facts: set[str]) -> str | None:
         """Return the text in ``methods`` for a published method; None if there is none.
 
-        Of several texts, it is the one whose key names most of the cell's settings (``facts``), and no other setting.
+        A key of ``methods`` is a method with settings, such as ``kivi bits=2``. All its settings must be among
+        ``facts``, the cell's settings. If several keys fit, the one with most settings wins.
         """
-        # ``kivi bits=2`` is nearer to a row with bits=2 than ``kivi``, which holds for all other rows
+        # a key without settings, such as ``kivi``, serves the rows for which no other key fits
         text, most_settings = None, -1
         for words, candidate in self.methods.items():
             name, *settings = words.split()

@@ -128,6 +128,7 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
         left = sum(group.answers_to_do for group in groups)
         line = f"{part.part.name}: {len(groups)} tasks, {done:,} of {done + left:,} answers are measured"
         seconds = [group.seconds for group in groups if group.answers_to_do]
+        # a task without any answer has no measured speed, and then the sum is unknown
         if any(value is None for value in seconds):
             known = False
         else:

@@ -189,9 +189,13 @@ class _Reader:
         return raised
 
     def _read_atom(self, depth: int) -> float:
-        """Return the value of a number, a constant, a function or a parenthesis. Raises _Unreadable for others."""
+        """Return the value of a number, a constant, a function or a parenthesis, and move behind it.
+
+        Raises _Unreadable if none of these stands here.
+        """
         if number := self._peek(_NUMBER):
             self.at += 1
+            # so long a number is noise, and could make the arithmetic slow
             if len(number) > _LONGEST:
                 raise _Unreadable
             return self._read_suffix(float(number))
