@@ -95,7 +95,10 @@ class Left(ProgressColumn):
 
 
 def bars_of(more: str, console: Console) -> Progress:
-    """Return progress bars on a terminal, with ``more`` as an additional column: rich's template of a text."""
+    """Return progress bars on a terminal.
+
+    more: rich's template of a further column of text, such as ``{task.fields[task_name]}``; '' leaves it empty.
+    """
     columns = (
         # a description may hold brackets that are not markup
         TextColumn("{task.description}", markup=False),

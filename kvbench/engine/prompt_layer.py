@@ -237,6 +237,7 @@ class PromptLayer(KvbenchLayer):
         """
         n_earlier = keys.shape[1] - q.shape[1]
         needed = bool(n_earlier) or any(needs.colsums for needs in self.needs.values())
+        # fused attention knows neither windows nor blocks nor shared logits
         can_fuse = not self.plain and not in_blocks and window is None and self.share is None
         if not needed or not can_fuse:
             return None

@@ -26,7 +26,7 @@ def basis_width(channels: int, kind: str) -> int:
 
 @cache
 def _make_basis_on_cpu(channels: int, kind: str, block: int, seed: int) -> Tensor:
-    """Return the matrix of ``make_basis`` on the CPU, where every device's basis is drawn alike."""
+    """Return the matrix of ``make_basis``. It is drawn on the CPU, so that it is the same whatever the device."""
     g = torch.Generator().manual_seed(seed)
     size = basis_width(channels, kind)
     if kind == "haar":

@@ -329,7 +329,11 @@ def plan_run(
     store: ResultStore,
     model: PreTrainedModel | None = None,
 ) -> RunPlan:
-    """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already."""
+    """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already.
+
+    No weights are read, and nothing is measured. Foreign methods that fail already now are left out with a message.
+    Raises KvbenchError if no method is left.
+    """
     if cfg.data_root:
         data_root(cfg.data_root)  # refuse a missing folder even if no dataset reads it
     identity = identify(cfg, source, load.resolve_device(cfg.device))

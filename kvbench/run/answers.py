@@ -131,7 +131,7 @@ class DecodeQueue:
         yield from self.waiting
 
     def add(self, row: QueuedRow) -> None:
-        """Let a row wait behind all others."""
+        """Put a row at the end of the queue."""
         self.waiting.append(row)
 
     def drop(self, cell_id: str) -> None:

@@ -97,7 +97,10 @@ class Display:
         self._show(now)
 
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
-        """Count no more work for a task once all of its cells have ended."""
+        """Take the task's remaining work out of the estimate once all of its cells have ended.
+
+        A cell may end early, because it failed or was refused, so that some of its answers never come.
+        """
         if cell.column not in self.times:
             return
         self.open_cells[cell.column] -= 1

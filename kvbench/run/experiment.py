@@ -105,7 +105,7 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
 
 
 def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
-    """Write each cell's metrics from the samples of all shards. Return the run's report, as ``report_run`` does."""
+    """Write each cell's metrics from the samples of all shards, without measuring. Return the run's report."""
     broadcast = Listeners(listeners)
     summaries: dict[str, CellSummary] = {}
     try:

@@ -185,7 +185,7 @@ class ExactRows(Format):
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
         """Return the same attention as ``attend``, computed faster, for queries that may be fused.
 
-        If the package kvbench-kernels can read them, it computes all at once. If not, one part attends the tail of all
+        If the package kvbench-kernels can attend such queries, it is used. If not, one part attends the tail of all
         rows, another part attends the stored segments group by group, and both are merged.
         """
         if on_cpu.reads_exact(query):

@@ -83,7 +83,7 @@ def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
 
 
 def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
-    """Return the removal of a whole cell."""
+    """Return the removal of a cell's whole folder, with a text that says how many samples it would delete."""
     try:
         n = len(store.lines(cell))
     except UsageError:

@@ -459,7 +459,10 @@ def _agreement_note(told: Sequence[Pair]) -> str:
 
 
 def _divergence_notes(told: Sequence[Pair]) -> list[str]:
-    """Return the notes on pairs that divergence tells apart: first those that scores do not, then neighbours."""
+    """Return the notes on pairs of formats that divergence tells apart.
+
+    The first note lists those that scores do not tell apart. A note for each pair of neighbours in the table follows.
+    """
     apart = [pair for pair in told if pair.apart]
     texts = []
     # a pair without scores is not listed: scores could not have told it apart

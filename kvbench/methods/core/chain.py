@@ -195,7 +195,10 @@ class Chain:
         return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
 
     def _token_kind(self, layer: int) -> tuple[object, ...]:
-        """Return what decides the bytes of a layer's tokens: (True if they are packed, widths of latents or None)."""
+        """Return (True if a layer's tokens are packed, widths of their latents or None).
+
+        Layers with equal results store equally many bytes for a token.
+        """
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
         ranks = None
         if self.lowrank is not None:

@@ -391,7 +391,7 @@ def _correct_p_values(
 
 
 def _name_gap(evidence: Evidence) -> str:
-    """Return the verdict on a claim without any measured difference, which names what is missing."""
+    """Return the verdict on a claim without any measured difference: a word for what is missing."""
     if evidence.waiting:
         return UNMEASURED
     # if some dataset allows no comparison at all, the floor of the others is not the whole reason

@@ -263,7 +263,10 @@ def single_layers(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield, by kind of text and method, the layer that diverges most if compressed alone, and all layers together."""
+    """Yield facts by kind of text and method.
+
+    They are the layer that diverges most if it alone is compressed, its divergence, and that of all layers together.
+    """
     # by_layer has all layers together as layer -1
     single, all_layers = single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
@@ -284,7 +287,7 @@ def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
 
 
 def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergences by kind of text, method and bytes held, what rounding alone makes, and n."""
+    """Yield the divergences by kind of text, method and bytes held, the divergence of rounding alone, and n."""
     yield Fact(
         "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
     )
@@ -344,7 +347,10 @@ def _runs_in_mean(runs: int) -> int:
 
 
 def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean divergence of each method in each quarter of the continuation, the most tokens held, and n."""
+    """Yield facts by method: the mean divergence in each quarter of the continuation, and the most tokens held.
+
+    The last fact is the number of texts.
+    """
     # cut the positions into four intervals of equal length
     quarter = pd.cut(data["position"], 4, labels=["first", "second", "third", "last"])
     for label, rows in data.groupby(quarter, observed=True):

@@ -29,7 +29,7 @@ for _module in (fidelity, qhitter, scores, think, uncomp, vatp):
 
 
 def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
-    """Build the figure ``name`` from its YAML entry and its code. The entry is taken apart."""
+    """Build the figure ``name`` from its YAML entry and its code. Keys are removed from the entry as they are read."""
     knobs = {}
     for knob, default in entry.pop("knobs", {}).items():
         # YAML has lists, and the options of a command are tuples
@@ -82,7 +82,10 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
 
 
 def _build_picture(entry: dict[str, Any]) -> Picture:
-    """Build a picture, with the one beside it if there is one, from its YAML entry. The entry is taken apart."""
+    """Build a picture from its YAML entry, and the picture to its right if the entry has one under ``beside``.
+
+    Keys are removed from the entry as they are read.
+    """
     beside_entry = entry.pop("beside", None)
     beside = None
     if beside_entry:
@@ -92,7 +95,7 @@ def _build_picture(entry: dict[str, Any]) -> Picture:
 
 
 def _build_sweep(entry: dict[str, Any]) -> Sweep:
-    """Build a sweep from its YAML entry. The entry is taken apart.
+    """Build a sweep from its YAML entry. Keys are removed from the entry as they are read.
 
     An ``x`` of the whole entry is the default for its grids of points.
     """

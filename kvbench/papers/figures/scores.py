@@ -274,7 +274,10 @@ def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield on how many tasks quantised keys lose more than quantised values, and less, at the fewest bits."""
+    """Yield one fact, at the fewest bits: the number of tasks on which keys lose more than values, and less.
+
+    Keys and values lose score when they alone are quantised.
+    """
     rows = choose_rows(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
     # below 0 where quantised keys lose more of the score than quantised values

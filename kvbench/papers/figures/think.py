@@ -212,7 +212,11 @@ def by_quantity(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield, for attention and for keys, how many singular values have a high energy, and how many have most of it."""
+    """Yield facts for attention and for keys, over all heads.
+
+    They are how many singular values have an energy above HIGH, how many together have the share ENOUGH of the energy,
+    and which share the first FIRST have.
+    """
     for what, rows in data.groupby("what", sort=True):
         heads, size = rows.groupby(["layer", "head"]), int(rows["index"].max())
         high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))

@@ -43,7 +43,7 @@ def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tupl
         ids = reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
 
         def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
-            """Append the spectra of a chosen layer."""
+            """Append the eigenvalues [heads, D] of one layer's wanted activations, if the layer is among ``layers``."""
             if obs.layer not in layers:
                 return
             activations = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
@@ -133,7 +133,10 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield how heads differ in their largest and their smaller eigenvalues, and how alike the texts' spectra are."""
+    """Yield facts on the spectra of heads: the range of the largest eigenvalue, and of how many hold 90 % of the trace.
+
+    Further facts are how much heads differ in large and in small eigenvalues, and how similar two texts' spectra are.
+    """
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
     first = mean.xs(1, level="index")
     yield Fact("Largest eigenvalue by head", {"lowest": first.min(), "highest": first.max()}, "{:.2f}")

@@ -109,7 +109,10 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
 
 
 def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
-    """Return in words which other model's full-cache row, as the base, gives the printed ratio, or that none does."""
+    """Return in words whose full-cache row explains a printed ratio that is off.
+
+    The authors may have divided by another model's row. If no row gives the printed ratio, the text says so.
+    """
     for full in book.table(row.paper, row.table):
         if full.method != "full" or full.model == row.model:
             continue

@@ -294,7 +294,10 @@ def notes(view: View, show: str = "both") -> list[str]:
 
 
 def _list_shown_lines(view: View, show: str) -> frozenset[str]:
-    """Return the lines of all cells that a reader of ``show`` sees, so that a note stands only beside its mark."""
+    """Return all lines of text in the cells that a reader of ``show`` sees.
+
+    A note that explains a mark is printed only if the mark is among them.
+    """
     shown = [show]
     # a report's page also has our side, and the reader switches between both
     if show == "beside":

@@ -178,7 +178,7 @@ class ReportPage:
         return build_page(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
 
     def _title(self) -> str:
-        """Return the title's words on the page's parts: the user's runs with their models, and the papers."""
+        """Return the words in the page's title: the models of the user's runs, and the papers if it shows any."""
         # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
         if not models:

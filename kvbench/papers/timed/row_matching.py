@@ -129,7 +129,10 @@ def source_quantity(quantity: str) -> str:
 
 
 def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
-    """Build a printed cell's timing: its row, the base row measured beside it, and both ratios."""
+    """Find our measurement for a printed cell, and compare both sides by their ratios to the base method.
+
+    If there is no measurement, the result says why: not run, or not measured yet.
+    """
     # the paper's ratio: printed value / printed value of the base
     printed_base = _printed_base(cell, declared, printed)
     published_ratio = None
