@@ -203,8 +203,8 @@ class Shape:
                 expanded = f", in place of {self.expanded_numbers:,} of the heads' own keys and values"
             notes.append(
                 f"A token's keys and values are one latent for all heads: {self.latent_width} numbers, and "
-                f"{self.head_dim - self.latent_width} of a rotated key beside it{expanded}. Methods and bytes are of "
-                "the latent."
+                f"{self.head_dim - self.latent_width} of a rotated key beside it{expanded}. Methods compress the "
+                "latent, and bytes count it."
             )
         if self.indexer_numbers:
             notes.append(
@@ -222,24 +222,27 @@ class Shape:
         if self.keyless_layers:
             local = ""
             if self.local_layers:
-                local = f", {self.local_layers} of them of a window of {self.window} tokens alone"
+                local = f", {self.local_layers} of them only those of a window of {self.window} tokens"
             return (
-                f"{self.layers + self.local_layers} of {self.all_layers} layers hold keys and values{local}: methods, "
-                f"budgets and tokens kept are of {self.layers} layers, bytes of all, with the states of the others."
+                f"{self.layers + self.local_layers} of {self.all_layers} layers hold keys and values{local}. Methods, "
+                f"budgets and tokens kept concern {self.layers} layers. Bytes are those of all layers, with the states "
+                "of the others."
             )
         if self.has_states:
-            return "All layers hold a state beside their keys: it passes through, and bytes count it."
+            return "All layers hold a state beside their keys: no method compresses it, and bytes count it."
         if self.sharing_layers:
             return (
                 f"{self.sharing_layers} of {self.all_layers} layers hold nothing: each reads the cache of an earlier "
-                f"layer, as that one's method leaves it. {self.local_layers} are local (window {self.window}) and pass "
-                f"through: methods, budgets and tokens kept are of the other {self.layers}, bytes of all layers."
+                f"layer, as that layer's method leaves it. {self.local_layers} are local (window {self.window}), and "
+                f"no method compresses them. Methods, budgets and tokens kept concern the other {self.layers}; bytes "
+                "are those of all layers."
             )
         if not self.local_layers:
             return None
         return (
-            f"{self.local_layers} of {self.all_layers} layers are local (window {self.window}) and pass through: "
-            f"methods, budgets and tokens kept are of the other {self.layers}, bytes of all layers."
+            f"{self.local_layers} of {self.all_layers} layers are local (window {self.window}), and no method "
+            f"compresses them. Methods, budgets and tokens kept concern the other {self.layers}; bytes are those of "
+            "all layers."
         )
 
     def __str__(self) -> str:

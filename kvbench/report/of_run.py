@@ -126,8 +126,8 @@ def _note_reading(records: Sequence[CellRecord]) -> list[str]:
         return []
     pieces = " and ".join(str(size) for size in sorted(sizes))
     return [
-        f"Prompts were read in pieces of {pieces} tokens (shared_prefix), and those with which one begins as the one "
-        "before once; prefill ms counts them in each."
+        f"Prompts were read in pieces of {pieces} tokens (shared_prefix). Pieces that a prompt shares with the one "
+        "before it were read once; prefill ms counts them for both."
     ]
 
 

@@ -381,14 +381,17 @@ def _note_storage(report: ReportData, summaries: Sequence[CellSummary]) -> list[
     if not summaries:
         return []
     lines = [
-        "size: what is held of a prompt after prefill, mean, at 16 bits by formula, whatever the run held; payload and "
-        "overhead: as the run held it. full has positions beside its keys and values, hence above 100 %. Times of "
-        "compression and decoding: kvbench bench time."
+        "size: the mean bytes that are held of a prompt after prefill, if its numbers have 16 bits. payload and "
+        "overhead: the bytes in the run's own dtype. full stores positions beside its keys and values, hence above "
+        "100 %. Times of compression and decoding: kvbench bench time."
     ]
     if _list_pages_freed(report):
         lines += pages.NOTES
     if _has_masks(report):
-        lines.append("attended %: what a decode step attends where a method masks, new tokens too, against the prompt.")
+        lines.append(
+            "attended %: the tokens that a decode step attends to where a method masks, new ones too, per token of the "
+            "prompt."
+        )
     most_cut = max(summary.cut for summary in summaries)
     if most_cut:
         lines.append(f"Up to {most_cut} prompts of a task were cut in the middle to the length allowed.")

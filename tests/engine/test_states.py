@@ -162,6 +162,6 @@ def test_layers_are_told_by_kind():
     shape = Shape(3, 4, 2, 16, keyless_layers=9, conv_numbers=60, recurrent_numbers=40)
     assert shape.all_layers == 12 and shape.full_bytes(10, 2) == 3 * 2 * 2 * 10 * 16 * 2 + 120 + 160
     assert shape.note == (
-        "3 of 12 layers hold keys and values: methods, budgets and tokens kept are of 3 layers, bytes of all, with the "
-        "states of the others."
+        "3 of 12 layers hold keys and values. Methods, budgets and tokens kept concern 3 layers. Bytes are those of "
+        "all layers, with the states of the others."
     )
