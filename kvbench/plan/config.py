@@ -242,7 +242,7 @@ def parse(
     knobs: dict[str, object] = {registry.PER: raw["per"]}
     knobs |= request.knobs
     try:
-        chains = resolve(methods or raw["chains"], knobs, _preset_values(request))
+        chains = resolve(methods or raw["chains"], knobs, request.preset_values)
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
     other_settings = {
@@ -281,8 +281,8 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     else:
         raw = _compose_with_hydra(group_overrides(request))
     methods = request.methods or tuple(whole_config()["chains"])
-    preset = _preset_values(request)
-    raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": preset.get("per", raw["per"])}
+    per = request.preset_values.get("per", raw["per"])
+    raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": per}
     raw["tasks"] = list(request.tasks) or raw["tasks"]
     for key, value in request.values.items():
         _set_value(raw, key, value)
@@ -298,7 +298,7 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
     No run reads these knobs: ``resolve`` merges those of each method on its own.
     """
     raw = compose(request)
-    raw["method"] = entries_of(words.stages_of(raw["chains"]), _preset_values(request), request.knobs)
+    raw["method"] = entries_of(words.stages_of(raw["chains"]), request.preset_values, request.knobs)
     return raw
 
 
@@ -316,13 +316,6 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
         return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(plain(error)) from None
-
-
-def _preset_values(request: RunRequest) -> dict[str, object]:
-    """Return the values of the request's preset for its model by full key; {} without a preset."""
-    if request.preset is None:
-        return {}
-    return presets.values(request.preset, request.groups["model"])
 
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:

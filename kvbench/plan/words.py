@@ -45,6 +45,7 @@ class RunRequest:
     methods, tasks: as typed; empty if none were typed.
     knobs: values of the methods' knobs by key (``kv_size``, ``method.snapkv.window``).
     values: all other values by full key (``limit``, ``model.dtype``).
+    preset_values: the values of the preset for this run's model by full key; {} without a preset.
     sweep: under -m, the Hydra overrides that cut the run into shards and set up the launcher.
     """
 
@@ -55,6 +56,7 @@ class RunRequest:
     knobs: Mapping[str, object] = field(default_factory=dict)
     values: Mapping[str, object] = field(default_factory=dict)
     preset: str | None = None
+    preset_values: Mapping[str, object] = field(default_factory=dict)
     sweep: tuple[str, ...] = ()
 
 
@@ -101,14 +103,14 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
     preset = texts.get("preset")
     runs = []
     for model in split_list(texts.get("model", "tiny")):
-        preset_values: dict[str, object] = {}
-        if preset is not None:
-            preset_values = presets.values(preset, model)
         run_groups, run_values = {"model": model}, {}
         if model not in entries("model"):
             # a name without an entry in conf/model is a checkpoint folder or a hub id
             run_groups["model"] = "hf"
             run_values["model.path"] = model
+        preset_values: dict[str, object] = {}
+        if preset is not None:
+            preset_values = presets.values(preset, run_groups["model"])
         if "prompt" in preset_values:
             run_groups["prompt"] = str(preset_values["prompt"])
         run = RunRequest(
@@ -119,6 +121,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
             knobs=knobs,
             values=run_values | values | _matching_kind(texts, preset_values),
             preset=preset,
+            preset_values=preset_values,
             sweep=tuple(sweep),
         )
         runs.append(run)
