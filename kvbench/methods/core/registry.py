@@ -315,12 +315,6 @@ def implied_knobs(method: str) -> dict[str, object]:
     return values
 
 
-def as_written(name: str, written: str) -> str:
-    """Return a chain's ``name`` with its ids replaced by the aliases that the user wrote for them in ``written``."""
-    aliases = {ALIASES[alias][0]: alias for alias in aliases_in(written)}
-    return "+".join(aliases.get(part, part) for part in name.split("+"))
-
-
 def by_size(entry: Mapping[str, object]) -> dict[str, object]:
     """Return the entry with one value for each knob whose value depends on the budget.
 
@@ -355,55 +349,6 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
             raise unknown(f"option of {method}", knob, knob_names(method), listed_by=f"kvbench run --help {method}")
     target = entry.get("_target_") or defaults(method)["_target_"]
     return load_stage(path_of(method), method, cast(str, target), knobs=knobs)
-
-
-def owners(methods: Sequence[str], key: str, value: object = None) -> list[str]:
-    """Return the ids of the stages of ``methods`` that have the knob ``key``. The value is only for the error.
-
-    A key that names a stage returns that stage without looking for the knob. Raises UsageError if no stage has the
-    knob, or if the key names no stage and two stages of one method have the knob.
-    """
-    chains = [split(method) for method in methods]
-    stage, knob = stage_of(key), knob_of(key)
-    all_parts: list[str] = []
-    for chain in chains:
-        all_parts += [part for part in chain if part not in all_parts]
-    if stage:
-        if stage not in all_parts:
-            raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_parts)}")
-        return [stage]
-    owning_parts: list[str] = []
-    for chain in chains:
-        parts = [part for part in chain if knob in knob_names(part)]
-        if len(parts) > 1:
-            keys = " and ".join(f"method.{part}.{knob}" for part in parts)
-            raise UsageError(f"{knob} is an option of two methods in {'+'.join(chain)}: set {keys} by its full key")
-        owning_parts += [part for part in parts if part not in owning_parts]
-    if not owning_parts:
-        names = {PER}
-        for part in all_parts:
-            names.update(knob_names(part))
-        raise unknown_knob(knob, value, names, methods)
-    return owning_parts
-
-
-def check_implied(methods: Sequence[str], key: str, value: object) -> None:
-    """Raise UsageError for ``key=value`` if aliases fix this knob in every one of ``methods`` that has it.
-
-    If some method is free to take the value, there is no error: that method takes it.
-    """
-    stage, knob = stage_of(key), knob_of(key)
-    owning: list[tuple[str, str]] = []
-    for method in methods:
-        for part in split(method):
-            if knob in knob_names(part) and stage in ("", part):
-                owning.append((method, part))
-    if owning and all(f"{part}.{knob}" in implied_knobs(method) for method, part in owning):
-        method, part = owning[0]
-        raise UsageError(
-            f"{key}={value} is not possible: {method} is {part} with {knob}={implied_knobs(method)[f'{part}.{knob}']}; "
-            f"write method={part} {knob}={value}"
-        )
 
 
 def stage_of(key: str) -> str:

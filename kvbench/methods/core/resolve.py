@@ -227,11 +227,61 @@ def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
         if key == PER:
             continue
         knob = registry.knob_of(key)
-        stage = registry.owners(methods, key, value)[0]
-        if knob not in registry.knob_names(stage):
-            names = registry.knob_names(stage)
+        stage = _find_owner(methods, key, value)
+        names = registry.knob_names(stage)
+        if knob not in names:
             raise unknown(f"option of {stage}", knob, names, listed_by=f"kvbench run --help {stage}")
-        registry.check_implied(methods, key, value)
+        _check_implied(methods, key, value)
+
+
+def _find_owner(methods: Sequence[str], key: str, value: object) -> str:
+    """Return the id of the first stage of ``methods`` that has the knob ``key``. The value is only for the error.
+
+    A key that names a stage returns that stage without looking for the knob. Raises UsageError if no stage has the
+    knob, or if the key names no stage and two stages of one method have the knob.
+    """
+    chains = [registry.split(method) for method in methods]
+    stage, knob = registry.stage_of(key), registry.knob_of(key)
+    all_parts: list[str] = []
+    for chain in chains:
+        all_parts += [part for part in chain if part not in all_parts]
+    if stage:
+        if stage not in all_parts:
+            raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_parts)}")
+        return stage
+    owners: list[str] = []
+    for chain in chains:
+        owners_in_chain = [part for part in chain if knob in registry.knob_names(part)]
+        if len(owners_in_chain) > 1:
+            keys = " and ".join(f"method.{part}.{knob}" for part in owners_in_chain)
+            raise UsageError(f"{knob} is an option of two methods in {'+'.join(chain)}: set {keys} by its full key")
+        owners += owners_in_chain
+    if not owners:
+        names = {PER}
+        for part in all_parts:
+            names.update(registry.knob_names(part))
+        raise registry.unknown_knob(knob, value, names, methods)
+    return owners[0]
+
+
+def _check_implied(methods: Sequence[str], key: str, value: object) -> None:
+    """Raise UsageError for ``key=value`` if aliases fix this knob in every one of ``methods`` that has it.
+
+    If some method is free to take the value, there is no error: that method takes it.
+    """
+    stage, knob = registry.stage_of(key), registry.knob_of(key)
+    owning: list[tuple[str, str]] = []
+    for method in methods:
+        for part in registry.split(method):
+            if knob in registry.knob_names(part) and stage in ("", part):
+                owning.append((method, part))
+    if owning and all(f"{part}.{knob}" in registry.implied_knobs(method) for method, part in owning):
+        method, part = owning[0]
+        implied = registry.implied_knobs(method)[f"{part}.{knob}"]
+        raise UsageError(
+            f"{key}={value} is not possible: {method} is {part} with {knob}={implied}; "
+            f"write method={part} {knob}={value}"
+        )
 
 
 def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
@@ -278,7 +328,9 @@ def _label(
 
     Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
     """
-    words = [registry.as_written(chain.name, written)]
+    # the name with its ids replaced by the aliases that the user wrote for them
+    aliases = {registry.ALIASES[alias][0]: alias for alias in registry.aliases_in(written)}
+    words = ["+".join(aliases.get(part, part) for part in chain.name.split("+"))]
     implied = registry.implied_knobs(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
