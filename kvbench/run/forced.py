@@ -9,7 +9,7 @@ from math import isfinite
 
 import torch
 
-from kvbench.base.example import Example, ScoredText, scored_text
+from kvbench.base.example import Example, ScoredText
 from kvbench.engine.batch import Answer
 from kvbench.engine.decode import generate_rows
 from kvbench.engine.divergence import Divergence
@@ -31,16 +31,18 @@ Scored = tuple[float, Answer, QueuedRow]
 
 
 def score_text(
-    host: Host, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None
+    host: Host, text: ScoredText, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
     """Score the rest of a text under the cache of each row, and compare the row with the cache ``full`` if it is given.
 
     Return each row with the score of the text, or with the exception by which it failed.
     """
-    text = scored_text(example)
     # [tokens behind the compressed prefix]
     rest = torch.tensor(text.ids[text.prefix :])
-    first = _find_first_counted(text)
+    # position 0 is the first token behind the prefix; of a long text's window only the tokens from scored_from on count
+    first = 0
+    if text.scored_from is not None:
+        first = max(0, text.scored_from - text.prefix)
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
         """Return the score of the text under each row of ``part``, computed in one pass."""
@@ -127,16 +129,6 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
         ending = Ending(min(most, example.max_new_tokens), host.stop)
         texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
-
-
-def _find_first_counted(text: ScoredText) -> int:
-    """Return the position of the first token that counts; position 0 is the first token after the compressed prefix.
-
-    It is 0 except in windows of a long text. In these, only the tokens from ``scored_from`` on count.
-    """
-    if text.scored_from is None:
-        return 0
-    return max(0, text.scored_from - text.prefix)
 
 
 def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:

@@ -240,13 +240,20 @@ class GroupRun:
     def _queue_rows(
         self, example: Example, encoded: Encoded, rows: Sequence[QueuedRow], full: PromptCache | None
     ) -> None:
-        """Queue the answers to one prompt under several methods. The rest of a text is scored at once instead.
+        """Queue the answers to one prompt under several methods. A text has no answer: score its rest and store that.
 
         full: the full cache to compare with, if there is one.
         """
         task = rows[0].cell.task
         if example.scored is not None:
-            self.score_text(example, rows, full)
+            outcomes = forced.score_text(self.host, example.scored, rows, full)
+            self.check_model([row.cell for row in rows], example)
+            for row, outcome in outcomes:
+                if isinstance(outcome, Exception):
+                    self.take_out(row.cell, outcome, example)
+                else:
+                    value, answer, scored_row = outcome
+                    self.store_answer(scored_row, answer, "", value)
         elif isinstance(encoded, EncodedTurns):
             turns = range(1)  # a question that sees earlier ones waits for their answers
             if task.turns == "isolated":
@@ -338,17 +345,6 @@ class GroupRun:
             else:
                 compared.append(outcome)
         return compared
-
-    def score_text(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache | None) -> None:
-        """Score the rest of a text under the cache of each row, and store one sample for each."""
-        outcomes = forced.score_text(self.host, example, rows, full)
-        self.check_model([r.cell for r in rows], example)
-        for row, outcome in outcomes:
-            if isinstance(outcome, Exception):
-                self.take_out(row.cell, outcome, example)
-            else:
-                value, answer, scored_row = outcome
-                self.store_answer(scored_row, answer, "", value)
 
     def advance_queue(self) -> None:
         """Decode until some rows have ended, and score and store those."""
