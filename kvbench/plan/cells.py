@@ -15,6 +15,7 @@ from kvbench.methods.core.resolve import ChainConfig
 from kvbench.plan.config import THROUGH_CACHE, RunConfig
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import fidelity_identity
+from kvbench.store.store import ResultStore
 from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
 from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
@@ -295,12 +296,9 @@ def _withholds(group: Group) -> bool:
     return not group.task.query_aware
 
 
-def pending(group: Group, done: Mapping[str, Sequence[str]]) -> dict[str, list[Cell]]:
-    """Return the cells that still need each example, by example id. Leave out examples that no cell needs.
-
-    ``done`` holds the ids of the finished examples by cell id.
-    """
-    finished = {c.id: set(done.get(c.id, ())) for c in group.cells}
+def pending(group: Group, store: ResultStore) -> dict[str, list[Cell]]:
+    """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
+    finished = {c.id: set(store.lines(c.id)) for c in group.cells}
     todo = {}
     for example in group.examples:
         cells = [c for c in group.cells if example.id not in finished[c.id]]

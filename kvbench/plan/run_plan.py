@@ -92,8 +92,7 @@ class RunPlan:
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
-        usable = self.usable(group)
-        return pending(usable, {c.id: list(self.store.lines(c.id)) for c in usable.cells})
+        return pending(self.usable(group), self.store)
 
     def usable(self, group: Group) -> Group:
         """Return the group without the cells with damaged files. Such cells are neither read nor measured."""

@@ -537,7 +537,7 @@ def run_groups(
     busy: list[Cell] = []
     with ExitStack() as stack:
         writers = {}
-        for cell in _list_waiting(_find_pending(groups, store)):
+        for cell in _list_waiting([pending(group, store) for group in groups]):
             facts = dict(provenance)
             facts |= {"batch": host.describe_batching()}
             facts |= cell.chain.provenance()
@@ -553,7 +553,7 @@ def run_groups(
                 stack.callback(writers[cell.id].close)
         # read the store again: another process may have answered some examples before its locks were free
         opened = [group.only(writers) for group in groups]
-        todo = _find_pending(opened, store)
+        todo = [pending(group, store) for group in opened]
         cells = _list_waiting(todo)
         if not cells:
             return busy
@@ -572,19 +572,10 @@ def run_groups(
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (lost := run.describe_unanswered()):
                 error.add_note(lost)
-            for cell in run.active_cells(_list_waiting(_find_pending(opened, store))):
+            for cell in run.active_cells(_list_waiting([pending(group, store) for group in opened])):
                 store.mark(cell, "interrupted", ending(error))
             raise
     return busy
-
-
-def _find_pending(groups: Sequence[Group], store: ResultStore) -> list[dict[str, list[Cell]]]:
-    """Return, for each group, the cells that still need each example, by example id."""
-    todo = []
-    for group in groups:
-        done = {cell.id: list(store.lines(cell.id)) for cell in group.cells}
-        todo.append(pending(group, done))
-    return todo
 
 
 def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
