@@ -190,7 +190,10 @@ class GroupRun:
             for cell in cells:
                 self.fail_cell(cell, error, example)
             return
-        cells = with_full(self._fitting_cells(cells, encoded, example))
+        for cell in cells:
+            if reason := why_unfit(self.host, cell, encoded, example):
+                self.refuse_cell(cell, reason, example)
+        cells = with_full(self.active_cells(cells))
         rows = self._compress_prompt(example, encoded, cells, following)
         full = None
         if cells and cells[0].fidelity:
@@ -508,13 +511,6 @@ class GroupRun:
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
         self.forget_cell(cell)
-
-    def _fitting_cells(self, cells: Sequence[Cell], encoded: Encoded, example: Example) -> list[Cell]:
-        """Return the cells that can run an example. The others are marked as refused, with the reason."""
-        for cell in cells:
-            if reason := why_unfit(self.host, cell, encoded, example):
-                self.refuse_cell(cell, reason, example)
-        return [c for c in cells if c.id not in self.refused]
 
 
 def run_groups(
