@@ -336,7 +336,7 @@ def plan_run(
     if cfg.data_root:
         data_root(cfg.data_root)  # refuse a missing folder even if no dataset reads it
     identity = identify(cfg, source, load.resolve_device(cfg.device))
-    context = context_of(cfg, source)
+    context = traits.context_length(source.config, cfg.model.context)
     shape = traits.shape_of(source.config)
     session = open_session(cfg, identity, tokenizer, context)
     failed = foreign.find_early_failures(cfg.chains)
@@ -399,11 +399,6 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
     if local_layers(source.config):
         facts["local"] = "passed through"
     return facts
-
-
-def context_of(cfg: RunConfig, source: load.ModelSource) -> int | None:
-    """Return how many tokens the model can read: the configured number, or its checkpoint's; None if unknown."""
-    return traits.context_length(source.config, cfg.model.context)
 
 
 def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Tokenizer, context: int | None) -> Session:

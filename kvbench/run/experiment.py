@@ -15,10 +15,10 @@ from kvbench.base.errors import KvbenchError, UsageError, ending
 from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.models import load
+from kvbench.models import load, traits
 from kvbench.plan.cells import Group, pair_by_question, rounds
 from kvbench.plan.config import RunConfig
-from kvbench.plan.run_plan import RunPlan, check_model, context_of, identify, open_session, threads
+from kvbench.plan.run_plan import RunPlan, check_model, identify, open_session, threads
 from kvbench.report.of_run import report_run
 from kvbench.report.report import Report
 from kvbench.report.summary import summarise
@@ -49,7 +49,8 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     source = load.locate(cfg.model)
     check_model(cfg, source)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    session = open_session(cfg, identify(cfg, source, device), tokenizer, context_of(cfg, source))
+    context = traits.context_length(source.config, cfg.model.context)
+    session = open_session(cfg, identify(cfg, source, device), tokenizer, context)
     chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
     if not chains:
         raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")

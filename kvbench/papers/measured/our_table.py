@@ -24,7 +24,7 @@ from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
-from kvbench.plan.run_plan import RunPlan, context_of
+from kvbench.plan.run_plan import RunPlan
 from kvbench.report.collect import report_cell
 from kvbench.report.data import CellResult
 from kvbench.report.summary import summarise
@@ -241,7 +241,7 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     elif size is not None:
         notes += _depth_notes(lines, size, tiny)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
-    context = context_of(base, source)
+    context = traits.context_length(source.config, base.model.context)
     reader = Reader(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
     lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
     notes += reading_notes
