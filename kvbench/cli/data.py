@@ -145,8 +145,7 @@ def _print_prompt(record: PromptRecord) -> None:
 
 def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRecord:
     """Return an example as the model reads it, as text, whole and divided where the cache is compressed."""
-    from kvbench.tasks.encoding import encode_prompt
-    from kvbench.tasks.turns import EncodedTurns
+    from kvbench.tasks.encoding import EncodedTurns, encode_prompt
 
     ids: Sequence[int]
     after: Sequence[int]

@@ -27,9 +27,9 @@ from kvbench.store.cell import Cell
 from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import DrawnAnswer, Sample, Timing
 from kvbench.store.turns import TurnAnswer
+from kvbench.tasks.encoding import EncodedTurns
 from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
-from kvbench.tasks.turns import EncodedTurns
 
 ENTER_SHARE = 0.5
 """Rows enter a running batch once it has shrunk to this share of its limits, so that groups are few and large."""

@@ -48,9 +48,9 @@ from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
 from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
 from kvbench.store.store_writer import Writer
+from kvbench.tasks.encoding import EncodedTurns
 from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
-from kvbench.tasks.turns import EncodedTurns
 
 REASON_LENGTH = 300
 """The most characters of an error's message in a stored reason."""

@@ -1,11 +1,48 @@
-"""From an example to token ids: the one entry for prompts, for contexts with several questions, and for texts."""
+"""From an example to token ids: the one entry for prompts, for contexts with several questions, and for texts.
+
+With a chat template, a context with several questions is the beginning of the first user message. If questions follow
+one another, each later one is a message of its own.
+"""
 
 from __future__ import annotations
 
-from kvbench.base.example import Example
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvbench.base.errors import UsageError
+from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import Task, Tokenizer
-from kvbench.tasks.prompt import Encoded, PromptPolicy, encode
-from kvbench.tasks.turns import encode_turns
+from kvbench.tasks.prompt import (
+    SENTINEL,
+    Encoded,
+    PromptPolicy,
+    cut_middle,
+    divide_ids,
+    encode,
+    no_room,
+    plain_ids,
+    text_ids,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedTurns(Encoded):
+    """A context as token ids, with the tokens that are read behind it.
+
+    questions: the tokens of each question, up to the beginning of its answer.
+    references: the first reference of each question, in the tokens that are read in place of the model's answer.
+    between: True if a question begins with the end of the previous answer, as in a chat template.
+    most: the largest number of tokens that are read behind the context before the last answer begins.
+    """
+
+    questions: tuple[tuple[int, ...], ...]
+    references: tuple[tuple[int, ...], ...]
+    between: bool
+    most: int
+
+    def __len__(self) -> int:
+        return len(self.ids) + self.most
 
 
 def encode_prompt(
@@ -24,3 +61,118 @@ def encode_prompt(
     if context is not None:
         longest = context - example.max_new_tokens
     return encode(tokenizer, example, task, policy, longest)
+
+
+def encode_turns(
+    tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, context: int | None
+) -> EncodedTurns:
+    """Return the token ids of a context and its questions.
+
+    A context is cut in its middle, by tokens, to leave room for the tokens that are read behind it. Isolated questions
+    need room for the longest question and answer, other questions for all questions and answers. ``context`` is the
+    number of tokens that the model can read, None if there is no limit. ``max_length`` counts the context with its
+    longest question.
+    """
+    templated = policy.templated(task)
+    isolated = task.turns == "isolated"
+    ids, questions = _encode_alone(tokenizer, example, policy, templated)
+    between = ""
+    if not isolated:
+        if templated:
+            between = policy.between(tokenizer)
+        # the first question follows the context in every case; later ones follow an answer
+        questions[1:] = _encode_later_questions(tokenizer, example, policy, templated, between=between)
+    references = [_encode_reference(tokenizer, turn, templated) for turn in example.turns]
+    # an isolated question branches from the context's cache, so at most one is read behind it
+    longest = max(map(len, questions))
+    most = longest
+    if not isolated:
+        # the cache holds all questions, and the answers to all but the last one
+        if task.turns == "gold":
+            answer_tokens = sum(map(len, references[:-1]))
+        else:
+            # an answer of its full length, and the token that ends it
+            answer_tokens = (len(references) - 1) * (example.max_new_tokens + 1)
+        most = sum(map(len, questions)) + answer_tokens
+    limit = len(ids)
+    if policy.max_length is not None:
+        limit = min(limit, policy.max_length - longest)
+    if context is not None:
+        limit = min(limit, context - most - example.max_new_tokens)
+    if limit < 1:
+        raise no_room(task)
+    return EncodedTurns(
+        ids=tuple(cut_middle(ids, limit)),
+        question=(),
+        cut=len(ids) - limit,
+        questions=tuple(questions),
+        references=tuple(references),
+        between=bool(between),
+        most=most,
+    )
+
+
+def _encode_alone(
+    tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool
+) -> tuple[Sequence[int], list[tuple[int, ...]]]:
+    """Return (the context's ids, each question's ids) as if each question were the only one.
+
+    Context and question are tokenised together if the context's ids are then the same for all questions. Otherwise one
+    token spans the end of the context and the beginning of some question, and both are tokenised apart.
+    """
+    special = policy.bos and not templated
+    prompts = [example.asked(i) for i in range(len(example.turns))]
+    together = []
+    for prompt in prompts:
+        text = prompt.prompt
+        if templated:
+            text = policy.render_message(tokenizer, text)
+        # the beginning of the answer stands behind the template, where the model continues
+        text += prompt.answer_prefix
+        ids = text_ids(tokenizer, text, special)
+        together.append(divide_ids(tokenizer, ids, text, prompt.question, cut=0))
+    if len({encoded.ids for encoded in together}) == 1:
+        return together[0].ids, [encoded.question for encoded in together]
+    start, end = example.prompt, ""
+    if templated:
+        start, end = _template_frame(tokenizer, policy, example.prompt)
+    questions = [tuple(plain_ids(tokenizer, p.question + end + p.answer_prefix)) for p in prompts]
+    return text_ids(tokenizer, start, special), questions
+
+
+def _encode_later_questions(
+    tokenizer: Any, example: Example, policy: PromptPolicy, templated: bool, *, between: str
+) -> list[tuple[int, ...]]:
+    """Return the ids of each question but the first, in the form in which it follows the answer before it.
+
+    ``between`` is the text of a chat template between that answer and the question, '' without a template.
+    """
+    end = ""
+    if templated:
+        _, end = _template_frame(tokenizer, policy, "")
+    later = []
+    for i, turn in enumerate(example.turns[1:], start=1):
+        question = turn.question
+        if between:
+            # a message does not begin with the blank lines that separate a question from the context
+            question = question.lstrip()
+        text = between + question + end + example.asked(i).answer_prefix
+        later.append(tuple(plain_ids(tokenizer, text)))
+    return later
+
+
+def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int, ...]:
+    """Return the ids of a question's first reference, as a model would answer behind the question."""
+    reference = turn.answers[0]
+    # behind "Answer:" a model begins with a space; the end of a template has its own whitespace
+    if not templated and not turn.question[-1:].isspace():
+        reference = f" {reference}"
+    return tuple(plain_ids(tokenizer, reference))
+
+
+def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
+    """Return the chat template's text around a question that follows ``prompt``: (up to the question, behind it)."""
+    start, mark, end = policy.render_message(tokenizer, prompt + SENTINEL).partition(SENTINEL)
+    if not mark:
+        raise UsageError("the chat template drops the prompt: it does not print the message's content")
+    return start, end

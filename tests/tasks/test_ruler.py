@@ -17,9 +17,9 @@ from kvbench.cli.main import main
 from kvbench.models import embedded
 from kvbench.report import ruler as tables
 from kvbench.tasks.base import load_tasks
+from kvbench.tasks.encoding import encode_turns
 from kvbench.tasks.prompt import PromptPolicy
 from kvbench.tasks.ruler import words
-from kvbench.tasks.turns import encode_turns
 
 ENTRY = yaml.safe_load((Path(__file__).parents[2] / "conf/dataset/ruler.yaml").read_text())["ruler"]
 COMMON = "twine calendar angel loan curse raccoon accord koala contact scenario"
