@@ -122,7 +122,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
     full_scores: dict[str, float] = {}
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is not None:
-        full_scores = _read_scores(group, full, reader)
+        full_scores = scores[full.label]
     about_cuts: list[str] = []
     if first_measured is not None:
         # all cells read the same prompts
@@ -172,7 +172,12 @@ def report_cell(
     if full is not None and cell.chain.stages and store.refusal(full.id) is None:
         full_samples = reader.read(full.id)
         delta = paired_delta(samples, full_samples, group.task.metric)
-        fall = _compare_falls(group, samples, full_samples)
+        # the fall from a context's first question to its last, minus the full cache's
+        contexts, full_contexts = answers_by_context(samples.values()), answers_by_context(full_samples.values())
+        falls = compare_falls(contexts, full_contexts, group.task.metric)
+        if falls is not None:
+            mean, interval = falls
+            fall = Delta(mean, interval)
     return replace(
         result,
         status="measured",
@@ -182,16 +187,6 @@ def report_cell(
         fall_beside_full=fall,
         unchanged=is_unchanged(cell, samples, reader),
     )
-
-
-def _compare_falls(group: Group, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample]) -> Delta | None:
-    """Return a method's fall from a context's first question to its last minus the full cache's, if both exist."""
-    contexts, full_contexts = answers_by_context(samples.values()), answers_by_context(full_samples.values())
-    difference = compare_falls(contexts, full_contexts, group.task.metric)
-    if difference is None:
-        return None
-    mean, interval = difference
-    return Delta(mean, interval)
 
 
 def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, float]:
