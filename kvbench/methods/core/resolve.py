@@ -40,11 +40,13 @@ class _Request(NamedTuple):
     method: the method as the user typed it.
     per: the chain's ``per``, or a list of values for it.
     entries: the knobs of each stage, by its id.
+    implied: the values of knobs that aliases in ``method`` imply, by key.
     """
 
     method: str
     per: object
     entries: Mapping[str, Entry]
+    implied: Mapping[str, object]
 
 
 class _Axis(NamedTuple):
@@ -207,8 +209,9 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
         method_knobs = {key: value for key, value in request.items() if key != "method"}
         _check_owned([name], method_knobs)
         per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
-        layers = (preset, knobs, method_knobs, registry.implied_knobs(name))
-        yield _Request(name, per, entries_of(registry.split(name), *layers))
+        implied = registry.implied_knobs(name)
+        entries = entries_of(registry.split(name), preset, knobs, method_knobs, implied)
+        yield _Request(name, per, entries=entries, implied=implied)
 
 
 def _plain(value: object) -> object:
@@ -286,12 +289,11 @@ def _check_implied(methods: Sequence[str], key: str, value: object) -> None:
 
 def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
     """Yield one chain for each combination of the knobs that are grids."""
-    implied = registry.implied_knobs(request.method)
     axes: list[_Axis] = []
     for stage, entry in request.entries.items():
         for knob, values in grids(entry, registry.defaults(stage)):
             # an alias decides the value of the knobs that it implies
-            if f"{stage}.{knob}" not in implied:
+            if f"{stage}.{knob}" not in request.implied:
                 axes.append(_Axis(stage, knob, values))
     pers = request.per if isinstance(request.per, list) else [request.per]
     # a grid without values would silently drop the method
