@@ -234,14 +234,15 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | N
 
 
 def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
-    """Return for each layer how many stored heads have no keys because heads share logits.
+    """Return for each layer how many stored heads have no keys, because their query heads share another head's logits.
 
-    Returns None if the prompt's text decides it: a group of query heads stores keys as long as one of them leads.
+    Only heads that lead compute logits, so only they need keys. Returns None if the prompt's text decides the number.
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     leading_heads = [
         chain.leading_heads(n, i, shape.layers, shape.query_heads, shape.kv_heads) for i in range(shape.layers)
     ]
+    # a stored head of several query heads loses its keys only if none of them leads, and the text decides which lead
     if heads < shape.query_heads and min(leading_heads) < shape.query_heads:
         return None
     return [shape.query_heads - count for count in leading_heads]

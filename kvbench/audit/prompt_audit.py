@@ -30,10 +30,11 @@ class MeasuredBytes:
     nominal: the budget that the user gave, in tokens. It is None for a method without a budget.
     payload, overhead: the bytes of keys, values and states, and the bytes of all else, such as positions.
     full_bytes: the bytes of the prompt's full cache.
-    payload_kv_head, payload_query_head: the payload under both kinds of ``per``. The kind that the chain stores is
-    measured. The other kind is the mean bytes of a stored head times its heads. Latents count alike in both.
+    payload_kv_head, payload_query_head: the payload if one head is stored for each kv head, or for each query head. The
+    kind that the chain stores is measured. The other kind is the mean bytes of a stored head times its heads. Latents
+    count alike in both.
     payload16, overhead16, full16: the bytes that the same tokens take at 16 bits, by formula.
-    pages_freed: the shares of the prompt's pages that an engine could give back.
+    pages_freed: the fractions of the prompt's pages that an engine with paged attention could give back.
     """
 
     n: int

@@ -19,7 +19,10 @@ Mark = Any
 
 @dataclass
 class Clock:
-    """The clock of one pass. ``attention`` holds (start, end) of each call of attention that is not summed yet."""
+    """Times the work of one forward pass on a device, and the attention within it.
+
+    attention: (start, end) of each attention call since ``attention_seconds`` was last called.
+    """
 
     device: torch.device
     attention: list[tuple[Mark, Mark]] = field(default_factory=list)

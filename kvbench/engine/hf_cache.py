@@ -93,15 +93,18 @@ class TransformersCache(HFCache):
     def close(self) -> None:
         """Free the cache. If it was the model's last open cache, the model gets its own ``generate`` back."""
         self.reset()
+        # the cache holds its model by a weak reference: the model may be gone
         model = self.model()
+        # a cache may be closed twice
         if model is None or self not in _OPEN.get(model, ()):
             return
         _OPEN[model].discard(self)
         if not _OPEN[model]:
             del _OPEN[model]
-            former = vars(model).pop("generate").former
-            if former is not None:
-                vars(model)["generate"] = former
+            # the function that __init__ has put there remembers the one of another library, if there was one
+            serving = vars(model).pop("generate")
+            if serving.former is not None:
+                vars(model)["generate"] = serving.former
 
     def read(self, input_ids: Tensor | Sequence[int]) -> None:
         """Read ``input_ids`` without an answer: a first prompt, or the text read so far with more text after it."""

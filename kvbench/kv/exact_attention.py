@@ -124,13 +124,17 @@ def can_fuse(query: Tensor, scale: float) -> bool:
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
     """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], computed by FUSED.
 
-    query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None where ``can_fuse`` is False.
+    query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None if FUSED cannot compute it: on a GPU, in
+    half precision, or with capped logits or sinks.
     """
     if not can_fuse(query, scale):
         return None
     values = values_or_keys(keys, values)
     k = per_head(keys, len(query))
-    v = k if values is keys else per_head(values, len(query))
+    v = k
+    # keys that are their own values (latents) are repeated for the query heads only once
+    if values is not keys:
+        v = per_head(values, len(query))
     # FUSED takes the dropout (0.0) and the causal flag (True) by position
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]

@@ -358,6 +358,7 @@ def local_layers(config: Any) -> frozenset[int]:
         return frozenset()
     if chunk_size(config) is not None:
         return frozenset(i for i, kind in enumerate(types) if kind == CHUNKED)
+    # without a window, layers of the type sliding_attention attend all tokens, too
     if getattr(config, "sliding_window", None) is None:
         return frozenset()
     return frozenset(i for i, kind in enumerate(types) if kind == "sliding_attention")

@@ -43,7 +43,10 @@ the call takes to launch, unless the blocks are large: these take 256 MiB of fp3
 
 
 def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
-    """Return the bytes that hold m codes of ``bits`` bits."""
+    """Return how many bytes ``pack`` needs for m codes of ``bits`` bits, the padding of incomplete bytes included.
+
+    It depends on the layout: 10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``.
+    """
     # a plane of ``width`` bits takes ceil(m * width / 8) bytes
     return sum(-(-m * width // 8) for width in _plane_widths(bits, layout))
 

@@ -74,7 +74,10 @@ class ReFreeKV(TokenSelector):
         return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
 
     def keeps_all(self, n: int, layer: int) -> bool:
-        """Return True if the layer keeps all n tokens, whatever their attention."""
+        """Return True if the layer keeps all n tokens whatever their attention.
+
+        This is so in a frozen layer, for prompts of at most m tokens, and with the threshold T = 0.
+        """
         return layer in self.frozen_layers or n <= self.m or self.T == 0
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:

@@ -467,7 +467,7 @@ def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """Return the sizes of the cache of ``model`` in its dtype, by which caches are audited."""
+    """Return the heads, head dimensions and bytes per number of the model's own cache, by which caches are audited."""
     return from_config(model.config).cache_shape(model.dtype.itemsize)
 
 

@@ -411,7 +411,7 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
         return f"{between[-1]} stands between its projections and the cache"
     if getattr(model.config, "clip_qkv", None) is not None:
         return "it clips keys and values after the projection (clip_qkv)"
+    # latents hold unrotated keys, which reading rotates: only a model that rotates keys can fail at that
     if learned_positions(model) and not _reads_position_table(model):
         return None
-    # latents hold unrotated keys, so reading them must rotate keys
     return _find_rotation_fault(model)

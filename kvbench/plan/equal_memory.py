@@ -241,7 +241,10 @@ def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
 
 
 def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
-    """Return a function of a chain: its payload in bytes after a prompt of ``tokens``, counted as ``kind`` says.
+    """Return a function that gives a chain's payload in bytes after a prompt of ``tokens``.
+
+    kind: ``bytes`` counts the payload that the chain declares to store. ``nominal`` counts pruned channels as ThinK's
+    paper does: (1 - ratio) D channels a token, not rounded.
 
     Windows and states, which no method compresses, are left out: beside them any two methods would seem alike.
     """

@@ -36,14 +36,16 @@ def is_unchanged(cell: Cell, samples: Mapping[str, Sample], reader: SampleReader
 
 
 def only_compresses(chain: Chain) -> bool:
-    """Return True if a method only compresses, so that it did nothing if its cache and answers equal the full cache's.
+    """Return True if equal tokens, bytes and answers prove that the method did nothing.
 
-    A method that attends only some of the tokens it holds, or shares logits among heads, does something else.
+    They prove nothing for a method that holds all tokens but attends only some, or that shares logits among heads.
     """
     if not chain.stages or chain.masks or chain.sharer is not None:
         return False
-    # the most tokens held belong to the layer that holds most; if some layers are spared, they hide the others
-    return not (chain.evicts and any(getattr(s, "frozen_layers", ()) for s in chain.stages))
+    # A sample stores only the largest layer's token count while decoding. Frozen layers hold all tokens, so that count
+    # equals the full cache's even if the other layers evict.
+    freezes_layers = any(getattr(s, "frozen_layers", ()) for s in chain.stages)
+    return not (chain.evicts and freezes_layers)
 
 
 def _keeps_all_tokens(sample: Sample) -> bool:

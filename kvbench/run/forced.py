@@ -149,9 +149,13 @@ def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, do
 def build_text_fidelity(
     divergence: Divergence, loss: float, floor: float, first: int = 0, document: str = ""
 ) -> TextFidelity:
-    """Return a comparison with the full cache in the form in which it is stored, from the position ``first`` on.
+    """Return the comparison of one row with the full cache on one text, as it is stored with a sample.
 
-    loss: the sum of -ln q of the tokens that count. floor: the mean divergence that rounding alone makes.
+    divergence: the comparison at each position of the text.
+    loss: the sum of -ln q in nats over the positions that count. q is the row's probability of the true token.
+    floor: the mean divergence in nats that rounding alone makes.
+    first: the first position that counts. Earlier ones are not stored.
+    document: the document of which the text is a window; '' if it is not a window.
     """
     return TextFidelity(
         # four digits are enough for any statistic, and keep the files small

@@ -88,14 +88,17 @@ class OneFormat:
         write_tokens(self.v, slots, new_values)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
+        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits.
+
+        ``read`` maps stored keys to the keys that are multiplied, for methods that attend estimated keys.
+        """
         estimate = read or as_they_are
         if not isinstance(self.k, Packed):
             return logits(query, estimate(self.k), scale)
-        scores = packed_logits(query, self.k, scale, None, estimate)
+        scores = packed_logits(query, self.k, scale, channels=None, estimate=estimate)
         if self.fresh is None:
             return scores
-        # the newest tokens are read exactly: their exact logits replace the logits of their codes
+        # the newest tokens are packed only after this step, so their exact logits replace the logits of their codes
         slots, k, _ = self.fresh
         exact = logits(query, estimate(k), scale).to(scores.dtype)
         return scores.scatter(3, _repeat_for_queries(slots, query), exact)

@@ -35,7 +35,7 @@ class Removal:
     """One file, folder or block of lines to remove from a store.
 
     kind: cell, mark, lock or temporary, to be deleted; lines, to be moved into another file; aside, to be moved away.
-    cell: the cell's id.
+    cell: the cell's id; '' for a folder that an earlier cleaning renamed and did not delete.
     about: a description in words.
     """
 
@@ -157,7 +157,8 @@ def damaged_path(samples: Path) -> Path:
 
 
 def _remove(store: ResultStore, removal: Removal) -> None:
-    """Carry out one removal."""
+    """Delete a removal's path, or move the path or its uncounted lines away, as ``removal.kind`` says."""
+    # a folder without a cell was renamed by an earlier cleaning, which did not finish
     if not removal.cell:
         shutil.rmtree(removal.path)
     elif removal.kind == "cell":

@@ -459,9 +459,12 @@ def _agreement_note(told: Sequence[Pair]) -> str:
 
 
 def _divergence_notes(told: Sequence[Pair]) -> list[str]:
-    """Return the notes on pairs of formats that divergence tells apart.
+    """Return the notes below the table on the pairs of formats that KL divergence tells apart.
 
-    The first note lists those that scores do not tell apart. A note for each pair of neighbours in the table follows.
+    The first note lists the pairs that only KL tells apart, not the scores. One note follows for each pair of
+    neighbours in the table, with the log ratio of their mean divergences.
+
+    told: all compared pairs of the table, also those that nothing tells apart.
     """
     apart = [pair for pair in told if pair.apart]
     texts = []

@@ -86,7 +86,10 @@ def _digest(content: object) -> str:
 
 
 def write_lock(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
-    """Write the lock file of a suite from the plans of its editions, by the edition's name."""
+    """Write the lock file of a suite: the hashes of all prompts, for every edition.
+
+    runs: the planned run of each edition, by the edition's name.
+    """
     # all editions must use one checkpoint: unpacking fails if there are two
     (checkpoint,) = {run.parts[0].run.source.fingerprint for run in runs.values()}
     editions = {edition: of_run(run) for edition, run in runs.items()}

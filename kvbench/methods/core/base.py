@@ -135,8 +135,9 @@ class Selector(TokenSelector):
             self.require("decode_budget", self.decode_budget > sinks + window, above_protected)
         if self.chooses_again:
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
-        has_budget = self.decode_every is None or self.chooses_again
-        self.require("decode_every", has_budget, "given together with decode_budget or decode_ratio")
+        # an interval alone would choose nothing, because it has no budget
+        allowed = self.decode_every is None or self.chooses_again
+        self.require("decode_every", allowed, "given together with decode_budget or decode_ratio")
 
     @property
     def chooses_again(self) -> bool:

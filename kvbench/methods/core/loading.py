@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.base.errors import KvbenchError, UsageError
 
-# the command line reads the registry for --help, which must not wait for torch
+# the command line reads the registry for --help, which must not wait for torch: functions import what imports torch
 if TYPE_CHECKING:
     from kvbench.methods.core.stage import Stage
 
@@ -112,7 +112,10 @@ def syntax_error(path: Path) -> str | None:
 
 
 def _check_needs(stage: Stage) -> None:
-    """Raise UsageError unless ``stage.needs`` works, since it is called before any prompt is read."""
+    """Raise UsageError unless ``stage.needs`` returns a ``Needs`` for a prompt of one token.
+
+    A run calls it before it reads a prompt, and the error names the author's file and line.
+    """
     from kvbench.kv.observation import Needs
     from kvbench.methods.core.foreign import is_own
     from kvbench.methods.core.walls import contained

@@ -66,11 +66,15 @@ class Recipe:
 
         ``name`` says in the error where the ``dimension`` comes from, such as "head_dim".
         """
+        # ``fill_tokens`` has run before
         assert self.tokens is not None
-        tokens, holder = self.tokens, "a window has"
-        if not self.each:
+        if self.each:
+            tokens = self.tokens
+            holder = "a window has"
+        else:
             # the statistic is a sum over all windows
-            tokens, holder = self.tokens * self.samples, "all windows together have"
+            tokens = self.tokens * self.samples
+            holder = "all windows together have"
         # with fewer tokens than dimensions, a covariance has no full rank
         if tokens < dimension:
             raise UsageError(

@@ -91,14 +91,19 @@ def resolve(
 
 
 def chains_of(methods: Sequence[MethodRequest], knobs: Knobs | None = None, preset: Knobs | None = None) -> list[Chain]:
-    """Return one chain for each of ``methods``, in order. The arguments are as in ``resolve``, without grids."""
+    """Return one chain for each of ``methods``, in order. ``chain_of`` explains the arguments."""
     requests = _apply_layers(methods, knobs or {}, preset or {})
     # a chain itself refuses any other value of ``per``
     return [chain_config(request.entries, request.per).chain for request in requests]  # type: ignore[arg-type]
 
 
 def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
-    """Return the chain of one method. The arguments are as in ``resolve``, without grids."""
+    """Return the chain of one method, such as ``"snapkv+think"`` or ``{"method": "snapkv", "kv_size": 64}``.
+
+    knobs: values by name for each stage that has such a knob. preset: values by full key (``method.snapkv.kv_size``),
+    which ``knobs`` override. A knob has one value here: lists that stand for several chains are not expanded.
+    Raises UsageError if no such chain can be formed.
+    """
     return chains_of([method], knobs, preset)[0]
 
 

@@ -184,7 +184,11 @@ def memory_column(paper: PaperCells) -> Outcome:
 
 @THINK.states("tables 10 and 11", table="10", text="What the times are per")
 def unit_of_times(paper: PaperCells) -> Outcome:
-    """Compute the compute rate that the times to the first token would need, and the throughput of those per token."""
+    """Show that the printed times cannot be those of a whole batch.
+
+    Compute the FLOP/s that a prefill in the printed time to the first token would need. Compute the tokens per second
+    that follow from the printed time per output token (TPOT), and compare them with the printed throughput.
+    """
     prefill_ms = paper.number(table=10, metric="ttft", method="kivi")
     token_ms = paper.number(table=10, metric="tpot", method="kivi")
     stated = paper.number(table=11, metric="throughput", method="kivi")

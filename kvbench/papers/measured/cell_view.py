@@ -356,8 +356,10 @@ def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
 
 
 def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield the conditions under which the paper's score of a column differs from ours."""
-    table, groups = ours.declared, [group for group, _ in ours.cells(line, column)]
+    """Yield, in words, what differs between the paper's score of a column and ours: data, prompt, typed options."""
+    table = ours.declared
+    # a group has the examples of one task; a column may be the mean of several tasks
+    groups = [group for group, _ in ours.cells(line, column)]
     if table.unlike:
         yield table.unlike
     if table.extended and column.dataset in TASKS and TASKS[column.dataset].extended:

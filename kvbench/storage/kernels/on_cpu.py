@@ -81,12 +81,16 @@ class _RingArgument(ctypes.Structure):
 def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
     """Return attention [U, Hq, 1, D] of one new token, query [U, Hq, 1, D], over packed and exact tokens.
 
-    ``keys`` and ``values`` hold all tokens, the newest included. Returns None if no function serves.
+    ``keys`` and ``values`` hold all tokens, the newest included. Returns None if kvbench-kernels is not installed, or
+    has no function for these formats or shapes.
     """
     rows, query_heads, new_tokens, channels = query.shape
     heads = keys.ring.shape[1]
     # several new tokens would see each other causally
-    if new_tokens > 1 or channels % WIDTH:
+    if new_tokens > 1:
+        return None
+    # exact tokens are read and written in steps of WIDTH channels, and are not padded
+    if channels % WIDTH:
         return None
     old_keys, old_values = keys.old(), values.old()
     flat_query = query.reshape(rows * heads, query_heads // heads, channels)

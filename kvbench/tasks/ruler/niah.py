@@ -165,7 +165,10 @@ class Wording:
 
     @classmethod
     def of(cls, value: str, one_answer: bool) -> Wording:
-        """Return RULER's words for values of a kind, ``number`` or ``uuid``."""
+        """Return RULER's words: singular if the question has ``one_answer``, else plural.
+
+        value: the kind of values, ``number`` or ``uuid``.
+        """
         if one_answer:
             return cls(type=value, some="A", are="is", are_all="is", one_answer=True)
         return cls(type=f"{value}s", some="Some", are="are", are_all="are all", one_answer=False)
