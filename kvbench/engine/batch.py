@@ -102,6 +102,7 @@ class AnsweringRow(Generic[Key]):
     def give_up_cache(self) -> PromptCache:
         """Return the cache and drop the row's own reference to it, so that the batch can free it layer by layer."""
         cache, self.cache = self.cache, None
+        # a row begins once, so its cache is asked for once
         assert cache is not None
         return cache
 
@@ -148,7 +149,7 @@ class DecodeBatch(Generic[Key]):
 
     @property
     def open(self) -> bool:
-        """True if rows can enter now."""
+        """True if rows can enter now: nothing runs, or no chain changes the model and few groups are in the batch."""
         if not len(self):
             return True
         entries = {row.entry for row in self.rows}

@@ -111,6 +111,7 @@ class TransformersCache(HFCache):
         # only one thread at a time may change a model's attention
         with TURN:
             model = self.model()
+            # the check raises if the model is gone
             new_ids = _check_new_ids(model, self, input_ids)
             assert model is not None
             self.take(model, new_ids)
@@ -252,6 +253,7 @@ class GeneratedTurn:
         if len(self.fed) == self.room:
             self.settle()
             self.room *= 2
+        # the first forward pass has read the prompt
         assert cache.state is not None
         check_continuation(model, cache.state, len(self.fed) + 1)
         with contained(chain.name, chain.foreign), torch.no_grad():
@@ -271,6 +273,7 @@ class GeneratedTurn:
         """End the decode batch: audit its storage, and write its tokens back into the cache."""
         cache = self.cache
         if self.batch is not None:
+            # a batch is built from the cache of a prompt
             assert cache.state is not None
             peaks: list[int] = []
             payload: list[int] = []

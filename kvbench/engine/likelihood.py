@@ -90,6 +90,7 @@ def diverge(
     for i, cache in enumerate(caches):
         if cache is full:
             results[i] = exact
+    # the last pass of the loop always runs, and compares the nudged full cache as well
     assert floor.divergence is not None
     return [results[i] for i in range(len(caches))], floor.divergence
 
@@ -135,9 +136,11 @@ def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | S
     logits = [cache.logits[None]]
 
     def collect(start: int, chunk_logits: Tensor) -> None:
+        """Keep the logits [t, V] of the batch's only row."""
         logits.append(chunk_logits[0])
 
     chunk = len(ids)
+    # a chain that evicts reads an answer token by token
     if cache.chain.evicts:
         chunk = 1
     _force(model, [cache], ids, chunk=chunk, on_logits=collect, alone=True)
@@ -166,9 +169,9 @@ def _force(
     on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
     alone: bool = False,
 ) -> list[Forced]:
-    """Return the result of feeding ``ids`` [T] after each cache, in one batch. All chains must change the model alike.
+    """Feed ``ids`` [T] after each cache, all caches in one batch, and return the result of each without divergence.
 
-    The results have no divergence.
+    All chains must change the model alike, since the batch runs in one adapted model.
 
     chunk: how many tokens are fed at a time.
     on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens.

@@ -233,7 +233,11 @@ class PromptLayer(KvbenchLayer):
         """Return (attention [Hq, w, D], log-sum-exp [Hq, w] of each row of logits) by fused attention.
 
         The log-sum-exp is needed for column sums, and to join this pass with tokens that were read earlier. Returns
-        None if neither applies, or if fused attention cannot serve. Arguments are as in ``_attend_without_lse``.
+        None if neither applies, or if fused attention cannot serve.
+
+        q: [Hq, w, D], the queries of the last w tokens.
+        keys, values: [Hk, n, D], those of all n tokens.
+        in_blocks: True if the prompt is read in blocks.
         """
         n_earlier = keys.shape[1] - q.shape[1]
         needed = bool(n_earlier) or any(needs.colsums for needs in self.needs.values())
@@ -276,6 +280,7 @@ class PromptLayer(KvbenchLayer):
             first_piece: Tensor | None = q
             if self.start is not None:
                 first_piece = self.start.first_q
+            # an earlier piece was kept with the statistics that this prompt's stages need
             assert first_piece is not None
             first_q = first_piece[:, : needs.first_q].clone()
         if needs.colsums:

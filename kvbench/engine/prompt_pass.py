@@ -128,8 +128,9 @@ def observe_prompt(
 class _PromptPass:
     """One pass over a prompt: the cache layers that the model fills, and how each is handed on.
 
-    Arguments are as in ``observe_prompt``. ``needs_by_length`` has ``parts`` and, last, the needs of all tokens.
-
+    needs_by_length: for each number m of first tokens that is observed, the statistics that stages need of them. The
+        entry of the whole prompt comes last.
+    chain: the chain under which the prompt is computed.
     layers: the layers that hold keys, local ones included, by their number in the model.
     state_layers: the layers that hold a state, in order.
     all_layers: the layers of the whole model, in order.
@@ -309,6 +310,7 @@ def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensR
     obs: the observation of the layer that has just ended, by whose attention tokens are chosen.
     keys: [Hk, n, D], that layer's keys.
     """
+    # without a stage that drops hidden states all layers read all tokens, and no layer follows the last one
     if chain.hidden is None or obs.layer + 1 == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)

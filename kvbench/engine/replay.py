@@ -141,6 +141,7 @@ def replay_prompt(
             lift.k.take()
             lift.v.take()
         for layer_received, replay_layer in zip(received, replay_layers, strict=True):
+            # the forward pass has called every layer's attention
             assert replay_layer.received is not None
             layer_received.append(replay_layer.received)
     # the spans of all passes, one after the other, are the prompt

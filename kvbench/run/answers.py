@@ -306,6 +306,7 @@ class Asking:
 
         value: the answer's score. peak: the most tokens that a head held while answering.
         """
+        # rows of questions are numbered by their turn
         assert row.turn is not None
         task, asked = row.cell.task, row.scored_example
         if not self.isolated:
@@ -378,6 +379,7 @@ class Drawing:
 
         value: the answer's score. peak: the most tokens that a head held while answering.
         """
+        # rows of drawn answers are numbered by the draw
         assert row.turn is not None
         drawn = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
         self.answered[row.turn] = drawn, answer, peak

@@ -140,6 +140,7 @@ def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, do
     document: the document of which the text is a window; '' if it is not a window.
     """
     divergence = forced.divergence
+    # ``diverge`` compares every row that it returns
     assert divergence is not None
     # the prompt alone predicts the first token, so losses have one position more than divergences
     loss = float(forced.losses[first + 1 :].double().sum())

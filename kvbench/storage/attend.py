@@ -259,10 +259,12 @@ def weigh_rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor],
 def _attend_fused(
     query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float
 ) -> Tensor | None:
-    """Return attention [B, Hq, T, D] by PyTorch's fused function. Arguments are as in ``attend``.
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] by PyTorch's fused function.
 
-    The fused function rounds half precision as transformers' decoding does. Returns None if heads share logits or
-    segments are thin.
+    It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.
+
+    segments: the stored tokens of all rows, in order.
+    tail: the keys and values [B, Hk, L, D] of the tokens after the segments. The queries are those of its last T.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None

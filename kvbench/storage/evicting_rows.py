@@ -48,8 +48,10 @@ class EvictingRows(Format):
     moves = "it evicts while decoding"
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
-        evictor, caches = rows[0].evictor, [row.cache for row in rows]
+        # rows of one batch have equal evictors (``key``), and ``takes`` accepts only rows that have one
+        evictor = rows[0].evictor
         assert evictor is not None
+        caches = [row.cache for row in rows]
         segments = [cache.segments for cache in caches]
         first = segments[0][0]
         b, h = len(caches), first.heads
@@ -70,6 +72,7 @@ class EvictingRows(Format):
             self.counts[name] = torch.tensor(by_row, device=device)[:, None, None]
         gaps = [evictor.unattended_distance(cache.prompt_tokens) for cache in caches]
         self.unattended_distance: Tensor | None = None
+        # equal evictors give a distance for every prompt, or for none
         if None not in gaps:
             self.unattended_distance = torch.tensor(gaps, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
@@ -96,6 +99,7 @@ class EvictingRows(Format):
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
+        # a method that chooses again reads all heads of a row together
         if row.evictor is None or row.evictor.every:
             return None
         # a thin row has segments of two kinds, and its heads could not be joined again one by one
@@ -195,7 +199,11 @@ class EvictingRows(Format):
         return torch.zeros_like(in_use).scatter_(1, only_segment(chosen).state["slot"], True)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Attend as ``Format.attend`` does, and let the method fold the attention weights into its running state."""
+        """Return attention [B, Hq, T, D] of the newest T tokens, query [B, Hq, T, D], over all slots.
+
+        The method folds the attention weights into its running state. ``window`` is not read: a text under a method
+        that evicts may not outgrow the model's sliding window (``check_window``).
+        """
         query_positions = self.newest
         if self.recent is not None:
             self.recent.add(query)

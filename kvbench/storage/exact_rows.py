@@ -147,6 +147,7 @@ class ExactRows(Format):
 
     def tail(self) -> tuple[Tensor, Tensor]:
         """Return (keys, values) [B, Hk, used, D] of the tokens added since the batch was built."""
+        # the first ``add`` has allocated the buffers
         assert self.keys is not None and self.values is not None
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
@@ -183,10 +184,10 @@ class ExactRows(Format):
         return out
 
     def _attend_in_parts(self, query: Tensor, scale: float) -> Tensor:
-        """Return the same attention as ``attend``, computed faster, for queries that may be fused.
+        """Return attention [B, Hq, T, D] of query [B, Hq, T, D], in fp32 on a CPU, over stored segments and tail.
 
-        If the package kvbench-kernels can attend such queries, it is used. If not, one part attends the tail of all
-        rows, another part attends the stored segments group by group, and both are merged.
+        One call of kvbench-kernels computes it if the package is installed and there is one new token. Otherwise one
+        part attends the tail of all rows, another part the stored segments group by group, and both are merged.
         """
         if on_cpu.reads_exact(query):
             return self._attend_by_kernels(query, scale)
@@ -200,10 +201,12 @@ class ExactRows(Format):
         return split.merge_outputs(split.Part(out, lse), tail)
 
     def _attend_by_kernels(self, query: Tensor, scale: float) -> Tensor:
-        """Return attention as ``attend`` does. One call of a C function attends all groups that it can read.
+        """Return attention [B, Hq, 1, D] of query [B, Hq, 1, D]. One call of a C function attends most groups.
 
-        The other groups are attended by PyTorch, each over its segments and its part of the tail.
+        It attends all groups that it can read. The other groups are attended by PyTorch, each over its segments and its
+        part of the tail.
         """
+        # ``add`` has made the tail before anything attends
         assert self.keys is not None and self.values is not None
         # stored segments do not change, so their addresses are tabulated once, until rows leave
         if self.located is None:

@@ -33,6 +33,7 @@ class LatentRows(Format):
     moves = "it packs tokens or keeps latents while decoding"
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        # ``takes`` accepts only rows with a lift
         lift, self.masker = rows[0].lift, rows[0].masker
         assert lift is not None
         segments = [row.cache.segments[0] for row in rows]

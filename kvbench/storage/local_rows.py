@@ -33,6 +33,7 @@ class LocalRows(Format):
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         caches = [row.cache for row in rows]
+        # ``takes`` accepts only caches with a window, and ``key`` puts caches of one window together
         assert caches[0].window is not None
         self.window = caches[0].window
         self.chunked = caches[0].chunked

@@ -37,6 +37,7 @@ class PackedRows(Format):
     moves = "it packs tokens or keeps latents while decoding"
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
+        # all rows have one coder and one masker (``key``), and ``takes`` accepts only rows with a coder
         coder, self.masker = rows[0].coder, rows[0].masker
         assert coder is not None
         keys, values = [], []
@@ -83,12 +84,13 @@ class PackedRows(Format):
         self.v.skip(tokens)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of the newest tokens (see ``Format.attend``), and pack nothing.
+        """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D]. Pack nothing.
 
         If the packer ``packs_after_step``, the tokens that must not stay exact are packed later, before anything else
         reads the rows. Another layer may share these tokens, and must still attend them exactly in the same step.
         """
         out = None
+        # kernels know no masks, no queries that see different packed tokens, no caps or sinks, and need stored values
         if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
             # one kernel call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
@@ -128,9 +130,11 @@ class PackedRows(Format):
         return scores[..., :longest].masked_fill(is_later, -torch.inf)
 
     def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
-        """Return the logits of ``_logits`` for rows that are ``alike``.
+        """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] in token order, for rows that are ``alike``.
 
-        All rows then hold equally many packed and exact tokens, each in order, so the two parts only have to be joined.
+        All rows hold equally many packed and exact tokens, each in order, so the two parts only have to be joined.
+
+        estimate: maps stored keys to the keys that are multiplied by the query.
         """
         half, new_tokens = self.k, query.shape[2]
         scores = logits(query, estimate(half.exact()), scale).float()

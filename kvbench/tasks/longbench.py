@@ -37,7 +37,8 @@ class Spec:
     """One task of LongBench: its metric and category, and how its prompts are read and its answers end.
 
     extended: LongBench-E has the task, too.
-    first_line, chat: as in Task.
+    first_line: only the first line of an answer is scored.
+    chat: False if the prompt is read without the run's chat template.
     chinese: the task is in the split ``zh``, else in ``en``.
     newline_ends: a newline ends the answer and cannot begin it.
     size: the number of examples. LongBench-E has other numbers.

@@ -33,7 +33,7 @@ class Document:
 
     @cached_property
     def normalised(self) -> str:
-        """Title and text as the metric compares them."""
+        """Title and text in lower case without articles and punctuation, as the metric compares answers."""
         return normalise_answer(f"{self.title} {self.text}")
 
 

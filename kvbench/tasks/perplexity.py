@@ -81,7 +81,10 @@ def load_stream(context: LoadContext, **entry: Any) -> list[Task]:
 
 
 def _check_windows(dataset: str, tokenizer: Any, knobs: WindowKnobs) -> None:
-    """Raise UsageError for impossible windows."""
+    """Raise UsageError unless the knobs describe windows that leave a token to score, and there is a tokenizer.
+
+    dataset: the name of the dataset in the error.
+    """
     for knob, least in (("length", 2), ("prefix", 1), ("chunk", 1)):
         check_whole(dataset, knob, getattr(knobs, knob), least)
     # at least one token must be left to score

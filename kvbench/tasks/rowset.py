@@ -207,7 +207,7 @@ class RowReader:
         """Return a template with the row's texts in place of its keys."""
 
         def field_text(match: re.Match[str]) -> str:
-            """Return the text that replaces one ``{key}``."""
+            """Return the row's text for one ``{key}``, or the choices for ``{choices}`` if the task has any."""
             if match[1] == "choices" and choices:
                 return choices
             text = row.text(_find_key(row, match[1]))

@@ -106,7 +106,10 @@ def _find_ready_prompts(files: Files, knobs: SummaryKnobs) -> Path | None:
 
 
 def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:
-    """Yield an example for each article, behind the same ``shots``."""
+    """Yield an example for each article of the file ``path``. Its prompt is ``shots``, then the article.
+
+    shots: the text of the solved examples, the same for all prompts; '' for none.
+    """
     for i, row in enumerate(read_rows(path)):
         yield Example(
             id=row.name("id", f"{dataset}-{i}"),
@@ -154,7 +157,7 @@ def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 
 def _read_line(row: FileRow, key: str) -> str:
-    """Return the text under ``key`` in one line."""
+    """Return the text under ``key`` with spaces in place of line breaks."""
     # only blank lines separate blocks
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()
 

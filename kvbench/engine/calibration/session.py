@@ -127,6 +127,7 @@ class Session:
         Unless ``quiet``, the memory and disk space that it takes are printed on stderr first.
         """
         recipe = request.recipe
+        # ``request`` has filled in the windows' length
         assert recipe.tokens is not None
         # windows are drawn by a seed, so that a calibration can be computed again
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)

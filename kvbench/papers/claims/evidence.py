@@ -178,7 +178,7 @@ def evidence_by_measure(
 
 
 def _datasets(ours: OurTable) -> set[str]:
-    """Return the datasets of a table's scores."""
+    """Return the names of the datasets on which a table has scores."""
     return {column.dataset for column in ours.declared.scores}
 
 

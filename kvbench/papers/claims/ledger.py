@@ -380,6 +380,7 @@ def _margin(record: ClaimRecord, measure: str) -> float:
 
 def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> str:
     """Return a measured mean difference with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
+    # callers format only measures that were measured
     assert numbers["mean"] is not None
     scale, digits = _scale(record, measure)
     low, high = numbers["ci"] or (nan, nan)  # one pair has no interval

@@ -125,6 +125,7 @@ def by_position(measured: MeasuredFigure) -> pd.DataFrame:
             texts = _texts_of_kind(samples, kind)
             for start in range(0, _longest_text(texts), SMOOTH):
                 mean = mean_divergence(texts, start, start + SMOOTH)
+                # the longest text reaches every run
                 assert mean is not None
                 place: Place = {"series": point.series, "task": group.task.id, "text": text}
                 rows.append(place | {"position": _middle_position(start, SMOOTH)} | _mean_numbers(mean))
@@ -219,6 +220,7 @@ def _layer_divergences(
                 means.append(float(forced.divergence.kl.mean()))
     # all layers at once can diverge by more, or by less, than the sum of the single ones
     (all_layers,), _ = diverge(model, full, [cache], tokens)
+    # ``diverge`` compares every result
     assert all_layers.divergence is not None
     return list(enumerate(means)) + [(-1, float(all_layers.divergence.kl.mean()))]
 
@@ -250,7 +252,7 @@ def with_methods(data: pd.DataFrame) -> pd.DataFrame:
 
     method: the method of the series, without the budget that may stand in its name.
     tokens: the number of positions that a running mean goes over.
-    samples: as in ``with_samples``.
+    samples: the number of texts in words, such as ``n = 4 to 8 texts``.
     """
     n_runs = data["position"].nunique()
     method = data["series"].str.partition(",")[0].str.split().str[0]
@@ -287,7 +289,10 @@ def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
 
 
 def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergences by kind of text, method and bytes held, the divergence of rounding alone, and n."""
+    """Yield three facts: the divergences, the largest divergence by rounding alone, and the number of examples.
+
+    Divergences are in nats, by kind of text, method and bytes held in per cent of the full cache's.
+    """
     yield Fact(
         "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
     )

@@ -204,11 +204,17 @@ class MeasuredFigure:
     runs: tuple[SweepRun, ...]
 
     def frame(self) -> pd.DataFrame:
-        """Return the scores of all sweeps in one table, as ``SweepRun.frame`` has them."""
+        """Return the scores of all sweeps in one table: a row for each point and task, and for each point's mean.
+
+        ``SweepRun.frame`` explains the columns.
+        """
         return pd.concat([r.frame() for r in self.runs], ignore_index=True)
 
     def gains(self, stage: str) -> pd.DataFrame:
-        """Return how many points ``stage`` adds in all sweeps in one table, as ``SweepRun.gains`` has them."""
+        """Return how many points of score ``stage`` adds to each method, for all sweeps in one table.
+
+        Only methods that were measured with and without the stage have rows.
+        """
         return pd.concat([r.gains(stage) for r in self.runs], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:

@@ -99,7 +99,8 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
     shifted: dict[tuple[str, int, int], Tensor] = {}
 
     def keep_exact(obs: Observation, k: Tensor, v: Tensor) -> None:
-        """Keep a layer's exact scores, and those with its own keys quantised."""
+        """Keep the attention that a layer's tokens received: exactly, and with the layer's own keys quantised."""
+        # ``Needs`` asks for the sums below
         assert obs.colsums is not None
         exact[obs.layer] = obs.colsums
         for bits in widths:
@@ -109,7 +110,7 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
     for bits in widths:
 
         def keep_coarse(obs: Observation, k: Tensor, v: Tensor, bits: int = bits) -> None:
-            """Keep the scores of a pass with all keys and values at ``bits``."""
+            """Keep the attention that a layer's tokens received with the keys and values of all layers at ``bits``."""
             assert obs.colsums is not None
             shifted["all", bits, obs.layer] = obs.colsums
 

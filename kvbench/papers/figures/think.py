@@ -62,6 +62,7 @@ def memory(_: MeasuredFigure) -> pd.DataFrame:
     rows = []
     for name, entry in METHODS.items():
         cache = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
+        # these methods keep all tokens, so the bytes do not depend on the prompt's text
         assert cache is not None
         for batch in BATCHES:
             # weights are held once, caches once for each sequence of the batch

@@ -133,9 +133,11 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield facts on the spectra of heads: the range of the largest eigenvalue, and of how many hold 90 % of the trace.
+    """Yield facts on how the heads' spectra differ.
 
-    Further facts are how much heads differ in large and in small eigenvalues, and how similar two texts' spectra are.
+    The first two are ranges over heads: the largest eigenvalue, and the number of eigenvalues that hold 90 % of the
+    trace. The third is how much heads differ in large and in small eigenvalues. The last is how similar the spectra of
+    two texts are.
     """
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
     first = mean.xs(1, level="index")
@@ -249,7 +251,7 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     decoders = all_layers(model)
 
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
-        """Call ``see`` with the input of the first layer."""
+        """Call ``see`` with the hidden states [n, d] that enter the first layer."""
         # some families pass the hidden states [1, n, d] by name
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]

@@ -69,7 +69,10 @@ def _are_equal(one: PublishedRow, two: PublishedRow, dataset: str) -> bool:
 
 
 def twins(book: Book) -> Iterator[Finding]:
-    """Yield pairs of equal scores: of two datasets in one row, and of one method under two budgets."""
+    """Yield pairs of equal scores where chance makes them unlikely: they may be copied by mistake.
+
+    A pair is two datasets in one row, or one method under two budgets.
+    """
     for row in book.rows:
         if row.table.isdigit():
             yield from _twins_in_row(row)
@@ -165,7 +168,7 @@ def breaks(book: Book) -> Iterator[Finding]:
         return row.paper, row.table, row.model, row.method, others
 
     def share(row: PublishedRow) -> float:
-        """Return k in per cent of the prompt."""
+        """Return a row's setting k as a number, in per cent of the prompt's tokens."""
         # k is printed as 20% or, with n for the prompt's length, as 20%n
         return float(row.settings["k"].rstrip("%n"))
 
@@ -210,7 +213,7 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
 
 
 def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
-    """Yield the rows of a book as lists. The rows of a list have one value of ``key``."""
+    """Yield the rows of a book in lists, one for each value that ``key`` returns for a row."""
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:
         groups.setdefault(key(row), []).append(row)

@@ -84,7 +84,11 @@ class Exact:
 
     @property
     def grade(self) -> str:
-        """Return how the printed value fits the recomputed one: equal, rounding or off, as in numbers.grade."""
+        """Return how the printed value fits the recomputed one.
+
+        It is ``equal`` if they agree, ``rounding`` if rounding explains their difference, else ``off``. Words are equal
+        or off, and their case does not matter.
+        """
         if self.recomputed is not None:
             return numbers.grade(self.published, self.recomputed)
         if self.text.lower() == self.published.lower():
@@ -279,6 +283,7 @@ def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     if "ratio" in settings:
         knobs |= {"ratio": float(settings["ratio"]), "recent": 32}
     payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
+    # None stands for budgets that the prompt's text decides, and kv_size fixes this one
     assert payload is not None
     return exactly(round(payload, 6))  # rounding removes the last bits of a float product
 
@@ -313,9 +318,10 @@ def _shares(book: Book) -> Iterator[Exact]:
 
 
 def _schedules(book: Book) -> Iterator[Exact]:
-    """Yield the numbers of hidden states of UNComp's schedules, by group of layers, and the share that one keeps.
+    """Yield how many hidden states each group of layers keeps under UNComp's schedules.
 
-    The numbers fall in equal steps of whole tokens from S_max to S_min.
+    For one schedule, also yield the share that it keeps over all layers. The numbers fall in equal steps of whole
+    tokens from S_max to S_min.
     """
     groups: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
     for row, cell in _cells_of_quantity(book, "uncomp", "text", "hidden_state_size"):

@@ -60,7 +60,7 @@ def savings_by_size(paper: PaperCells) -> Outcome:
     text="2048 tokens with 40 % of channels gone beat the full cache of LLaMA-3-8B",
 )
 def full_against_2048(paper: PaperCells) -> Outcome:
-    """Compare the averages of table 2."""
+    """Compare the average of SnapKV with ThinK at 2048 tokens with the full cache's, on LLaMA-3-8B."""
     pruned = paper.number(table=2, of="avg", model="llama-3-8b*", method="snapkv+think", kv_size=2048, ratio=0.4)
     full = paper.number(table=2, of="avg", model="llama-3-8b*", method="full")
     return decide(pruned > full, f"{pruned:.2f} against {full:.2f}")
@@ -87,7 +87,7 @@ def averages_by_size(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.4", table="7", text="At equal memory ThinK wins over a smaller plain cache")
 def equal_memory(paper: PaperCells) -> Outcome:
-    """Compare the average of each pruned row with that of the plain row of equal memory (``matched_to``)."""
+    """Compare each row with pruned channels with the row without pruning that takes equal memory, by their averages."""
     pruned = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o+think", "snapkv+think"])
     plain = paper.series(["method", "kv_size"], table=7, of="avg", method=["h2o", "snapkv"], matched_to="?*")
     # a pair has two cache sizes, so its rows cannot be matched by them; both series have the pairs in one order
@@ -106,7 +106,7 @@ def needle_against_snapkv(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 3.1", table="1", text="30 % of channels go without loss, 40 % hurts, l1 more than l2")
 def losses_by_ratio(paper: PaperCells) -> Outcome:
-    """Compare the losses with 40 % of channels gone with those at 30 %, and those of l1 with those of l2.
+    """Compare how much scores fall with 30 % and with 40 % of channels gone, and by which norm channels are chosen.
 
     The statement holds if every loss at 40 % is above every loss at 30 %, and l1 loses more with both base methods.
     """

@@ -19,7 +19,7 @@ UNCOMP = PaperAudit("uncomp")
 
 @UNCOMP.states("abstract, section 4.2", table="1", text="The cache of LLaMA-3-8B is cut to one stated share")
 def share_of_llama3(paper: PaperCells) -> Outcome:
-    """Ask whether all places of the prose state one share of the cache, and compute it for two lengths of context."""
+    """Ask whether the paper's text states the same share everywhere, and compute 384 tokens over two contexts."""
     stated = paper.series("where", table="text", of="kv_ratio", model="llama-3-8b*")
     shares = describe_values("{value:.2f}", stated, sep=" and ")
     shown = f"{shares}; 384 / 8096 is {38400 / 8096:.2f} %; 384 / 8192 is {38400 / 8192:.2f} %"
@@ -127,7 +127,7 @@ def needle_against_full(paper: PaperCells) -> Outcome:
 
 @UNCOMP.states("caption of table 3", table="3", text="Which schedule keeps 63.09 % of hidden states")
 def kept_hidden_states(paper: PaperCells) -> Outcome:
-    """Compute the share of hidden states by the schedules of both appendices. The caption states one of them."""
+    """Compute the share of hidden states that each appendix's schedule keeps, to see which one the caption states."""
     key = ("hidden_state_size", "hidden_state_size")
     rows = [row for row in paper.rows("text") if row.model == "llama-2-7b-chat" and key in row.cells]
     early = kept_share([row for row in rows if row.settings["where"] == "appendix A.3"], 4096)

@@ -246,6 +246,7 @@ def _read_score(
     groups = [group for group, _ in full_cells]
     scores_by_example: dict[str, list[tuple[float, float]]] = {}
     if cells:
+        # cells come from the run's groups
         assert ours.run is not None
         for (group, cell), (_, full_cell) in zip(cells, full_cells, strict=True):
             own_scores = stored_scores(ours.run.store, group, cell)

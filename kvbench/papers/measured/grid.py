@@ -162,8 +162,9 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
 
 
 def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
-    """Return the lines of text in a cell that is a score. ``show`` is as in ``cell_texts``.
+    """Return the lines of text in a cell that is a score.
 
+    show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
     stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
     """
     ours = _our_lines(entry, stand_in)
@@ -260,7 +261,10 @@ def _printed_text(entry: CellView, relative: bool) -> str:
 
 
 def notes(view: View, show: str = "both") -> list[str]:
-    """Return the notes for readers of one of SHOWS, or ``beside``: origin of numbers, n, marks and refusals."""
+    """Return the notes below a table: where numbers come from, n, what marks mean, and why cells were refused.
+
+    show: what the table shows, one of SHOWS or ``beside``.
+    """
     ours, sources = view.ours, list(view.ours.declared.sources)
     entries: list[CellView] = []
     for _, row in view.rows:
@@ -424,7 +428,8 @@ def _range_text(counts: Sequence[int]) -> str:
 def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
     """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache.
 
-    ``shown`` are the lines of all cells, as in ``_ours_notes``.
+    show: one of SHOWS, or ``beside``.
+    shown: the lines of text of all cells, by which marks that stand in the table are found.
     """
     ours = view.ours
     if ours.model == stand_ins.MODEL:

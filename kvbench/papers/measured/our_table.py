@@ -131,6 +131,7 @@ class OurTable:
         cells = self.cells(line, column)
         if not cells:
             return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
+        # cells come from the run's groups
         assert self.run is not None
         reader = SampleReader(self.run.store)
         results = [report_cell(group, cell, reader) for group, cell in cells]

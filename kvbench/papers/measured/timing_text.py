@@ -18,14 +18,19 @@ SHORT = {"pct": "%", "x": ""}
 
 
 def column_name(timings: Timings, column: str) -> str:
-    """Return a column's name with its unit."""
+    """Return a column's name with the unit in which the paper prints it, such as ``decode ms``."""
+    # all rows of a column have one unit
     unit = next(row.cells[column].unit for row in timings.table.rows if column in row.cells)
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
 def lines_of_cell(entry: CellView, show: str) -> list[str]:
-    """Return the lines of text in one cell. ``show`` is one of grid.SHOWS, or ``beside`` (see grid.cell_texts)."""
+    """Return the lines of text in one cell of a table of timings.
+
+    show: one of grid.SHOWS, or ``beside`` for the printed side alone.
+    """
     cell = entry.timed
+    # all entries of such a table have a timing
     assert cell is not None
     ours = _sign_without_number(entry) or _ratio_text(cell.ratio)
     their_ratio, printed = _ratio_text(cell.published_ratio), _printed_text(entry)
@@ -70,7 +75,8 @@ def _sign_without_number(entry: CellView) -> str:
 
 
 def _printed_text(entry: CellView) -> str:
-    """Return the text of the printed value, with its marks."""
+    """Return the paper's value as text, with its marks; OOM if it did not fit into the paper's memory."""
+    # all entries of a table of timings have a timing
     assert entry.timed is not None
     # papers write in many ways that a row does not fit into memory, but the cell's flag always says out-of-memory
     if "out-of-memory" in entry.timed.printed.flag.lower():
@@ -155,7 +161,7 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
 def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     """Yield notes on our side: both devices, the base of ratios, a stand-in's scale, and how many ratios agree.
 
-    ``show`` is as in ``lines_of_cell``.
+    show: what the table shows, one of grid.SHOWS or ``beside``.
     """
     bench, cells = timings.bench, timings.cells
     start = "N.NN×:"

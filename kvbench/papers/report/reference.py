@@ -189,7 +189,7 @@ def _preset_settings(paper: Paper) -> tuple[Setting, ...]:
 
 
 def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
-    """Return the row of a table or figure, with its numbers of published and of flagged cells."""
+    """Return the row of one table or figure. For a table it counts the published cells, and those with a flag."""
     cells = ""
     if not entry.is_figure:
         counts = entry.counts()

@@ -38,7 +38,10 @@ def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]
 
 
 def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
-    """Return one example with every method's answer and kept tokens."""
+    """Return one example as the page's script reads it: prompt tokens, question, references, and a record a method.
+
+    A method's record has its answer, its score and, as ``kept``, one digit a token: the share of heads that keep it.
+    """
     encoded = host.encode(example, group.task)
     cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
     caches: list[PromptCache | None] = [None] * len(cells)

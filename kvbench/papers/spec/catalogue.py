@@ -84,7 +84,7 @@ class CatalogueEntry:
         }
 
     def as_json(self) -> dict[str, object]:
-        """Return plain data, for lists."""
+        """Return the entry's facts and its numbers of cells as plain data, which ``list --json`` prints."""
         facts: dict[str, object] = {
             "id": self.name,
             "kind": self.kind,

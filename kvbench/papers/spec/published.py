@@ -56,7 +56,7 @@ class Published:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return ``setting`` as a mapping."""
+        """Return the settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
         return dict(part.split("=", 1) for part in self.setting.split(";") if part)
 
     @property

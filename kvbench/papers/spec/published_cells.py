@@ -25,14 +25,14 @@ class PublishedRow:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Return ``setting`` as a mapping."""
+        """Return the settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
         # all cells of a row have one setting, since Book.rows puts cells together by it
         first_cell = next(iter(self.cells.values()))
         return first_cell.settings
 
     @cached_property
     def label(self) -> str:
-        """Return the row's name for readers."""
+        """Return the row's name for readers: model, method and settings, as far as the row has them."""
         parts = (self.model, self.method, self.setting.replace(";", " "))
         return " ".join(part for part in parts if part)
 

@@ -97,7 +97,7 @@ AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="pape
 
 
 def parse_setting(setting: str) -> dict[str, str]:
-    """Return the keys and values of a setting."""
+    """Return the values of a setting by key, such as {"kv_size": "128"} for ``kv_size=128``."""
     values = {}
     for part in setting.split(";"):
         if part:

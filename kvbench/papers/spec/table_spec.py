@@ -126,7 +126,7 @@ class TableSpec:
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Return the cells as printed."""
+        """Return the table's published cells, in the order of their file."""
         return published.load_table(self.paper, self.table)
 
     @cached_property

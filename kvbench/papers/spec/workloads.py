@@ -48,7 +48,7 @@ class TableWorkload:
 
     @property
     def entry(self) -> str:
-        """Return the entry of conf/dataset."""
+        """Return the name of the dataset's entry in conf/dataset: ``longbench`` for ``longbench/qasper``."""
         return self.name.partition("/")[0]
 
     @property

@@ -139,6 +139,7 @@ def _think7() -> Figures:
         size = int(knobs["kv_size"])
         chain = chain_of({"method": method, "kv_size": size, "per": "query_head"})
         formula = nominal_payload(chain, MISTRAL_7B, LONG, FP16)
+        # None stands for budgets that the prompt's text decides, and kv_size fixes this one
         assert formula is not None
         what = f"{method} kv_size={size}"
         if "ratio" in knobs:
@@ -346,8 +347,9 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 
 
 def _payload_bytes(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    """Return the bytes of keys and values that kvbench declares for an fp16 cache of a prompt of n tokens."""
+    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of n tokens."""
     declared = bytes_declared(chain, shape, n, FP16)
+    # only chains with fixed budgets are asked for
     assert declared is not None
     return declared.payload
 

@@ -52,7 +52,7 @@ class TimedCell:
 
     @property
     def lower(self) -> bool:
-        """Tell whether less is better."""
+        """Tell whether a smaller value of the cell's quantity is better, as for times and bytes."""
         return self.printed.metric not in MORE_IS_BETTER
 
     @property

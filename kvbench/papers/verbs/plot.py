@@ -84,7 +84,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Draw the figures asked for."""
+    """Draw the figures that ``overrides`` name, list them, or draw one again from its CSV file."""
     # words without = are ids of figures, papers, or all
     names, options = divide(args.overrides)
     if args.from_csv is not None:

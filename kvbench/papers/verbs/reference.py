@@ -13,7 +13,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the reference."""
+    """Print each preset's values with their sources, and which of the papers' results can be reproduced."""
     from kvbench.papers.report import reference
     from kvbench.papers.spec import catalogue
 

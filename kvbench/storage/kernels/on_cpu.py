@@ -212,6 +212,7 @@ def attend_exact(query: Tensor, scale: float, table: exact_heads.HeadTable, out:
     ``reads_exact`` must be True for the query.
     """
     library = _library()
+    # ``reads_exact`` is True only if the package is installed
     assert library is not None
     flat_query = (query * scale).contiguous()
     channels = query.shape[3]

@@ -110,6 +110,7 @@ class MathWorker:
         with self._lock:
             process = self._running()
             request = json.dumps({"prediction": prediction, "reference": reference})
+            # ``_start`` has asked for pipes
             assert process.stdin is not None
             with suppress(OSError):  # a process that has ended gives no reply either
                 process.stdin.write(request + "\n")

@@ -233,7 +233,10 @@ def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
 
 
 def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
-    """Yield the first ``examples`` prompts of one task and length."""
+    """Yield the first ``examples`` prompts of the task ``name`` as examples. ``budget`` has their length in tokens.
+
+    A task that asks for every key (``@many``) gives an example with one question for each key.
+    """
     for i, prompt in enumerate(islice(sources.prompts(name, budget), examples)):
         meta = {"length": budget.length, "tokens": budget.measure(prompt)}
         example = Example(
@@ -303,7 +306,10 @@ class Sources:
         return ""
 
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
-        """Return the generator of a task's prompts."""
+        """Return an iterator over a task's prompts. Prompts about documents end with their file, others never end.
+
+        name: the task. budget: the prompts' length in tokens, and the seed of all draws.
+        """
         needles = NEEDLES.get(name.removesuffix(MANY))
         if needles is not None:
             # Punkt and a megabyte of essays are read only for a task that hides its needles in them
@@ -335,7 +341,7 @@ class Sources:
 
     @cached_property
     def keys(self) -> KeyWords:
-        """The words that make up the keys of needles."""
+        """The ``adjective-noun`` pairs from which the keys of needles are drawn."""
         return KeyWords()
 
     @cached_property

@@ -48,7 +48,7 @@ class Library:
 
 
 def prompts(budget: LengthBudget, library: Library) -> Iterator[RulerPrompt]:
-    """Yield a prompt for each question, in order."""
+    """Yield a prompt for each question of ``library``, in order, filled with documents up to the budget's length."""
     rng = Random(budget.seed)
     # the first question's size serves all questions, as in RULER
     draw_first = partial(_draw_prompt, rng, budget.seed, library, library.questions[0])

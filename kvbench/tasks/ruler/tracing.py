@@ -29,7 +29,10 @@ EXAMPLE_VALUE = "12345"
 
 
 def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
-    """Yield the task's prompts without end."""
+    """Yield, without end, prompts that ask for all variables that a chain of assignments gives one value.
+
+    Each prompt begins with a solved example.
+    """
     # RULER draws names with Python's generator and values with numpy's
     rng, numpy_rng = Random(budget.seed), np.random.RandomState(budget.seed)
 
