@@ -146,7 +146,7 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 
 
 def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
-    """Return (number, cache, count) of one layer of each kind. ``count`` layers of the model are of that kind.
+    """Build and compress one layer of each kind. Return (its number, its cache, how many layers are of its kind).
 
     Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
     chain divides one budget over all layers, every layer is built.

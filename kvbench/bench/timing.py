@@ -131,7 +131,7 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 class Trial:
     """The measurement of one entrant on one workload, as far as it has come.
 
-    ask_process: measures memory in a process of its own, as ``peak.ask_child`` does.
+    ask_process: measures memory in a process of its own, so that this process's other tensors do not count.
     status, reason: MEASURED and "", or how and why the measurement ended early.
     full: a pass in which every step ran, to check passes that run only samples of their steps; None without such a
     check.

@@ -139,6 +139,7 @@ def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptC
     values of the prompt's layers.
     """
     chain = cache.chain
+    # such stages change the model, the tokens that are attended, or the hidden states of later layers
     if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
         raise UsageError(
             f"method {chain.name} changes more than what each layer holds: its layers cannot be told apart"

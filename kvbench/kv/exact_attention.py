@@ -46,8 +46,8 @@ def row_blocks(
     """Yield the attention rows of a prompt's last queries in blocks of about ``block_bytes`` bytes.
 
     A block is (start, end, rows [Hq, end - start, m - w + end]) for the queries ``start`` to ``end`` - 1. query
-    [Hq, w, D] are the queries of the last w of m tokens, keys are [Hk, m, D]. A sliding ``window`` is as in
-    ``causal_softmax``.
+    [Hq, w, D] are the queries of the last w of m tokens, keys are [Hk, m, D]. A sliding ``window`` hides keys
+    ``window`` or more tokens behind the query.
     """
     hq, w, _ = query.shape
     k = keys.float()
@@ -163,9 +163,10 @@ def attend_in_blocks(
 ) -> Tensor:
     """Return the attention [Hq, n, D] of a prompt read in blocks.
 
-    A block attends its own tokens causally, and those earlier tokens that were kept when it was read. ``blocks`` has
-    for each block in order (its first token, the kept earlier tokens [Hk, m]), as indices. The other arguments are
-    those of ``attend_rows``.
+    A block attends its own tokens causally, and those earlier tokens that were kept when it was read.
+
+    query: [Hq, n, D]. keys, values: [Hk, n, D].
+    blocks: for each block in order (its first token, the kept earlier tokens [Hk, m]), as indices.
     """
     values = values_or_keys(keys, values)
     out = torch.empty_like(query)

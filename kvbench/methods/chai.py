@@ -122,7 +122,7 @@ class Chai(HeadSharer):
         return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
 
     def cluster_counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
-        """Return c, the number of clusters, of each layer of a model with these numbers of layers and heads.
+        """Return how many clusters each layer of a model has (the paper's c), by its numbers of layers and heads.
 
         Raises UsageError if c follows from a calibration that the stage does not have.
         """
@@ -211,7 +211,7 @@ def merge_clusters(
 
 
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
-    """Return the number of clusters of each layer, such that ``share`` of the heads of all layers lead.
+    """Return how many clusters each layer keeps. Over all layers, the fraction ``share`` of the query heads leads one.
 
     ``distances`` [layers, Hq - 1] are those at which the clusters of a layer merge down to one, ascending. The merges
     with the smallest distances over all layers happen. They are the first merges of each layer, because distances

@@ -95,7 +95,7 @@ class UncompStage(HiddenPruner):
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return the number of the first layer of each group of layers, in a model of ``n_layers`` layers.
+        """Return where each group of layers begins: the numbers of the first layers, in a model of ``n_layers`` layers.
 
         Raises UsageError if ``epsilon`` decides the groups and the stage is not calibrated.
         """
@@ -114,7 +114,7 @@ class UncompStage(HiddenPruner):
         return tuple(-(-i * n_layers // groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
-        """Return how many tokens of a prompt of n the schedule gives the layers of each of ``groups`` groups.
+        """Return for each of ``groups`` groups of layers how many of a prompt's n tokens its layers read.
 
         ``sizes`` then limits them to at least ``last`` and at most n.
         """

@@ -138,7 +138,7 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
 
 
 def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: int | None) -> list[int]:
-    """Return the rank of each of several matrices, if the fraction ``ratio`` of the sum of their ranks is removed.
+    """Return a rank for each matrix. Together, the fraction ``ratio`` of their full ranks is removed.
 
     The remaining ranks are divided in proportion to ``weights``, which has a number for each matrix. All matrices have
     the full rank ``full``. A rank is a multiple of ``step_of``, at least one multiple and at most ``full``. A share

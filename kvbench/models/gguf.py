@@ -111,7 +111,12 @@ def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str,
 
 
 def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
-    """Return the content of config.json. Arguments are as in ``_build_json_files``."""
+    """Return the content of config.json.
+
+    fields: the metadata of the GGUF file, by key.
+    tensors: the names of the file's tensors.
+    special_ids: the ids of the tokens for beginning, end and padding, by their keys in config.json.
+    """
     tokens = fields["tokenizer.ggml.tokens"]
     # newer files state the head dimension, older ones leave it to be width / heads
     heads = fields["llama.attention.head_count"]

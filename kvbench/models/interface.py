@@ -353,6 +353,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
 
         def forward_in_parts(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
             """Return the MLP's output for hidden states [B, n, d], computed in parts if ``forward`` allows it."""
+            # further arguments may have a value for each token, and would have to be cut as well
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
             first = forward(hidden[:, :size])

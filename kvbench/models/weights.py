@@ -117,12 +117,12 @@ def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
     prefix = f"{model.base_model_prefix}."
     in_layers = {name.partition("layers.")[2] for name in parameters} - {""}
     stored = _read_headers(_find_folder(model.config, location))
-    integers = [name for name, (dtype, _) in stored.items() if dtype not in FLOATS]
-    return [
-        name
-        for name in integers
-        if name in parameters or prefix + name in parameters or name.partition("layers.")[2] in in_layers
-    ]
+    integers = []
+    for name, (dtype, _) in stored.items():
+        is_parameter = name in parameters or prefix + name in parameters or name.partition("layers.")[2] in in_layers
+        if dtype not in FLOATS and is_parameter:
+            integers.append(name)
+    return integers
 
 
 def _read_headers(folder: Path) -> dict[str, Stored]:

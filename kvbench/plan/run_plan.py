@@ -149,15 +149,18 @@ class RunPlan:
         """Return a note for each method whose budget exceeds every prompt of a task with its answer."""
         tasks: dict[str, list[str]] = {}
         for group in self.groups:
+            # the tokens of the longest prompt; 0 for a group without examples
             n = self.estimate(group).prompt_tokens
             answer = max((e.max_new_tokens for e in group.examples), default=0)
             for cell in group.cells:
                 if n and keeps_everything(cell.chain, n, answer):
                     tasks.setdefault(cell.label, []).append(f"{group.column} (at most {n} tokens)")
-        return [
-            f"{label}: nothing will be compressed of {', '.join(columns)}: no prompt is longer than its budget."
-            for label, columns in tasks.items()
-        ]
+        notes = []
+        for label, columns in tasks.items():
+            notes.append(
+                f"{label}: nothing will be compressed of {', '.join(columns)}: no prompt is longer than its budget."
+            )
+        return notes
 
     def load_model(self) -> PreTrainedModel:
         """Return the model that the user gave, or read the checkpoint's weights now."""

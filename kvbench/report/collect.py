@@ -206,6 +206,7 @@ def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults
     """Return the row of the run's table for the method ``label``: its result on every task, and their means."""
     compresses = False
     for group in groups:
+        # every group has one cell for each method of the run
         cell = next(cell for cell in group.cells if cell.label == label)
         compresses = compresses or bool(cell.chain.stages)
     cells = tuple(task.cells[label] for task in tasks)
@@ -233,7 +234,10 @@ def _note_cuts(group: Group, samples: Mapping[str, Sample]) -> list[str]:
 
 
 def _note_unscored(rows: Sequence[ReportRow]) -> list[str]:
-    """Return a note for each task with references that its metric cannot score."""
+    """Return a note for each task with references that its metric cannot score.
+
+    Methods may have answered different numbers of prompts, so the note is about the row with most unscored answers.
+    """
     most_unscored: dict[str, CellSummary] = {}
     for row in rows:
         for cell in row.cells:
@@ -242,11 +246,14 @@ def _note_unscored(rows: Sequence[ReportRow]) -> list[str]:
             previous = most_unscored.get(cell.task)
             if previous is None or cell.summary.unscored > previous.unscored:
                 most_unscored[cell.task] = cell.summary
-    return [
-        f"{task}: {s.unscored} of {s.n} answers have no score: {s.metric} ({metric(s.metric).description}) cannot read "
-        "their references. Means are of the others."
-        for task, s in most_unscored.items()
-    ]
+    notes = []
+    for task, summary in most_unscored.items():
+        metric_text = f"{summary.metric} ({metric(summary.metric).description})"
+        notes.append(
+            f"{task}: {summary.unscored} of {summary.n} answers have no score: {metric_text} cannot read their "
+            "references. Means are of the others."
+        )
+    return notes
 
 
 def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:

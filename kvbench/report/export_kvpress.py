@@ -59,7 +59,10 @@ class StageRecord(TypedDict):
 class RunKey:
     """The properties that all cells of one folder share.
 
-    name, data_dir: as in ``Run``. label: the method with its budgets. prompt: the prompt's identity as JSON.
+    name: the data set's name in the folder.
+    data_dir: kvpress's name for a part of the data set: a length of RULER, a task of others, and any swept knobs.
+    label: the method with its budgets.
+    prompt: the prompt's identity as JSON.
     """
 
     name: str

@@ -438,11 +438,11 @@ def read_question(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
     host, ids = askings[0].host, askings[0].question_ids(turn)
     # one pass of the model serves the caches of all methods
     caches = extend_caches(host.model, [a.cache for a in askings], ids)
-    endings = [host.make_ending(a.cell.task, a.example.asked(turn)) for a in askings]
-    return [
-        replace(a.row, cache=cache, ending=ending, turn=turn)
-        for a, cache, ending in zip(askings, caches, endings, strict=True)
-    ]
+    rows = []
+    for asking, cache in zip(askings, caches, strict=True):
+        ending = host.make_ending(asking.cell.task, asking.example.asked(turn))
+        rows.append(replace(asking.row, cache=cache, ending=ending, turn=turn))
+    return rows
 
 
 def extend_rows(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> list[QueuedRow]:

@@ -246,13 +246,14 @@ class Thin:
     def payload(self, held: Tensor) -> list[int]:
         """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks the slots in use."""
         tokens = held.sum(dim=(1, 2)).tolist()
+        # only places whose token is still held have bytes that count
         whole_tokens = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
         kept_bytes = _bytes_of_slot([self.k.kept, self.v.kept])
         other_bytes = _bytes_of_slot([t for t in (self.k.others, self.v.others) if t is not None])
-        return [
-            count * kept_bytes + whole_count * other_bytes
-            for count, whole_count in zip(tokens, whole_tokens, strict=True)
-        ]
+        sizes = []
+        for count, whole_count in zip(tokens, whole_tokens, strict=True):
+            sizes.append(count * kept_bytes + whole_count * other_bytes)
+        return sizes
 
     def tokens_of_row(self, row: int) -> tuple[Tensor, Tensor]:
         """Return one row's keys and values [H, S, D], with zeros for dropped channels."""

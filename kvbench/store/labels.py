@@ -109,11 +109,11 @@ def describe_differences(identities: Sequence[Identity]) -> list[str]:
             differing.append(path)
     texts = []
     for settings in settings_of_cells:
-        # the last part of a path names the setting, except that metric.name is the metric
-        words = [
-            f"{path.removesuffix('.name').rpartition('.')[2]}={_write_word(path, settings.get(path))}"
-            for path in differing
-        ]
+        words = []
+        for path in differing:
+            # the last part of a path names the setting, except that metric.name is the metric
+            setting = path.removesuffix(".name").rpartition(".")[2]
+            words.append(f"{setting}={_write_word(path, settings.get(path))}")
         texts.append(" ".join(words))
     return texts
 

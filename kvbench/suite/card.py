@@ -306,7 +306,9 @@ def _scores_of(part: str, names: Sequence[str], suite: Suite, scored: Sequence[R
     scores = np.full((len(names), len(suite.budgets)), np.nan)
     for entry in scored:
         score = entry.parts.get(part)
-        if entry.name in names and score is not None and score.retained is not None and not entry.nothing_compressed:
+        if score is None or score.retained is None or entry.nothing_compressed:
+            continue
+        if entry.name in names:
             scores[names.index(entry.name), suite.budgets.index(entry.budget)] = score.retained
     return scores
 

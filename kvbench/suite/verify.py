@@ -337,6 +337,7 @@ def _check_numbers(
 
     samples: the samples of each of ``rows``, by part.
     """
+    # ``_check_controls`` has found the row of the full cache, by which all other rows are scored
     full = next(parts for row, parts in zip(rows, samples, strict=True) if row["role"] == "full")
     measured = []
     for row, parts in zip(rows, samples, strict=True):

@@ -75,7 +75,7 @@ class LowRankStage(Stage):
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The ranks of each layer as (ranks of keys, ranks of values), with one rank for each group of heads."""
+        """For each layer (ranks of keys, ranks of values). Each of the two has one rank for each group of heads."""
         raise TypeError(f"{type(self).__name__} does not say which ranks it keeps")
 
     def factors(self, model: PreTrainedModel) -> Pairs:

@@ -93,9 +93,11 @@ def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
 
 
 def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [B, H, S] of slots pooled over tokens of neighbouring positions, as ``pool`` does.
+    """Return scores [B, H, S] of slots pooled over ``kernel`` tokens of neighbouring positions.
 
     Slots hold tokens in no order, so scores are pooled in order of position and put back. Free slots come last.
+
+    kind: ``max`` takes the largest score of the neighbours, ``avg`` their mean.
     """
     order = ops.order_by_position(slots.positions, slots.valid)
     ordered = scores.gather(2, order)

@@ -213,6 +213,7 @@ def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
     for measure, verdict in verdicts.items():
         if verdict.verdict == UNDECIDED:
             return measure
+    # no measure could be taken, and the first one says why
     return next(iter(verdicts))
 
 

@@ -80,10 +80,11 @@ class SweepRun:
         if self.sweep.baseline:
             points.insert(0, (FULL_POINT, Chain()))
         for point, chain in points:
-            # a group has a cell for each chain of the run
             cells = []
             for group in self.run.groups:
-                cells.append((group, next(cell for cell in group.cells if cell.chain == chain)))
+                # every group has one cell for each chain of the run
+                cell = next(cell for cell in group.cells if cell.chain == chain)
+                cells.append((group, cell))
             yield point, cells
 
     def cells(self) -> Iterator[tuple[Point, Group, Cell]]:

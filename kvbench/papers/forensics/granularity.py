@@ -90,8 +90,11 @@ def fit_grids(book: Book) -> list[Fit]:
         # repeated numbers would give a grid more support than it has
         cells: dict[tuple[object, ...], tuple[PublishedRow, Published]] = {}
         for row in book.rows:
+            # numbered tables have the measurements, and a paper's text repeats some of them
+            if row.paper != grid.paper or not row.table.isdigit():
+                continue
             cell = row.cells.get((grid.dataset, "accuracy"))
-            if row.paper == grid.paper and row.table.isdigit() and cell is not None and cell.unit == "pct":
+            if cell is not None and cell.unit == "pct":
                 cells.setdefault((identity(row), cell.value), (row, cell))
         off = [(row, cell) for row, cell in cells.values() if not is_attainable(cell.printed, grid.n)]
         grid_fits.append(Fit(grid, tuple(cells.values()), tuple(off)))

@@ -227,6 +227,7 @@ def _sized_methods(found: VerdictSet) -> list[_Point]:
 
 def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
     """Return a picture of scores against sizes as SVG; '' for scores without a fixed scale, such as perplexities."""
+    # ``_judge_dataset`` puts the full cache's row first, measured or not
     full = next(row for row in found.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
         return ""
@@ -311,6 +312,7 @@ def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
         for across, down, anchor in PLACES:
             left = px + across - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
             box = (left, left + wide, py + down - 9, py + down)
+            # two areas do not meet if one ends before the other begins, across or down
             if all(box[1] <= b[0] or b[1] <= box[0] or box[3] <= b[2] or b[3] <= box[2] for b in taken):
                 taken.append(box)
                 texts.append(_svg_text(px + across, py + down, str(number), anchor))
