@@ -114,7 +114,7 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
     matches: list[dict[str, object]] = []
     for n in sizes:
         # budgets of equal bytes differ with the size of the prompt
-        matched_cfg, matched = equal_memory.settle(cfg, shape, n)
+        matched_cfg, matched = equal_memory.match_budgets(cfg, shape, n)
         accounts = []
         with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
             for chain in matched_cfg.chains:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kv.segment import LayerCache, Segment, storage_bytes
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import registry
-from kvbench.storage.entries import attend_groups, head_of, joined, mean_by_row
+from kvbench.storage.entries import attend_groups, head_of, mean_by_row, replace_heads
 from kvbench.storage.format import Room, StoredRow
 
 
@@ -147,7 +147,7 @@ class RowLayer(KvbenchLayer):
             else:
                 # a head that copies another head has no entry and holds no tokens
                 head_segments.append(loaded.head(head))
-        return replace(cache, segments=(joined(loaded, head_segments),), seen=seen)
+        return replace(cache, segments=(replace_heads(loaded, head_segments),), seen=seen)
 
 
 def select_compressed(layers: Sequence[RowLayer]) -> list[RowLayer]:

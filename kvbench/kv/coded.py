@@ -76,7 +76,7 @@ class Codec(ABC):
         """
         raise TypeError(f"{type(self).__name__} settles no scale")
 
-    def turned(self, x: Tensor) -> Tensor:
+    def to_basis(self, x: Tensor) -> Tensor:
         """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if it rotates, else as it is.
 
         C' is the number of coded channels (``coded_channels``).
@@ -112,10 +112,10 @@ class Codec(ABC):
         """
         if not bool(x.isfinite().all()):
             raise KvbenchError(f"cannot store as {self}: a key or value is infinite or not a number")
-        rotated = self.turned(x)
+        rotated = self.to_basis(x)
         if frozen is None:
             # the prompt comes first and settles the scales of all later tokens
-            frozen = self.settled(rotated)
+            frozen = self.settled_scales(rotated)
         tensors = self._encode_in_parts(rotated, frozen, part_elements)
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
@@ -135,7 +135,7 @@ class Codec(ABC):
             tensors[name] = torch.cat([tensors_of_part[name] for tensors_of_part in encoded], dim=-2)
         return tensors
 
-    def settled(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
+    def settled_scales(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
         """Return the scales [..., H, 1, 1] fp32 that x [..., H, L, C'] settles; None if the codec settles no scales.
 
         ``lengths`` [H] are the token counts of ragged heads, whose tokens x [1, N, C'] holds one head after the other.

@@ -19,7 +19,7 @@ from kvbench.store.store import ResultStore
 from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
 from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
-from kvbench.tasks.prompt import PromptPolicy, check
+from kvbench.tasks.prompt import PromptPolicy, check_policy
 
 SCHEMA = 1  # the version of the facts in a cell's identity, and one of them
 LEAST_PROMPT = 32  # tokens; the plan encodes a shorter prompt before the run
@@ -90,7 +90,7 @@ def build_groups(
             for config in chains:
                 cell_identity = identity | {"chain": identify(config.chain)}
                 cells.append(Cell(cell_identity, config.chain, config.label, task=task, column=column))
-            check(tokenizer, task, policy)
+            check_policy(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
             limit = cfg.limit

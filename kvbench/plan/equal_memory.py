@@ -59,7 +59,7 @@ class Matched:
         return text
 
 
-def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
+def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
     """Return (run, matches). Every chain of the run but the reference gets the kv_size that is nearest in bytes.
 
     Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is.
@@ -84,7 +84,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
         for other in others:
             if other.chain.per != reference.chain.per:
                 continue
-            sizes = {kind: nearest(other, reference, count, kind) for kind, count in counters.items()}
+            sizes = {kind: nearest_kv_size(other, reference, count, kind) for kind, count in counters.items()}
             best = with_size(other, sizes[cfg.match])
             chains.append(best)
             # bytes of (this chain, the reference), by each way of counting
@@ -104,7 +104,7 @@ def settle(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[Run
     return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
 
 
-def nearest(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
+def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
     template: the chain, of any budget. count: the function from a chain to its payload. kind: how ``count`` counts, for

@@ -347,7 +347,7 @@ def plan_run(
     foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
     # methods are asked for needs and budgets in here, so code of foreign methods runs
     with contained(", ".join(foreign_names), bool(foreign_names), seed=0, watched=False):
-        cfg, matched = equal_memory.settle(cfg, shape)
+        cfg, matched = equal_memory.match_budgets(cfg, shape)
         check_model(cfg, source)
         groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)

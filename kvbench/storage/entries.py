@@ -245,7 +245,7 @@ def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
     return replace(cache, segments=segments, heads=1, query_heads=cache.query_heads // stored)
 
 
-def joined(old: Segment, heads: Sequence[Segment]) -> Segment:
+def replace_heads(old: Segment, heads: Sequence[Segment]) -> Segment:
     """Return the ragged segment ``old`` with its heads replaced by ``heads``, put side by side.
 
     heads: one segment [1, L, ...] for each head. L may differ between heads, and may exceed the old head's tokens.

@@ -71,7 +71,7 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 """The answers to each context's questions, by the context's id."""
 
 
-def find_falls(contexts: Contexts) -> dict[str, tuple[float, float]]:
+def first_and_last_scores(contexts: Contexts) -> dict[str, tuple[float, float]]:
     """Return (score of the first question, score of the last question) of each context, by its id.
 
     Contexts with a single question, and contexts whose first or last question has no score, are left out.
@@ -100,7 +100,7 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     all_scores: list[float] = []
     for scores in scores_by_index:
         all_scores += scores
-    pairs = list(find_falls(contexts).values())
+    pairs = list(first_and_last_scores(contexts).values())
     # a score lies in [0, 1], hence a difference of two in [-1, 1]
     fall, interval = _average([last - first for first, last in pairs], 1.0)
     if fall is not None:
@@ -150,9 +150,9 @@ def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float,
 
     Returns None if no context can be compared.
     """
-    scores_of_full = find_falls(full)
+    scores_of_full = first_and_last_scores(full)
     differences = []
-    for context, (first, last) in find_falls(contexts).items():
+    for context, (first, last) in first_and_last_scores(contexts).items():
         # pair only contexts that both have answered
         if context in scores_of_full:
             full_first, full_last = scores_of_full[context]

@@ -232,7 +232,7 @@ def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
     return list(ids[:front]) + list(ids[len(ids) - back :])
 
 
-def check(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
+def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     # some templates print only messages of known roles, or take the content from another field
     if policy.templated(task) and SENTINEL not in policy.render_message(tokenizer, SENTINEL):

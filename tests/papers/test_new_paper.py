@@ -57,7 +57,7 @@ def test_datasets_and_knobs_of_its_own_stand_in_the_folder_too(own, capsys):
 
 
 def test_every_verb_of_papers_knows_it(own, capsys):
-    assert catalogue.in_place()[-1] == "example" and table_spec.table_ids()[-1] == ("example", "1")
+    assert catalogue.papers_in_order()[-1] == "example" and table_spec.table_ids()[-1] == ("example", "1")
     assert main(["table", "example/1", "--show", "published", "--format", "md"]) == 0
     assert "| h2o<br>kv_size=64 | 20.0 | 21.0 | 20.50 |" in capsys.readouterr().out
     assert main(["reference", "example", "--json"]) == 0

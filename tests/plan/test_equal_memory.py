@@ -26,7 +26,7 @@ def parsed(line):
 
 def sizes(line, shape=MISTRAL, tokens=None):
     """kv_size of every matched chain, in order."""
-    return [m.kv_size for m in equal_memory.settle(parsed(line), shape, tokens)[1]]
+    return [m.kv_size for m in equal_memory.match_budgets(parsed(line), shape, tokens)[1]]
 
 
 @pytest.mark.parametrize("base", ["h2o", "snapkv"])
@@ -42,7 +42,7 @@ def test_the_sizes_of_thinks_table_7(base, per, kind, last):
 @pytest.mark.parametrize("kind", equal_memory.KINDS)
 def test_no_other_size_comes_nearer(kind, other, shape):
     cfg = parsed(f"method={other},snapkv+think snapkv.kv_size=600 match={kind}")
-    (settled, (matched,)) = equal_memory.settle(cfg, shape)
+    (settled, (matched,)) = equal_memory.match_budgets(cfg, shape)
     count = equal_memory.payload_counter(kind, shape, equal_memory.LONG)
     template = next(c for c in cfg.chains if c.chain.name == other.replace("vatp+h2o", "h2o+vatp"))
     target = count(settled.chains[-1].chain)
@@ -76,17 +76,17 @@ def test_the_nominal_formula_is_the_papers():
 
 def test_grids_of_the_reference_give_each_other_method_one_size_each():
     cfg = parsed("method=h2o,snapkv+think kv_size=128,256 ratio=0.4,0.6 match=bytes")
-    settled, matched = equal_memory.settle(cfg, MISTRAL)
+    settled, matched = equal_memory.match_budgets(cfg, MISTRAL)
     assert [(m.method.split()[0], "ratio=0.6" in m.reference) for m in matched] == [("h2o", r) for r in (0, 1, 0, 1)]
     assert len(settled.chains) == 8 and len({repr(c.chain.identity()) for c in settled.chains}) == 8
 
 
 def test_knobs_that_depend_on_the_budget_follow_the_size_found():
     line = "preset=refreekv model=llama2-7b-chat method=cake,snapkv+think kv_size=1300 match=bytes per=kv_head"
-    (settled, (matched,)) = equal_memory.settle(parsed(line), Shape(32, 32, 32, 128))
+    (settled, (matched,)) = equal_memory.match_budgets(parsed(line), Shape(32, 32, 32, 128))
     assert matched.kv_size < 1100 and settled.chains[0].chain.stages[0].tau1 == 1.9
     small = line.replace("1300", "150")
-    assert equal_memory.settle(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
+    assert equal_memory.match_budgets(parsed(small), Shape(32, 32, 32, 128))[0].chains[0].chain.stages[0].tau1 == 0.9
 
 
 def test_presets_say_which_bytes_where_a_match_is_asked_for():
@@ -105,7 +105,7 @@ def test_a_reference_may_stand_anywhere_and_be_written_in_any_order():
 
 def test_budgets_of_other_kinds_give_way():
     cfg = parsed("preset=vatp method=h2o,snapkv+think snapkv.kv_size=256 match=bytes")
-    (settled, (matched,)) = equal_memory.settle(cfg, MISTRAL)
+    (settled, (matched,)) = equal_memory.match_budgets(cfg, MISTRAL)
     h2o = settled.chains[0].chain.selector
     assert sum(h2o.parts(4096)) == matched.kv_size == 211 and h2o.heavy_ratio is None
 

@@ -11,7 +11,7 @@ from kvbench.base.example import Example
 from kvbench.plan import config
 from kvbench.plan import words as words_of
 from kvbench.tasks.base import Task, load_tasks
-from kvbench.tasks.prompt import PromptPolicy, check, encode
+from kvbench.tasks.prompt import PromptPolicy, check_policy, encode
 
 
 class Words:
@@ -160,7 +160,7 @@ def test_another_template_is_another_identity():
 def test_a_template_that_the_tokenizer_lacks_is_refused():
     t, e = task()
     for use in (lambda: encode(Words(), e, t, PromptPolicy(template="on"), None),
-                lambda: check(Words(), t, PromptPolicy(template="on"))):  # fmt: skip
+                lambda: check_policy(Words(), t, PromptPolicy(template="on"))):  # fmt: skip
         with pytest.raises(UsageError, match="no chat template"):
             use()
 
@@ -181,7 +181,7 @@ def test_withheld_question_has_the_tokens_it_has_when_known(limit):
     t, e = task()
     t = replace(t, query_aware=False)
     for use in (lambda: encode(Words(), e, t, PromptPolicy(), None),
-                lambda: check(Words(), t, PromptPolicy())):  # fmt: skip
+                lambda: check_policy(Words(), t, PromptPolicy())):  # fmt: skip
         with pytest.raises(UsageError, match=r"does not say where the question of example .* begins"):
             use()
 

@@ -111,8 +111,8 @@ class ZeroPointInt4(Codec):
     def token_bytes(self, channels: int) -> int:
         return packed_bytes(self.coded_channels(channels), 4, "stream") + 4
 
-    def turned(self, x: Tensor) -> Tensor:
-        y = super().turned(x)
+    def to_basis(self, x: Tensor) -> Tensor:
+        y = super().to_basis(x)
         if self.rotate == "none":
             return y
         # vLLM's matrix is not normalised: its result is sqrt(C') times that of the orthonormal basis
@@ -134,7 +134,7 @@ class ZeroPointInt4(Codec):
         y = (unpack(tensors["codes"], 4, channels, layout="stream").float() - zero) * scale
         if self.rotate == "none":
             return y
-        # undo the factor sqrt(C') of ``turned``
+        # undo the factor sqrt(C') of ``to_basis``
         return y / channels**0.5
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:

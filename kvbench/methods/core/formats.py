@@ -143,4 +143,4 @@ class StorageFormat(Quantiser):
         if not codec.settles:
             return None
         # the scale belongs to the stored numbers, so it is taken after the codec's rotation
-        return codec.settled(codec.turned(t), lengths)
+        return codec.settled_scales(codec.to_basis(t), lengths)

@@ -235,7 +235,7 @@ def load(paper: str) -> tuple[Claim, ...]:
 def papers_with_claims() -> tuple[str, ...]:
     """Return the papers with claims, in the order of their tables."""
     names_with_claims = {path.parent.name for path in data_files("*/claims.yaml")}
-    return tuple(paper for paper in catalogue.in_place() if paper in names_with_claims)
+    return tuple(paper for paper in catalogue.papers_in_order() if paper in names_with_claims)
 
 
 def find_papers(wanted: str) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from kvbench.papers.figures.reading import Prompt
 from kvbench.plan.config import RunConfig
 from kvbench.run import experiment
 from kvbench.tasks.base import Task, Tokenizer, load_tasks, read_text
-from kvbench.tasks.prompt import check, encode
+from kvbench.tasks.prompt import check_policy, encode
 
 SAMPLES, TOKENS = 6, 1024
 """By default a text is read as so many windows, each of so many tokens."""
@@ -135,7 +135,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
     tasks = tuple(_load_named_tasks(cfg, tokenizer))
     for task, _ in tasks:
         # the prompt policy may be impossible for this task or tokenizer
-        check(tokenizer, task, cfg.prompt)
+        check_policy(tokenizer, task, cfg.prompt)
     return Origin(cfg, source, tokenizer, tasks=tasks, tokens=tokens)
 
 

@@ -150,7 +150,7 @@ def choose_papers(name: str) -> list[Paper]:
     return [read_paper(name)]
 
 
-def in_place() -> tuple[str, ...]:
+def papers_in_order() -> tuple[str, ...]:
     """Return the ids of all papers, ordered by ``Paper.place``."""
 
     def place_of(paper_id: str) -> int:

@@ -282,7 +282,7 @@ def load(paper: str, table: str) -> TableSpec:
 
 def table_ids() -> tuple[tuple[str, str], ...]:
     """Return (paper, table) of every table with a number, in the papers' order."""
-    order = catalogue.in_place()
+    order = catalogue.papers_in_order()
 
     def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
         paper, table = table_id
@@ -301,7 +301,7 @@ def find_tables(wanted: str) -> tuple[TableSpec, ...]:
     """
     name, _, table = wanted.partition("/")
     if wanted != "all" and name not in catalogue.paper_ids():
-        raise unknown("paper", name, (*catalogue.in_place(), "all"))
+        raise unknown("paper", name, (*catalogue.papers_in_order(), "all"))
     if table:
         # think/table2 is think/2
         return (load(name, table.removeprefix("table")),)

@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     refuse_fixed(options, "the paper's table")
     if args.table != "all" and args.table.partition("/")[0] not in catalogue.paper_ids():
         names = ["all"]
-        names += catalogue.in_place()
+        names += catalogue.papers_in_order()
         names += own_tables.NAMES
         raise unknown("table", args.table, names, listed_by="kvbench list tables")
     return print_tables(options, args)
