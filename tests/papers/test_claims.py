@@ -99,6 +99,8 @@ def test_an_open_claim_says_how_many_pairs_would_decide():
     assert found.verdict == UNDECIDED and found.needs == pytest.approx(785, abs=2)
     assert verdict({"t": [50.0] * 40}).needs is None  # decided
     assert verdict({"t": [0.0] * 40}).needs is None  # nothing is seen that could be
+    # signs of 3 pairs cannot decide, however clear: the lowest p is 2^-3, and 0.025 needs 2^-6
+    assert verdict({"t": [50.0, 51.0, 52.0]}).needs == 6
 
 
 def test_the_first_measure_that_decides_a_claim_decides_it():

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, log2
 from typing import Any
 
 import numpy as np
@@ -418,7 +418,9 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
         return None
     # a one-sided z test reaches ``level`` with chance POWER at n = ((z(1 - level) + z(POWER)) * spread / distance)^2
     z_sum = stats.normal_quantile(1 - level) + stats.normal_quantile(POWER)
-    return ceil((z_sum * spread / distance) ** 2)
+    # flipping the signs of n differences cannot give a lower p than 2^-n
+    fewest = ceil(-log2(level))
+    return max(fewest, ceil((z_sum * spread / distance) ** 2))
 
 
 @lru_cache

@@ -467,7 +467,7 @@ def notes(content: Ledger) -> list[str]:
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
         f"of claims; a verdict needs {p_needed:.2g}, and any of the {tested} claims gets a wrong one by any "
         f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
-        "random; Holm). No verdict decided when to stop measuring.",
+        "random; Holm). The chance is higher if verdicts decided how long to measure.",
         f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
         f"divergence. {MIXED}: decided in the mean, but a task or setting of {stats.FEWEST} pairs or more is told to "
         f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "
