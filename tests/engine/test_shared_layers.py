@@ -164,7 +164,7 @@ def test_the_table_says_which_layers_hold_nothing_and_shapes_are_checked():
     model_traits = traits.of_model(build("gemma4_text"))
     assert model_traits.shape.note is not None
     assert "3 of 8 layers hold nothing: each reads the cache of an earlier layer" in model_traits.shape.note
-    assert "of the other 3" in model_traits.shape.note
+    assert "concern the other 3" in model_traits.shape.note
     with pytest.raises(UsageError, match="local_kv_heads=3 and local_head_dim=7 are not possible without local_layers"):
         Shape(3, 4, 2, 16, local_kv_heads=3, local_head_dim=7)
     with pytest.raises(UsageError, match="query_heads=4 is not possible: a multiple of local_kv_heads=3"):
