@@ -29,7 +29,7 @@ from verification import Verification
 from kvbench.papers.measured import coverage, our_table, page
 from kvbench.papers.measured.cell_view import View, build_view
 from kvbench.papers.measured.our_table import OurTable
-from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.papers.spec import stand_ins, table_spec, workloads
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import measuring, timings
 from kvbench.run import experiment
@@ -182,7 +182,10 @@ def same(table: TableSpec, goal: Target) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
         if table.measurable and goal.scored:
-            committed.restore(table.paper, store, goal.packs, {c.dataset for c in table.scores})
+            datasets = {c.dataset for c in table.scores}
+            # a column's samples may be of the dataset that is read in place of its own
+            datasets |= {workloads.INSTEAD[name][0] for name in datasets if name in workloads.INSTEAD}
+            committed.restore(table.paper, store, goal.packs, datasets)
         elif table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store)
         ours = prepare(table, goal, folder)
