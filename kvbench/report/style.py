@@ -219,8 +219,8 @@ def heat(
             if sum(image.cmap(image.norm(value))[:3]) > 1.6:
                 colour = "black"
             # as in texts, a small negative value is 0 and not -0, and a minus is a minus
-            text = (numbers % value).replace("-", "−")
-            if float(numbers % value) == 0:
+            text = numbers % value
+            if float(text) == 0:
                 text = numbers % 0
-            ax.text(j, i, text, ha="center", va="center", fontsize=6, color=colour)
+            ax.text(j, i, text.replace("-", "−"), ha="center", va="center", fontsize=6, color=colour)
     return image

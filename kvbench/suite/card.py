@@ -79,24 +79,24 @@ def _parts_without(suite: Suite, entry: RowScore) -> list[str]:
 
 def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of means: a row for each method and control, a column for each budget."""
-    cells = _cells_of_means(suite, scored)
-    methods = {entry.name for entry in scored if entry.role == METHOD}
+    methods, controls = _methods_and_controls(scored)
     rows = []
-    for name, means in cells.items():
+    for name in methods + controls:
+        means = {entry.budget: _mean_text(suite, entry) for entry in scored if entry.name == name}
         rows.append((name, *(means.get(budget, "") for budget in suite.budgets)))
     headings = {0: "", len(methods): "controls"}
     return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
 
 
-def _cells_of_means(suite: Suite, scored: Sequence[RowScore]) -> dict[str, dict[int, str]]:
-    """Return the text of each mean by name and budget: first the user's methods, then the controls."""
-    cells: dict[str, dict[int, str]] = {}
-    # sorted keeps the order of rows of one kind
-    for entry in sorted(scored, key=lambda entry: entry.role != METHOD):
-        # the score of random tokens is 0 by definition
-        if entry.role != CHANCE:
-            cells.setdefault(entry.name, {})[entry.budget] = _mean_text(suite, entry)
-    return cells
+def _methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[str]]:
+    """Return (the user's methods, the controls), each in the order of their first rows.
+
+    Random tokens are left out, since their score is 0 by definition.
+    """
+    roles = {entry.name: entry.role for entry in scored}
+    methods = [name for name, role in roles.items() if role == METHOD]
+    controls = [name for name, role in roles.items() if role not in (METHOD, CHANCE)]
+    return methods, controls
 
 
 def _mean_text(suite: Suite, entry: RowScore) -> str:
@@ -245,7 +245,7 @@ def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     A line to quote for each row of the user's methods stands above them. Those of more than FEW methods stand below,
     and only in Markdown.
     """
-    methods = list(dict.fromkeys(entry.name for entry in scored if entry.role == METHOD))
+    methods, _ = _methods_and_controls(scored)
     # the lines of one method stand together, and the methods in the order of their first rows
     lines = []
     for name in methods:
@@ -273,9 +273,9 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     The methods stand in the order of the table of means, and the controls below them. Without a measurable part no
     file is written.
     """
-    names = list(_cells_of_means(suite, scored))
+    methods, controls = _methods_and_controls(scored)
+    names = methods + controls
     looks = looks_of(names)
-    method_names = {entry.name for entry in scored if entry.role == METHOD}
     parts = []
     for part in suite.parts:
         measured = [entry for entry in scored if part.name in entry.parts]
@@ -292,7 +292,7 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
             image = heat(ax, _scores_of(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
             # ``heat`` leaves out names of a long list, but here each row is a method that a reader looks for
             ax.set_yticks(range(len(names)), [looks[name].name for name in names])
-            ax.axhline(len(method_names) - 0.5, color="white", linewidth=3)
+            ax.axhline(len(methods) - 0.5, color="white", linewidth=3)
             ax.set_title(part.name)
         axes[len(parts) // 2].set_xlabel("share of the bytes")
         fig.colorbar(image, ax=axes, label="retained: random tokens 0, full cache 100", extend="both", pad=0.01)
