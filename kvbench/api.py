@@ -41,11 +41,11 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-# calls share the one attention that is registered with transformers, and with it the state of a reading
 def _in_turn(function: Callable[P, R]) -> Callable[P, R]:
-    """Return a function whose calls from several threads run one after another, since each sets the model's attention.
+    """Return ``function`` with the guards of the Python interface.
 
-    Running out of memory becomes a KvbenchError.
+    Calls from several threads run one after another, since each sets the one attention that is registered with
+    transformers. Under torch.autocast they raise UsageError. Running out of memory becomes a KvbenchError.
     """
 
     @functools.wraps(function)

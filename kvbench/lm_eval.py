@@ -78,9 +78,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             )
         if pretrained in entries("model"):
             # lm-eval's device is cuda:0 unless it is given, and its hf model takes the CPU where there is none
-            device = "cpu"
-            if torch.cuda.is_available():
-                device = hf_options.get("device", "auto")
+            device = hf_options.get("device", "auto") if torch.cuda.is_available() else "cpu"
             pretrained, hf_options["tokenizer"] = load_model(pretrained, device, hf_options.get("dtype", "auto"))
         super().__init__(pretrained=pretrained, **hf_options)
         # an empty cache knows the chain that the method and its knobs make on this model
@@ -210,7 +208,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     ) -> Result:
         """Return the ``answer`` to a prompt [n] from its compressed cache, and note whether it is the full cache's.
 
-        answer: the function from a cache of the prompt to the answer. same: whether two answers are equal.
+        answer: the function from a cache of the prompt to the answer.
+        same: whether two answers are equal.
         The full cache answers, too, if the compressed cache holds all tokens and bytes, and if it is still open whether
         the method compresses anything on this task.
         """
@@ -278,9 +277,7 @@ def _is_whole(cache: TransformersCache, measured: MeasuredBytes) -> bool:
 def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's generators of random numbers, on the CPU and on all GPUs."""
     # asking CUDA for its states would start it
-    gpu_states = []
-    if torch.cuda.is_initialized():
-        gpu_states = torch.cuda.get_rng_state_all()
+    gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), gpu_states
 
 

@@ -144,7 +144,7 @@ def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
     # names are placed by where the points lie on the page
     figure.draw_without_rendering()
     spots = [(p.kl[0], p.score[0]) for p in shown]
-    names = [(*spot, looks.print_name(p.method), KINDS[p.kind]) for spot, p in zip(spots, shown, strict=True)]
+    names = [(*spot, looks.name_methods(p.method), KINDS[p.kind]) for spot, p in zip(spots, shown, strict=True)]
     style.write_names(axes, names, spots)
     return figure
 

@@ -50,7 +50,7 @@ def rendered(runs: list[RunPlan], table: str) -> str:
     own = own_tables.read_own_table(name, runs, reports)
     model = "" if folder == "tiny" else f" model={PRETRAINED}"
     command = f"kvbench table {name}{model} {TABLES[table]}".strip()
-    heading = f"# {format_table.ROWS[name]['title']}\n\n`{command}`\n\n"
+    heading = f"# {format_table.TABLES[name]['title']}\n\n`{command}`\n\n"
     return heading + writers.compose(own.sheets, [*dict.fromkeys(r.settings for r in reports), *own.notes], "md")
 
 

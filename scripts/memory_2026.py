@@ -153,7 +153,7 @@ def page() -> str:
         f"{100 * shortest[hybrid].fixed / shortest[hybrid].full:.0f} % of its full cache at 8,192 tokens, and no "
         "method compresses them. q4_0 makes Llama's cache "
         f"{_smaller(shortest[plain], formats)} smaller, and Nemotron's "
-        f"{_smaller(shortest[hybrid], formats)} and {_smaller(longest[hybrid], formats)}.\n",
+        f"{_smaller(shortest[hybrid], formats)} at 8,192 tokens and {_smaller(longest[hybrid], formats)} at 131,072.\n",
         "![Share of the full cache by model and method at 8,192 and at 131,072 tokens; the grey part stays under every "
         "method. At the right the full cache's size]"
         f"({FIGURE}.png)\n",
@@ -182,15 +182,16 @@ def page() -> str:
         parts.append(writers.markdown(Table(heads, tuple(rows), left=2)))
     parts.append(
         "- One prompt at 16 bits a number, by formula: keys and values with all that a method stores beside them "
-        "(scales, positions, counts). *x smaller*: the full cache over that, states and windows counted in both.\n"
+        "(scales, positions, counts). *x smaller* is the full cache's bytes over the method's. Both count states and "
+        "windows.\n"
         "- The *fixed part* is the states of layers of linear attention or state space, and the windows of local "
-        "layers. A number of a recurrent state counts four bytes, as transformers holds it and as Nemotron-3's config "
-        "asks; an engine that holds it in 16 bits pays half.\n"
-        "- The formulas are held to the storages of real caches on small models of each family (`tests/engine/"
-        "test_states.py`, `tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
+        "layers. A number of a recurrent state counts four bytes, as in transformers and in Nemotron-3's config. In an "
+        "engine with states of 16 bits it takes two.\n"
+        "- Tests compare the formulas with real caches of small models of each family (`tests/engine/test_states.py`, "
+        "`tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
         "- DeepSeek-V3 and Kimi-Linear hold one latent a token and layer for all heads. DeepSeek's 576 numbers stand "
-        "for 40,960 of its heads' keys and values, so that its cache is small before any method. — : KIVI packs keys "
-        "and values by rules of their own, and a latent is both at once.\n"
+        "for 40,960 of its heads' keys and values, so its cache is small without any method. A dash means that KIVI "
+        "does not apply: it packs keys and values by different rules, and a latent is both at once.\n"
         "- Shapes: `conf/model`.\n"
     )
     return "\n".join(parts)

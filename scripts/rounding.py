@@ -69,7 +69,7 @@ def measure() -> str:
         for entry, first, again in zip([*CODED, *EXACT], *ways, strict=True):
             new_tokens = "coded" if entry in CODED else "exact"
             knobs = [f"{value}" for key, value in entry.items() if key not in ("method", "decode", "residual")]
-            name = " ".join([looks.print_name(str(entry["method"])), *knobs])
+            name = " ".join([looks.name_methods(str(entry["method"])), *knobs])
             values = (name, new_tokens, example.id, f"{first:.10g}", f"{again:.10g}")
             records.append(dict(zip(FIELDS, values, strict=True)))
         say(f"{i + 1} of {len(group.examples)} texts")

@@ -276,9 +276,7 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
     named_heads: how many head ids are stored, 2 bytes each. An id names the head whose logits or output another takes.
     """
     heads = len(blocks)
-    position_rows = blocks
-    if shared:
-        position_rows = blocks[:1]
+    position_rows = blocks[:1] if shared else blocks
     positions = 0
     for head_blocks in position_rows:
         positions += sum(POSITION_BYTES * block.slots for block in head_blocks)

@@ -83,9 +83,7 @@ def check_bytes(cache: PromptCache, stored: Stored, shape: CacheShape) -> None:
         # the limits differ only where the data decide how many tokens without all channels stay
         low, high = bytes_after_decoding(cache.chain, layer, i, new=stored.fed, shape=shape)
         if not low <= payload <= high:
-            declared = f"{low} to {high}"
-            if low == high:
-                declared = f"{low}"
+            declared = f"{low}" if low == high else f"{low} to {high}"
             raise Refused(
                 f"{cache.chain.name}: layer {i} holds {payload} payload bytes after {stored.fed} new tokens, "
                 f"the formula says {declared}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.pages import PAGE_BITS, PAGE_TOKENS, PagesFreed
 from kvbench.kv.segment import LayerCache, per_head
 
@@ -16,7 +17,7 @@ def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | Non
 
     alike: how many layers of the model each of ``layers`` stands for; None: each stands for itself.
     """
-    pages = -(-n // PAGE_TOKENS)
+    pages = ceil_div(n, PAGE_TOKENS)
     rows = _Rows(layers, n)
     if rows.whole:
         return PagesFreed(apart=0.0, united=0.0, apart_compacted=0.0, united_compacted=0.0)
@@ -30,7 +31,7 @@ def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | Non
         # a row stands for all heads that keep its tokens
         heads_of_row = rows.heads // len(kept)
         # ceil(kept / PAGE_TOKENS): the pages of each row once its tokens are moved together
-        compacted_pages = [-(-tokens // PAGE_TOKENS) for tokens in kept]
+        compacted_pages = [ceil_div(tokens, PAGE_TOKENS) for tokens in kept]
         apart += count * heads_of_row * sum(pages - used[i][row] for row in range(len(kept)))
         apart_compacted += count * heads_of_row * sum(pages - needed for needed in compacted_pages)
         united += count * (pages - used_united[i])

@@ -216,7 +216,8 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
     If a stage recorded how many tokens it decided to keep (``layer.decided``), that must be true as well.
 
     counts: how many tokens each stored head holds.
-    index: the layer's number. n: the prompt's tokens.
+    index: the layer's number.
+    n: the prompt's tokens.
     """
     expected = chain.expected(n, index, n_layers, len(counts))
     for count, low, high in zip(counts, expected.low, expected.high, strict=True):
@@ -306,9 +307,7 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
     # all segments of a layer have the same leading heads
     first_segment = layer.segments[0]
     leads = first_segment.leads
-    leading = layer.query_heads
-    if leads is not None:
-        leading = len(leads.unique())
+    leading = len(leads.unique()) if leads is not None else layer.query_heads
     if leading != declared:
         raise Refused(
             f"{chain.name}: layer {index} computes the logits of {leading} query heads, the method declares {declared}"
@@ -359,9 +358,7 @@ def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     Where heads share logits, only the heads whose keys are read count with keys.
     """
     leads = layer.segments[0].leads
-    heads_with_keys = len(blocks)
-    if leads is not None:
-        heads_with_keys = len(key_heads(leads, len(blocks)))
+    heads_with_keys = len(key_heads(leads, len(blocks))) if leads is not None else len(blocks)
     total = 0
     for head, head_blocks in enumerate(blocks):
         total += sum(block.value_bytes for block in head_blocks)

@@ -50,9 +50,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         # only the parser's errors have a mark; its lines count from 0
         mark = getattr(error, "problem_mark", None)
-        place = str(path)
-        if mark:
-            place = f"{path}:{mark.line + 1}"
+        place = f"{path}:{mark.line + 1}" if mark else str(path)
         raise UsageError(f"{place} is not YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(content, dict):
         raise UsageError(f"{path}:1 holds no mapping: write key: value")

@@ -28,8 +28,8 @@ class ScoredText:
     prefix: the number of tokens that are read and compressed first. All tokens behind them are fed.
     chunk: the number of tokens that are fed at once.
     divisor: the number by which the text's loss is divided: its tokens, words or bytes.
-    scored_from: the first token whose prediction counts, in windows of a long text; None: all tokens behind the prefix
-        count.
+    scored_from: in windows of a long text, the index in ``ids`` of the token behind which predictions count: the first
+        predicted token that counts is ids[scored_from + 1]. None: all tokens behind the prefix count.
     document: the name of the document that the text is from; '' if it is not named.
     """
 

@@ -151,9 +151,7 @@ class Appender:
         Raises KvbenchError if the line cannot be written. Earlier lines are then still in the file, unless the file
         itself was removed.
         """
-        remaining = line
-        if self.torn:
-            remaining = b"\n" + line
+        remaining = b"\n" + line if self.torn else line
         # one call may write only a part of the line; until all of it is written, the file ends in a torn line
         self.torn = True
         try:

@@ -42,9 +42,7 @@ class VisibleStream:
         self._stream = stream
         # a stream in memory, such as tests use, has no encoding
         if hasattr(stream, "reconfigure"):
-            errors = "replace"
-            if as_json:
-                errors = JSON_ESCAPES
+            errors = JSON_ESCAPES if as_json else "replace"
             stream.reconfigure(errors=errors)
 
     def write(self, text: str) -> int:

@@ -263,9 +263,7 @@ def _cells_by_head(account: Account, size: int) -> dict[str, str]:
     else:
         parts = [_five_characters(part / size) for part in built.held.parts()]
         # print a difference with its sign; a minus is U+2212
-        verdict = f"{built.off:+d} B".replace("-", "−")
-        if built.agrees:
-            verdict = "✓"
+        verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
     cells = [name, _five_characters(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
     cells.append(_five_characters(sums.overhead / size))

@@ -45,7 +45,8 @@ class Peer:
     packages: the packages that it needs.
     cache: a function of (model, tokens of prompt and answer) that makes the cache for ``generate``.
     context: entered around generation, untimed. It yields the model that generates.
-    marks: remarks for its row. cpu_marks: further ones if it runs on a CPU.
+    marks: remarks for its row.
+    cpu_marks: further ones if it runs on a CPU.
     compiled: whether its steps are compiled on a GPU, so that attention in them cannot be timed.
     never: the reason why it can never run from here, if there is one.
     """

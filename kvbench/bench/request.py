@@ -22,7 +22,7 @@ from kvbench.methods.core.resolve import ChainConfig
 from kvbench.models import load
 from kvbench.plan import config
 from kvbench.plan.config import RunConfig
-from kvbench.plan.keys import Key, choice, flag, one_of, optional, parse_pairs, values, whole
+from kvbench.plan.keys import Key, check_choice, choice, flag, optional, parse_pairs, values, whole
 from kvbench.plan.words import RunRequest, read, split_list
 from kvbench.report import writers
 from kvbench.report.table import Table
@@ -55,7 +55,7 @@ def _read_workloads(text: str) -> list[Workload]:
 
 def _read_steps(text: str) -> list[str]:
     """Return the kinds of steps, each one of STEP_KINDS, of a text that separates them by commas."""
-    return [one_of("value of step", STEP_KINDS, word) for word in split_list(text)]
+    return [check_choice("value of step", STEP_KINDS, word) for word in split_list(text)]
 
 
 def _read_peers(text: str) -> list[Peer]:
@@ -172,7 +172,7 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
         torch.set_num_threads(cfg.threads)
     device = load.resolve_device(cfg.device)
     entrants = _list_entrants(cfg, options.peers, options.step)
-    one_of("value of over", [entrant.name for entrant in entrants], options.over)
+    check_choice("value of over", [entrant.name for entrant in entrants], options.over)
     base_names = [records.FULL, options.over]
     settings = _session_settings(cfg, request.words, options, device)
     requested = []

@@ -232,9 +232,7 @@ class Trial:
         """Measure the peak of memory in a child process on a CPU, and warm up."""
         if self.model.device.type == "cpu":
             self.tell("memory")
-            what = "peak of a peer"
-            if self.entrant.chain is not None:
-                what = "peak"
+            what = "peak" if self.entrant.chain is not None else "peak of a peer"
             answer = self.attempt(lambda: self.ask(what))
             if answer is None:
                 return

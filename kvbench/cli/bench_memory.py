@@ -93,9 +93,7 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
     dtype_name = cfg.model.dtype
     if dtype_name == "auto":
         # the papers' models are served in half precision, whatever this machine would run them in
-        dtype_name = "float16"
-        if cfg.model.path == "embedded:tiny":
-            dtype_name = "float32"
+        dtype_name = "float32" if cfg.model.path == "embedded:tiny" else "float16"
     dtype = getattr(torch, dtype_name)
     left_out: list[str] = []
     for entry in cfg.chains:

@@ -102,9 +102,7 @@ def _print_text(removals: Sequence[Removal], busy: Collection[str], folder: Path
     counts = Counter(removal.kind for removal in removals)
     totals = []
     for kind, n in counts.items():
-        plural = ""
-        if n > 1:
-            plural = "s"
+        plural = "s" if n > 1 else ""
         totals.append(f"{n} {WORDS[kind].format(s=plural)}")
     total = ", ".join(totals) or "nothing"
     if removed:

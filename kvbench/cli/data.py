@@ -257,9 +257,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
                     changed_files.append(fetch.changed_error(root, file))
         record = _dataset_record(name, file_source, states, lock)
         # one file of another layout can replace the missing files of some datasets
-        instead = ""
-        if file_source is not None:
-            instead = file_source.instead
+        instead = file_source.instead if file_source is not None else ""
         if root and instead and (root / instead).is_file() and "missing" in states.values():
             record["state"] += f"; {instead}{REPLACED}"
         report.append(record)
@@ -277,7 +275,8 @@ def _dataset_record(
 ) -> DatasetRecord:
     """Return a dataset's state, with the commits that its fetched files come from.
 
-    states: the state of each file, by its place below the data folder. lock: the records of fetched files.
+    states: the state of each file, by its place below the data folder.
+    lock: the records of fetched files.
     """
     commits = set()
     for place in states:

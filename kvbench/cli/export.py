@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
-from kvbench.plan.keys import one_of
+from kvbench.plan.keys import check_choice
 
 if TYPE_CHECKING:
     from kvbench.store.store import ResultStore
@@ -28,7 +28,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.report.listing import FILTERS, read_filters
     from kvbench.store.store import ResultStore
 
-    one_of("format of export", FORMATS, args.form)
+    check_choice("format of export", FORMATS, args.form)
     keys = ["results", "output"]
     if args.form == "kvpress":
         keys.append("name")

@@ -172,9 +172,7 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
     # hf.yaml is no model: its line below says what it stands for
     items = [item for item in items if item.id != "hf"]
     ready = [item for item in items if item.state == READY]
-    verb = "model"
-    if kind == "datasets":
-        verb = "data"
+    verb = "data" if kind == "datasets" else "model"
     width = max(len(item.id) for item in items) + 1
     print(f"{len(items)} {kind}, {len(ready)} ready on this machine. `kvbench {verb} fetch NAME` downloads one.")
     for state in (READY, PARTLY, MISSING):

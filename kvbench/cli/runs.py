@@ -43,9 +43,7 @@ def _texts_of_cell(cell: StoredCell) -> tuple[str, ...]:
     """Return the line of one cell."""
     status = cell.status
     # None: the cell's record does not say how many examples there are
-    of = "?"
-    if status.of is not None:
-        of = str(status.of)
+    of = str(status.of) if status.of is not None else "?"
     # a label is the method's name, and behind it the knobs that tell it from other rows
     name, _, knobs = cell.label.partition(" ")
     method_lines = _break_text(name, "+") + _break_text(knobs, " ") + _break_text(cell.differs, " ")
@@ -87,9 +85,7 @@ def _break_text(text: str, at: str) -> list[str]:
     lines: list[str] = []
     line = ""
     for i, part in enumerate(text.split(at)):
-        longer = part
-        if i > 0:
-            longer = f"{line}{at}{part}"
+        longer = f"{line}{at}{part}" if i > 0 else part
         if len(longer) <= WIDTH:
             line = longer
             continue

@@ -58,7 +58,7 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     except KvbenchError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(f"the launcher cannot be set up: {config.plain(error)}") from None
+        raise UsageError(f"the launcher cannot be set up: {config.flatten_hydra_error(error)}") from None
     except Exception as error:
         raise KvbenchError(
             f"a shard did not come to its end ({_cause_of_end(error)}). Finished answers are safe; run the same "

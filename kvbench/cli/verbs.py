@@ -14,7 +14,8 @@ class Verb(TypedDict):
     """An entry of verbs.yaml.
 
     module: the module with the verb's ``arguments`` and ``main``.
-    group: the heading above the verb in ``--help``. about: the verb's line there.
+    group: the heading above the verb in ``--help``.
+    about: the verb's line there.
     also: other words that users may type when they mean this verb.
     help: the text below the verb's own options.
     plugins: the verb's functions in other packages by name, each as ``package.module:function``.

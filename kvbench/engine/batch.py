@@ -161,9 +161,7 @@ class DecodeBatch(Generic[Key]):
             raise UsageError("no rows can enter this batch now")
         for key, cache, ending in rows:
             # each row has a generator of its own, so that its draws do not depend on other rows
-            draw = None
-            if ending.temperature:
-                draw = torch.Generator().manual_seed(ending.seed)
+            draw = torch.Generator().manual_seed(ending.seed) if ending.temperature else None
             self.entering.append(AnsweringRow(key, cache.chain, ending, cache=cache, draw=draw))
 
     def advance(self) -> list[tuple[Key, Answer]]:

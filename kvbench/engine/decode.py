@@ -73,9 +73,7 @@ def extend_caches(
         at_once = [r for r in rows if r not in one_by_one]
         for batch in _divide_by_bytes(caches, one_by_one):
             extended.update(zip(batch, _extend(model, [caches[r] for r in batch], ids, size=1), strict=True))
-        size = len(ids)
-        if reads_one_by_one(model.config):
-            size = 1
+        size = 1 if reads_one_by_one(model.config) else len(ids)
         if any(caches[r].chain.coder for r in at_once):
             size = min(size, PACKED_AT_ONCE)
         for batch in _divide_by_bytes(caches, at_once):
@@ -136,6 +134,7 @@ def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: 
 
 def check_continuation(model: PreTrainedModel, cache: PromptCache, new_tokens: int) -> None:
     """Raise UsageError unless ``cache`` belongs to this model and can read ``new_tokens`` more tokens."""
+    # the cache refers to its model weakly, so that it does not keep the weights in memory
     if cache.model is not None and cache.model() is not model:
         raise UsageError("this cache was made by another model object; prefill the prompt with this one")
     check_capacity(model, cache.seen + new_tokens)

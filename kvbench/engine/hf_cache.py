@@ -50,7 +50,7 @@ class TransformersCache(HFCache):
     state: the compressed cache of the text read so far, as ``prefill`` returns it; None before the first prompt.
     ids: [n], the tokens read so far. The last token of an answer is read with the next turn.
     measured: the audited tokens and bytes of the compressed prompt; None before the first prompt.
-    prefix: the first tokens of the last prompt, which prompts that begin alike share; None: every prompt is read whole.
+    prefix: the first tokens of the previous prompt, which prompts that begin alike share; None: each is read whole.
     """
 
     def __init__(self, model: PreTrainedModel, chain: Chain, prefix: SharedPrefix | None = None) -> None:
@@ -67,9 +67,7 @@ class TransformersCache(HFCache):
         _OPEN[model].add(self)
 
     def __repr__(self) -> str:
-        content = "nothing read yet"
-        if self.state is not None:
-            content = f"{self.state}"
+        content = f"{self.state}" if self.state is not None else "nothing read yet"
         return f"<TransformersCache {self.chain.name}: {content}>"
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -226,9 +224,7 @@ class GeneratedTurn:
         tokens = input_ids.shape[1]
         start = len(self.cache.ids) + len(self.fed)
         # an answer may contain any token, but one at a time
-        expected = self.new_ids
-        if self.has_read:
-            expected = input_ids[0, :1]
+        expected = input_ids[0, :1] if self.has_read else self.new_ids
         if input_ids[0].tolist() != expected.tolist():
             raise UsageError(
                 f"a kvbench cache {READS}, and here are {tokens} tokens for {len(expected)}: assisted decoding, "
@@ -372,9 +368,7 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
     differing = (ids[:shared] != ids_read[:shared]).nonzero().flatten().tolist()
     if differing or len(ids) <= len(ids_read):
         # a prompt that is too short differs from the text read at the prompt's own end
-        first_difference = shared
-        if differing:
-            first_difference = differing[0]
+        first_difference = differing[0] if differing else shared
         raise UsageError(
             f"the cache has read {len(ids_read)} tokens, which the {len(ids)} of this prompt leave at token "
             f"{first_difference}: give the text so far (cache.ids and its last token) with the new one behind "

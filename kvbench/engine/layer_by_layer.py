@@ -26,9 +26,7 @@ class CompressedLayers:
         self.caches: list[LayerCache] = []
         self.mismatch = ""
         # A stage that rebalances divides one budget over all layers. Later stages wait until the shares are final.
-        first_later_stage = 0
-        if chain.rebalancer:
-            first_later_stage = chain.stages.index(chain.rebalancer) + 1
+        first_later_stage = chain.stages.index(chain.rebalancer) + 1 if chain.rebalancer else 0
         self._first_stages = chain.stages[:first_later_stage]
         self._later_stages = chain.stages[first_later_stage:]
         self._observations: list[Observation] = []  # one for each layer so far; later stages read them

@@ -179,9 +179,7 @@ def _force(
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
     # caches of packed tokens make room for a chunk, and attend over it all
-    chunk = min(chunk, len(ids))
-    if reads_one_by_one(model.config):
-        chunk = 1
+    chunk = 1 if reads_one_by_one(model.config) else min(chunk, len(ids))
     # the prompt's own logits predict the first token
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])

@@ -110,9 +110,7 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
 def describe_rounding(comparison: Rounding, dtype: str) -> str:
     """Return the result of ``compare_rounding`` for a run in ``dtype`` as a few sentences."""
     n = comparison["prompts"]
-    tasks = "task"
-    if n > 1:
-        tasks = "tasks"
+    tasks = "tasks" if n > 1 else "task"
     return (
         f"Rounding to {dtype} alone: against the same weights in float32 the logits after the first prompt of "
         f"{n} {tasks} differ by at most {comparison['largest']:.2g}, and the first choice is the "

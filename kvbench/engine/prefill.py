@@ -59,7 +59,9 @@ def prefill_chains(
     tokenizer: the model's tokenizer, for methods that add words of their own to further passes.
     lengths: for each chain, how many of the first tokens its cache covers (default: all n). Shorter caches come from
     the same pass, unless the chain changes the prompt's computation.
-    prefix: the first tokens of the last prompt, which are not read again.
+    prefix: the first tokens of the previous prompt. Those with which this prompt begins as well are not read again.
+
+    Raises UsageError if the prompt is too long for the model or a chain, and Refused if a chain cannot run on it.
     """
     ids = prepare_ids(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
@@ -92,9 +94,7 @@ def _check_readable(
     for chain, n in zip(chains, lengths, strict=True):
         check_window(model, n, [chain])
         # a chain may read the prompt again behind itself, and then needs room for the longest such pass
-        later_passes = None
-        if chain.replayer:
-            later_passes = chain.replayer.replay(n)
+        later_passes = chain.replayer.replay(n) if chain.replayer else None
         if later_passes is not None:
             tokens_read = n + count_longest_pass(later_passes, n, tokenizer)
             check_window(model, tokens_read, [chain])
@@ -118,9 +118,7 @@ def _group_by_pass(
     """
     passes: dict[tuple[str, int], list[int]] = {}
     for i, (chain, n) in enumerate(zip(chains, lengths, strict=True)):
-        tokens_read = ids
-        if _must_end_with_cache(model, chain, n):
-            tokens_read = n
+        tokens_read = n if _must_end_with_cache(model, chain, n) else ids
         passes.setdefault((chain.prefill_key, tokens_read), []).append(i)
     return list(passes.values())
 

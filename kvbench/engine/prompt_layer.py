@@ -141,12 +141,8 @@ class PromptLayer(KvbenchLayer):
             out, lse = fused
         for n, needs in self.needs.items():
             # q holds the queries n_earlier .. n - 1 of the first n tokens
-            first_lse = None
-            if lse is not None:
-                first_lse = lse[:, : n - n_earlier]
-            first_read_keys = None
-            if read_keys is not None:
-                first_read_keys = read_keys[:, :n]
+            first_lse = lse[:, : n - n_earlier] if lse is not None else None
+            first_read_keys = read_keys[:, :n] if read_keys is not None else None
             self.observed[n] = self._observe_tokens(
                 n, needs, q[:, : n - n_earlier], keys=keys[:, :n], scale=scale, lse=first_lse, read_keys=first_read_keys
             )
@@ -214,9 +210,7 @@ class PromptLayer(KvbenchLayer):
             keys = _repeat_for_query_heads(keys, len(q))
             values = _repeat_for_query_heads(values, len(q))
         # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. n_earlier + i.
-        mask = None
-        if n_earlier:
-            mask = causal_lower_right(q.shape[1], keys.shape[1])
+        mask = causal_lower_right(q.shape[1], keys.shape[1]) if n_earlier else None
         return F.scaled_dot_product_attention(
             q[None],
             keys[None],
@@ -277,9 +271,7 @@ class PromptLayer(KvbenchLayer):
             last_q = torch.cat([*earlier, q], dim=1)[:, -needs.last_q :].clone()
         if needs.first_q:
             # the first queries are in the first piece
-            first_piece: Tensor | None = q
-            if self.start is not None:
-                first_piece = self.start.first_q
+            first_piece: Tensor | None = self.start.first_q if self.start is not None else q
             # an earlier piece was kept with the statistics that this prompt's stages need
             assert first_piece is not None
             first_q = first_piece[:, : needs.first_q].clone()

@@ -183,9 +183,7 @@ class _PromptPass:
                 self.layers[index] = PromptLayer({}, plain, lends=index in lending, chunk=self.chunk)
                 continue
             number = len(self.compressed_layers)
-            start = None
-            if starts:
-                start = starts[number]
+            start = starts[number] if starts else None
             layer = self._build_layer(number, plain, start, lends=index in lending)
             self.numbers[index] = number
             self.layers[index] = layer
@@ -319,8 +317,6 @@ def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensR
         if obs.positions is None:
             return None
         return TokensRead(None, positions)
-    attended_keys = keys
-    if obs.read_k is not None:
-        attended_keys = obs.read_k
+    attended_keys = obs.read_k if obs.read_k is not None else keys
     index = chain.hidden.keep_hidden(attended_keys, obs)
     return TokensRead(index, positions[index])

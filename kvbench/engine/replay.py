@@ -163,9 +163,7 @@ def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list
     """
     start, end = span
     first, later, header = (torch.tensor(w, dtype=ids.dtype, device=ids.device) for w in words)
-    instruction = first
-    if start:
-        instruction = later
+    instruction = later if start else first
     quoted = ids[max(0, start - QUOTED) : start]
     return torch.cat([instruction, quoted, header, ids[start:end]])
 

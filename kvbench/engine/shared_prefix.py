@@ -1,6 +1,6 @@
 """Reading the first tokens of prompts that begin alike only once: common instructions, examples and documents.
 
-Each prompt is read in pieces of equally many tokens, whether or not the last prompt has made a piece known. Results
+Each prompt is read in pieces of equally many tokens, whether or not the previous prompt has made a piece known. Results
 therefore do not depend on earlier prompts.
 """
 
@@ -61,7 +61,7 @@ class PieceEnd:
 
 
 class SharedPrefix:
-    """The first tokens of the last prompt, in whole pieces of ``size`` tokens, kept for the next prompt.
+    """The first tokens of the previous prompt, in whole pieces of ``size`` tokens, kept for the next prompt.
 
     Their keys and values are kept, with the statistics that stages need: last queries and column sums at the ends of
     some pieces, or all queries or hidden states. The model's weights must not change before ``forget``. Raises
@@ -92,7 +92,7 @@ class SharedPrefix:
     ) -> tuple[Sequence[LayerStart], PieceEnd] | None:
         """Return (layers, end of the last piece) for the whole pieces within the prompt's first ``most`` tokens.
 
-        Pieces that the last prompt shares are not read again. The end's seconds are the time of reading all pieces,
+        Pieces that the previous prompt shares are not read again. The end's seconds are the time of reading all pieces,
         whenever that was. Returns None if there is no whole piece, or if stages need more first queries than a piece
         has.
 
@@ -105,9 +105,7 @@ class SharedPrefix:
         # A piece keeps its last queries, at most all of them. Needs of earlier prompts stay: a prompt with fewer needs
         # would otherwise drop known pieces, and the next one would read them again.
         needs = self.needs | replace(needs, last_q=min(needs.last_q, self.size))
-        pieces = most // self.size
-        if needs.first_q > self.size:
-            pieces = 0
+        pieces = 0 if needs.first_q > self.size else most // self.size
         shared = min(pieces * self.size, len(self.ids))
         differing = (ids[:shared].cpu() != self.ids[:shared]).nonzero()
         if len(differing):
@@ -155,9 +153,7 @@ class SharedPrefix:
 
         shorter_layers = []
         for layer, sums in zip(self.layers, self.ends[-1].colsums, strict=False):
-            hidden = None
-            if layer.hidden is not None:
-                hidden = cut_tokens(layer.hidden, 0)
+            hidden = cut_tokens(layer.hidden, 0) if layer.hidden is not None else None
             shorter_layer = replace(
                 layer,
                 keys=cut_tokens(layer.keys, 1),
@@ -178,9 +174,7 @@ class SharedPrefix:
             sums = dict(obs.colsums_q)
             if obs.colsums is not None:
                 sums[EXACT] = obs.colsums
-            queries: tuple[Tensor, ...] = ()
-            if self.ends:
-                queries = self.layers[obs.layer].queries
+            queries: tuple[Tensor, ...] = self.layers[obs.layer].queries if self.ends else ()
             if obs.last_q is not None:
                 queries += (obs.last_q,)
             layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)

@@ -103,9 +103,7 @@ def build(
     layers: list[RowLayer] = []
     while columns:
         number, column = columns.popleft()
-        lift = None
-        if lifted:
-            lift = lifted[number]
+        lift = lifted[number] if lifted else None
         stored_rows = [
             StoredRow(
                 cache=cache,
@@ -141,13 +139,12 @@ def give_up_caches(caches: list[PromptCache]) -> Iterator[PromptCache]:
 
 
 def find_rotary(model: PreTrainedModel) -> Rotary:
-    """Return the model's rotation of keys. Raises UsageError for a model with learned positions (OPT)."""
+    """Return the model's rotation of keys. Raises UsageError for a model without one, such as OPT."""
+    # models with several rotations are refused before, so the first one is the only one
     for module in model.modules():
         if hasattr(module, "inv_freq"):
             return Rotary(module.inv_freq)  # type: ignore[arg-type]
-    raise UsageError(
-        f"positions=rolled needs rotary positions, the family {model.config.model_type!r} learns its positions"
-    )
+    raise UsageError(f"positions=rolled needs rotary positions, and the family {model.config.model_type!r} has none")
 
 
 def step(model: PreTrainedModel, batch: StepLayers, tokens: Tensor, positions: Tensor, whole: bool = False) -> Tensor:

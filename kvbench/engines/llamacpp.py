@@ -23,6 +23,7 @@ from torch import Tensor
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
 from kvbench.base.files import sha256
+from kvbench.base.numbers import ceil_div
 from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
 
@@ -71,9 +72,7 @@ class CacheType:
     @property
     def label(self) -> str:
         """Return the name of the row, such as ``llama.cpp q4_0`` or ``llama.cpp q8_0/q4_0 rotation=off``."""
-        types = self.k
-        if self.v != self.k:
-            types = f"{self.k}/{self.v}"
+        types = f"{self.k}/{self.v}" if self.v != self.k else self.k
         if self.rotation == "off":
             types += " rotation=off"
         return f"llama.cpp {types}"
@@ -113,8 +112,7 @@ class LlamaCpp:
             try:
                 self.model: Any = llama_cpp.Llama(
                     str(gguf),
-                    # -(-a // b) * b rounds a up to a multiple of b
-                    n_ctx=-(-tokens // ROUNDED_TO) * ROUNDED_TO,
+                    n_ctx=ceil_div(tokens, ROUNDED_TO) * ROUNDED_TO,
                     n_batch=BATCH,
                     n_ubatch=BATCH,
                     n_threads=threads,
@@ -144,7 +142,7 @@ class LlamaCpp:
         """Return llama.cpp's greedy answer to a prompt, with the bytes of the prompt's cache."""
         with self.lock:
             start = time.perf_counter()
-            # forget the last prompt, or llama.cpp would reuse its cache for tokens that both prompts begin with
+            # forget the previous prompt, or llama.cpp would reuse its cache for tokens that both prompts begin with
             self.model.reset()
             try:
                 out = self.model.create_completion(

@@ -186,9 +186,7 @@ def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | No
         return
     scores = [float(line["score"]) for line in lines if line["score"] is not None]
     point, ci = shown_mean(group.task.metric, scores)
-    status = "done"
-    if len(lines) == len(group.task.examples):
-        status = "complete"
+    status = "complete" if len(lines) == len(group.task.examples) else "done"
     summary = {
         "status": status,
         "metric": group.task.metric,

@@ -71,9 +71,7 @@ class Server:
     def ask(self, prompt: AskedPrompt) -> Reply:
         """Return the server's answer to a prompt. If the server refuses log-probabilities, ask again without them."""
         start = time.perf_counter()
-        endpoint = self._complete
-        if prompt.chat:
-            endpoint = self._chat
+        endpoint = self._chat if prompt.chat else self._complete
         try:
             # pass the flag on: another thread may clear it while this question waits for its answer
             reply = self._call(partial(endpoint, prompt, self.gives_choices))

@@ -179,9 +179,7 @@ def _build_row(
     tasks: list[TaskResult] = []
     differences: list[list[float]] = []
     for group in groups:
-        baseline_answers: Answers = {}
-        if not is_baseline:
-            baseline_answers = baseline.get(group.column, {})
+        baseline_answers: Answers = baseline.get(group.column, {}) if not is_baseline else {}
         task, task_differences = _compare_task(group, own.get(group.column, {}), baseline_answers)
         tasks.append(task)
         if task_differences:
@@ -200,9 +198,7 @@ def _build_row(
     bytes_said = None
     if sizes and is_whole:
         bytes_said = fmean(sizes)
-    first = None
-    if not is_baseline:
-        first = _first_choices(own, baseline)
+    first = _first_choices(own, baseline) if not is_baseline else None
     return EngineResult(
         label=label,
         tasks=tuple(tasks),
@@ -333,9 +329,7 @@ def verdict_lines(answered: EngineReport) -> Table | None:
         times = ""
         if row.bytes and baseline.bytes:
             times = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
-        delta = ""
-        if row.delta is not None:
-            delta = _signed_text(row.delta, row.ci)
+        delta = _signed_text(row.delta, row.ci) if row.delta is not None else ""
         lines.append(
             (
                 row.label,

@@ -20,7 +20,7 @@ from kvbench.engines.rows import EngineRow, EngineRun, check_tasks
 from kvbench.engines.server import Server
 from kvbench.models.fetch import SCHEME, gguf_file
 from kvbench.plan import config, run_plan
-from kvbench.plan.keys import Key, choice, one_of, parse_pairs, values, whole
+from kvbench.plan.keys import Key, check_choice, choice, parse_pairs, values, whole
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
 from kvbench.report import writers
@@ -30,7 +30,7 @@ OPENAI, LLAMACPP = "openai", "llamacpp"
 ENGINES = (OPENAI, LLAMACPP)
 """The values of engine=."""
 KEYS = (
-    Key("engine", None, partial(one_of, "engine", ENGINES)),
+    Key("engine", None, partial(check_choice, "engine", ENGINES)),
     Key("url"),
     Key("served"),
     Key("label"),
@@ -112,9 +112,7 @@ def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.Ru
         if key in texts:
             raise UsageError(f"{key}= is not possible with engine={engine_texts['engine']}: {reason}")
     options = values(KEYS, engine_texts)
-    of_others: Sequence[str] = OF_LLAMACPP
-    if options["engine"] == LLAMACPP:
-        of_others = OF_SERVER
+    of_others: Sequence[str] = OF_SERVER if options["engine"] == LLAMACPP else OF_LLAMACPP
     for key in of_others:
         if key in engine_texts:
             reason = ": a server gives no distributions. engine=llamacpp kl=true compares them" if key == "kl" else ""

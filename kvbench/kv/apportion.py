@@ -21,9 +21,7 @@ def proportional_shares(weights: Sequence[float], total: int, room: int) -> list
         offers = {}
         for i in open_shares:
             # without any weight, all open shares get equally much
-            fraction = 1 / len(open_shares)
-            if mass > 0:
-                fraction = weights[i] / mass
+            fraction = weights[i] / mass if mass > 0 else 1 / len(open_shares)
             offers[i] = undivided * fraction
         full = [i for i in open_shares if offers[i] >= room]
         if not full:

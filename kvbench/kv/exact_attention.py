@@ -104,9 +104,7 @@ def column_sums(
                 sums[kv_slice, :, :seen] += rows.sum(dim=2)
                 continue
             rows[..., n_earlier + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
-            sinks = None
-            if all_sinks is not None:
-                sinks = all_sinks.view(hk, group, 1, 1)[kv_slice]
+            sinks = all_sinks.view(hk, group, 1, 1)[kv_slice] if all_sinks is not None else None
             rows, total = exponentials(rows, sinks)
             # one product computes the sum over rows i of e[i, j] / (sum over j of e[i, j])
             inverse = total.reciprocal_().transpose(2, 3)

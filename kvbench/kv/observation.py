@@ -113,9 +113,7 @@ class Observation:
 
         With ``bits`` the keys are quantised to that width. Raises ValueError if no stage declared such a need.
         """
-        sums = self.colsums
-        if bits is not None:
-            sums = self.colsums_q.get(bits)
+        sums = self.colsums_q.get(bits) if bits is not None else self.colsums
         if sums is None:
             raise ValueError("a stage reads column sums without declaring them in its needs")
         return sums

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.base.errors import KvbenchError
+from kvbench.base.numbers import ceil_div
 
 Layout = Literal["runs", "stream"]
 
@@ -48,12 +49,12 @@ def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     It depends on the layout: 10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``.
     """
     # a plane of ``width`` bits takes ceil(m * width / 8) bytes
-    return sum(-(-m * width // 8) for width in _plane_widths(bits, layout))
+    return sum(ceil_div(m * width, 8) for width in _plane_widths(bits, layout))
 
 
 def run_bytes(m: int, bits: int, group: int) -> int:
     """Return the bytes of m consecutive quantised elements: their packed codes, and each group's scale and minimum."""
-    return packed_bytes(m, bits) + SCALE_BYTES * -(-m // group)
+    return packed_bytes(m, bits) + SCALE_BYTES * ceil_div(m, group)
 
 
 def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
@@ -86,7 +87,7 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
     # the next plane begins at ``first_byte``, and holds each code's bits from ``first_bit`` on
     first_byte, first_bit = 0, 0
     for width in _plane_widths(bits, layout):
-        plane_bytes = -(-m * width // 8)
+        plane_bytes = ceil_div(m * width, 8)
         plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)
         if codes is None:
             codes = plane
@@ -115,7 +116,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
     """Pack one plane of uint8 codes [..., m] into bytes [..., ceil(m bits / 8)] along ``dim``."""
     m = codes.shape[dim]
     unit_codes, unit_bytes = _unit(bits)
-    units = -(-m // unit_codes)
+    units = ceil_div(m, unit_codes)
     shape = list(codes.shape)
     shape[dim] = units * unit_bytes
     packed = codes.new_zeros(shape)
@@ -127,7 +128,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
         byte_at[byte].bitwise_or_(code << shift)
         if shift + bits > 8:
             byte_at[byte + 1].bitwise_or_(code >> (8 - shift))
-    needed = -(-m * bits // 8)
+    needed = ceil_div(m * bits, 8)
     if needed == packed.shape[dim]:
         return packed
     # a stream's last unit may end in bytes of padding alone; the clone frees them, a view would not
@@ -137,12 +138,14 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
 def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -> Tensor:
     """Return the m codes [..., m] that ``_pack_plane`` put into bytes along ``dim``."""
     unit_codes, unit_bytes = _unit(bits)
-    units = -(-m // unit_codes)
+    units = ceil_div(m, unit_codes)
     byte_at = _split_into_places(_pad_end(packed, units * unit_bytes, dim), unit_bytes, dim, layout)
     shape = list(packed.shape)
     shape[dim] = units * unit_codes
     codes = packed.new_empty(shape)
+    # the places are views of ``codes``: writing to them fills it
     for i, place in enumerate(_split_into_places(codes, unit_codes, dim, layout)):
+        # code i of a unit begins at bit i * bits of the unit's bytes, and may end in the next byte
         byte, shift = divmod(i * bits, 8)
         code = byte_at[byte] >> shift
         if shift + bits > 8:
@@ -191,7 +194,9 @@ class Levels:
     bits, layout: how codes are packed (``pack``). run: how many codes are packed together.
     by_channel: True if a run holds the tokens of a channel, and each channel has a scale. False if a run holds channels
     of a token, and each ``group`` of channels has a scale.
-    scale: [..., steps, scales] fp32. low: the same; None: 0. table: [2^bits] fp32; None: a code is its own number.
+    scale: [..., steps, scales] fp32.
+    low: the same; None: 0.
+    table: [2^bits] fp32; None: a code is its own number.
     normed: True if a token's numbers are divided by their Euclidean norm before they are scaled.
     channels: C.
     """
@@ -494,7 +499,7 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
     2303.06865). Raises KvbenchError if values, minimum or scale are not finite in fp16.
     """
     channels = x.shape[-1]
-    groups = -(-channels // group)
+    groups = ceil_div(channels, group)
     padding = groups * group - channels
     if padding:
         # repeating the last element changes no minimum or maximum

@@ -7,6 +7,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
+
 ROTATIONS = ("none", "hadamard", "signed", "haar")
 """The kinds of bases, as ``make_basis`` describes them; ``none`` is no basis."""
 SEED = 0  # random bases are drawn from this seed
@@ -21,7 +23,7 @@ def basis_width(channels: int, kind: str) -> int:
     """
     if kind == "haar" or channels & (channels - 1) == 0:
         return channels
-    return -(-channels // LEAST) * LEAST
+    return ceil_div(channels, LEAST) * LEAST
 
 
 @cache

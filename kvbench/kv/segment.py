@@ -72,7 +72,10 @@ class Segment:
         return self.lengths.tolist()
 
     def head(self, h: int) -> Segment:
-        """Return one stored head's tokens as a view [1, its tokens, ...]."""
+        """Return one stored head's tokens as a view [1, its tokens, ...], without ``latents`` and ``leads``.
+
+        Those belong to all heads together.
+        """
         start, end = 0, self.tokens
         if self.lengths is not None:
             # all ragged heads lie in one row: the tokens of head h are ``start`` to ``end``
@@ -80,9 +83,9 @@ class Segment:
             start = end - int(self.lengths[h])
 
         def slice_head(t: Tensor) -> Tensor:
-            # a tensor with a single row holds all ragged heads, or positions that all heads share
-            row = h if t.shape[0] > 1 else 0
-            return t[row, start:end][None]
+            # a single row holds ragged heads one after the other, or positions that all heads share
+            row = 0 if t.shape[0] == 1 else h
+            return t[row : row + 1, start:end]
 
         if self.codes is None:
             k, v, codes = slice_head(self.k), slice_head(self.v), None

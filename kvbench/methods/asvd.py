@@ -64,15 +64,15 @@ class Asvd(LowRankStage):
         shape = ProjectionShape.of(run.model)
         probes: list[torch.Tensor] = []
 
-        def samples() -> Iterator[torch.Tensor]:
-            """Yield all windows, and remember the first of them for the losses, because windows are read only once."""
+        def windows() -> Iterator[torch.Tensor]:
+            """Yield all windows. Keep the first ``self.probes`` for the losses, because windows are read only once."""
             for window in run.windows():
                 if len(probes) < self.probes:
                     probes.append(window)
                 yield window
 
         # sizes is the mean of |x| of each input channel x, over all tokens of all windows
-        sizes = mean_sizes(run.model, samples())
+        sizes = mean_sizes(run.model, windows())
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
             tensors["loss"] = self._losses(run, sizes, probes)

@@ -163,9 +163,7 @@ class Cake(EvictingSelector):
         the scores.
         """
         segment = ops.only_segment(cache)
-        most: float = size * (1 + SLACK)
-        if is_last_call:
-            most = size
+        most: float = size if is_last_call else size * (1 + SLACK)
         if segment.tokens > most:
             cache = ops.select(cache, top_indices(segment.state["score"], size))
             segment = cache.segments[0]

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
@@ -63,9 +64,9 @@ class ChunkKV(SnapKV):
         capacity, length = self.capacity(n), self.length(n)
         if self.variant == "paper":
             # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks
-            return (capacity.tokens - capacity.window) // length, -(-(n - capacity.window) // length)
+            return (capacity.tokens - capacity.window) // length, ceil_div(n - capacity.window, length)
         # max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
-        total = -(-n // length)
+        total = ceil_div(n, length)
         share = self.kv_ratio
         if share is None:
             share = capacity.tokens / n
@@ -82,15 +83,11 @@ class ChunkKV(SnapKV):
         # the last chunk lacks ``short_by`` tokens, and its score decides whether it is among those that stay
         short_by = total * length - (n - window)
         least = max(0, count * length - short_by)
-        most = count * length
-        if count == total:
-            most = least
+        most = least if count == total else count * length
         return Expected((window + least,) * heads, (window + most,) * heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        window = capacity.window
-        if self.variant == "code":
-            window = min(self.window, obs.n - 1)
+        window = min(self.window, obs.n - 1) if self.variant == "code" else capacity.window
         # SnapKV's scores [H, n] are 0 for the window
         received = super().scores(cache, obs, replace(capacity, window=window))
         end = obs.n - window

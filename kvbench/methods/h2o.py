@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.packed import quantise_zero_point
 from kvbench.kv.segment import LayerCache
@@ -37,7 +38,11 @@ class H2O(EvictingSelector):
         heavy hitters and floor(508 C / 512) recent tokens of a budget C, nearly a sliding window. Below C = 128 there
         is no heavy hitter. Such a ``kv_size`` is refused, and a ``kv_ratio`` of so few tokens keeps recent ones only.
     heavy_ratio, recent_ratio: both parts as fractions of the prompt, for ``orig``. None gives each half the budget.
+    positions: ``true`` keeps each token's position in the text; ``rolled`` gives a cached key the position of its slot.
     score_bits: the attention in S is computed over keys quantised to this many bits, while stored keys stay exact.
+    code_mask: for ``orig``: when a token leaves the recent ones, no query attends it for one step (the mask of
+        FMInference's code).
+    evict_after: for ``orig``: a step attends one token more than the budget, and evicts afterwards (Q-Hitter's code).
     """
 
     id: ClassVar[str] = "h2o"
@@ -67,7 +72,7 @@ class H2O(EvictingSelector):
             self.require_one_budget("heavy_ratio")
         if self.variant == "uncomp" and self.kv_size is not None:
             # floor(4 C / 512) >= 1 from C = 512 / 4 on
-            least = -(-UNCOMP_TOTAL // UNCOMP_HEAVY)
+            least = ceil_div(UNCOMP_TOTAL, UNCOMP_HEAVY)
             self.require("kv_size", self.kv_size >= least, f"at least {least} with variant=uncomp, for a heavy hitter")
 
     @property

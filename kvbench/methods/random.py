@@ -105,9 +105,7 @@ class _RandomAgain(Random):
         if capacity.tokens <= window:
             # a share of all tokens may be too small for the window: it gets half of it, as after the prompt
             window = capacity.tokens // 2
-        first = cache.prompt_tokens - window
-        if self.whole_prompt:
-            first = 0
+        first = 0 if self.whole_prompt else cache.prompt_tokens - window
         positions = only_segment(cache).positions
         # a token at +inf always stays
         return noise.masked_fill((positions >= first) & (positions < cache.prompt_tokens), torch.inf)

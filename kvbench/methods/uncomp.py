@@ -116,7 +116,10 @@ class UNCompGroup(EvictingSelector):
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> HeadBudgets:
-        """Return the largest, the smallest and the mean budget of heads while decoding after a prompt of n tokens."""
+        """Return the budgets of the first and the last group of heads, and their mean, after a prompt of n tokens.
+
+        They hold while decoding. With a single group, or with ``delete``, every stored head has the mean.
+        """
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return HeadBudgets(high, low, mean=(high + low) // 2)
@@ -224,7 +227,10 @@ class UNCompGroup(EvictingSelector):
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return for each head [H] int16 the one whose attention output it takes: itself, or the most similar one.
+        """Return [H] int16: the head whose attention output each head takes.
+
+        A stored head takes its own. A deleted head takes that of the stored head with the most similar features
+        (cosine, see ``similarity``).
 
         received: [H, n], the attention that tokens received from the last queries.
         keys: [Hk, n, D].

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from kvbench.base.conf import is_whole
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.contract import top_indices
@@ -111,7 +112,7 @@ class UncompStage(HiddenPruner):
             return tuple(starts)
         # group i of g begins at ceil(i * L / g)
         groups = min(self.groups, n_layers)
-        return tuple(-(-i * n_layers // groups) for i in range(groups))
+        return tuple(ceil_div(i * n_layers, groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
         """Return for each of ``groups`` groups of layers how many of a prompt's n tokens its layers read.

@@ -83,9 +83,7 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
     # the file may give one id, or a list of them
-    ids: list[Any] = [ends]
-    if isinstance(ends, list):
-        ids = ends
+    ids: list[Any] = ends if isinstance(ends, list) else [ends]
     if ends is not None and not all(is_whole(i) and i >= 0 for i in ids):
         allowed = "null, a token id of 0 or more, or a list of them"
         raise UsageError(f"model={path}: its {file} says eos_token_id={ends!r}, which is not possible: {allowed}")

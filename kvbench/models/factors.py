@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.apportion import proportional_shares, round_shares
 
 JITTER = (0.0, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
@@ -149,7 +150,7 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
     if ratio == 0:
         return [full] * len(weights)
     # a unit is one multiple; the last unit of a full rank may be cut by ``full``
-    most_units = -(-full // step)
+    most_units = ceil_div(full, step)
     total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
     units = round_shares(proportional_shares(weights, total, most_units), total)
     for i, count in enumerate(units):

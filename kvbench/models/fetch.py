@@ -285,9 +285,7 @@ def download_wheel(requirement: str, folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--dest", str(folder), requirement]
     # pip's progress goes to our stderr, descriptor 2, if somebody is watching
-    stdout = subprocess.DEVNULL
-    if sys.stderr.isatty():
-        stdout = 2
+    stdout = 2 if sys.stderr.isatty() else subprocess.DEVNULL
     result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True)
     if result.returncode:
         # the first line of pip's output that begins with ERROR says most; without one, the last line does

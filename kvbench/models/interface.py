@@ -157,9 +157,7 @@ def attention(
     window = None
     if sliding_window is not None and key.seen > sliding_window:
         window = sliding_window
-    sinks = None
-    if s_aux is not None:
-        sinks = s_aux.detach()[:, None, None]
+    sinks = s_aux.detach()[:, None, None] if s_aux is not None else None
     out = key.attend(query, LogitScale.of(scaling, softcap, sinks), window)
     if latent:
         out = head_outputs(module, out)

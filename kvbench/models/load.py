@@ -277,13 +277,9 @@ def resolve_device(device: str) -> torch.device:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
     # a CUDA device must also be one of those that PyTorch sees
     resolved = torch.device(device)
-    count = 0
-    if has_cuda:
-        count = torch.cuda.device_count()
+    count = torch.cuda.device_count() if has_cuda else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
-        devices = "no CUDA device"
-        if count:
-            devices = f"{count} CUDA devices"
+        devices = f"{count} CUDA devices" if count else "no CUDA device"
         raise UsageError(f"device={device}: PyTorch {torch.__version__} sees {devices} here; use device=cpu")
     return resolved
 

@@ -123,9 +123,7 @@ class LowRank(nn.Module):
                 groups.append(group_latent)  # at full rank the latents are the outputs
             else:
                 groups.append(F.linear(group_latent, up))
-        outputs = groups[0]
-        if len(groups) > 1:
-            outputs = torch.cat(groups, dim=-1)
+        outputs = torch.cat(groups, dim=-1) if len(groups) > 1 else groups[0]
         if self.bias is None:
             return outputs
         return outputs + self.bias

@@ -99,9 +99,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
     Files whose checksums were right on this ``machine`` before, and whose size, time and inode have not changed, are
     not read. With ``again``, all files are read. If all files are right, this is recorded beside the manifest.
     """
-    known_stamps: Stamps = {}
-    if not again:
-        known_stamps = _read_checked(folder).get(machine, {})
+    known_stamps: Stamps = _read_checked(folder).get(machine, {}) if not again else {}
     stamps: Stamps = {}
     for name, checksum in read_sums(folder).items():
         path = folder / name

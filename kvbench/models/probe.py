@@ -144,9 +144,7 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
         )
     # several rotary modules mean that layers rotate in different ways
     frequencies = [m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")]
-    rotary = None
-    if len(frequencies) == 1:
-        rotary = Rotary(frequencies[0])
+    rotary = Rotary(frequencies[0]) if len(frequencies) == 1 else None
     unrolled, mixed = None, None
     if rotary is None or not _are_rotated(layers, later_layers, rotary, tolerance):
         unrolled = "its keys at other positions are not its keys rotated"
@@ -187,9 +185,7 @@ def _are_projected(
     """
     are_projected = len(outputs) == 2 * len(layers)  # else some layers have no k_proj or v_proj
     for (i, name), output in outputs.items():
-        cached = layers[i].v
-        if name == "k_proj":
-            cached = layers[i].k
+        cached = layers[i].k if name == "k_proj" else layers[i].v
         # [1, T, H D] -> [1, H, T, D]
         expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
         if name == "k_proj" and rotary is not None:

@@ -106,19 +106,13 @@ def state_layers_of(
     """
     layers: list[StateLayer] = []
     keys = iter(with_keys)
-    remaining = None
-    if columns is not None:
-        remaining = iter(columns)
+    remaining = iter(columns) if columns is not None else None
     # layers with keys and states with columns are taken in the order of the model's layers
     for kind in layer_types(config):
-        of_keys = None
-        if kind not in KEYLESS:
-            of_keys = next(keys)
+        of_keys = next(keys) if kind not in KEYLESS else None
         if kind not in HOLD_STATES:
             continue
-        states: Sequence[LayerState] = ()
-        if remaining is not None:
-            states = next(remaining)
+        states: Sequence[LayerState] = next(remaining) if remaining is not None else ()
         if of_keys is None:
             layers.append(StateLayer(config, states))
         else:

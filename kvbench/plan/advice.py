@@ -75,9 +75,7 @@ def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
     keys = [f"{key}=" for key, was_given in given.items() if was_given]
     if not keys:
         return []
-    verb = "is"
-    if len(keys) > 1:
-        verb = "are"
+    verb = "are" if len(keys) > 1 else "is"
     return [f"{' and '.join(keys)} {verb} ignored: {reason}."]
 
 
@@ -97,9 +95,7 @@ def chance(task: Task) -> float:
     first = task.examples[0]
     if first.scored is not None:
         return 0.0
-    question = first
-    if first.turns:
-        question = first.asked(0)
+    question = first.asked(0) if first.turns else first
     empty_score = score(task.metric, task.answer(""), question) or 0.0
     if not first.classes:
         return empty_score
@@ -116,9 +112,7 @@ def about_floors(names: Sequence[str], columns: int) -> list[str]:
     clause, pronoun = "those columns show", "them"
     if len(names) == 1:
         clause, pronoun = "that column shows", "it"
-    effect_on_mean = ""
-    if columns > 1:
-        effect_on_mean = f" The mean counts {pronoun}, too."
+    effect_on_mean = f" The mean counts {pronoun}, too." if columns > 1 else ""
     return [
         f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {clause} "
         f"nothing about compression.{effect_on_mean}"

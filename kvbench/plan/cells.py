@@ -143,9 +143,7 @@ def _task_identity(
     if task.turns:
         identity["turns"] = task.turns
     if cfg.kl or task.fidelity:
-        tokens = None
-        if cfg.kl:
-            tokens = cfg.kl_tokens
+        tokens = cfg.kl_tokens if cfg.kl else None
         identity["fidelity"] = fidelity_identity(tokens)
     return identity
 
@@ -183,9 +181,7 @@ def _check_answers(task: Task, context: int | None) -> None:
         )
     for example in task.examples:
         # 0: the prompt may be cut, or its length is unknown
-        length = 0
-        if task.category in UNCUT:
-            length = example.meta.get("tokens", 0)
+        length = example.meta.get("tokens", 0) if task.category in UNCUT else 0
         if context is not None and length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "

@@ -293,9 +293,9 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
 
 
 def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
-    """Return the configuration that ``run --config`` prints: ``compose``, and the knobs of each stage below ``method``.
+    """Return the configuration that ``run --config`` prints: that of ``compose``, and each stage's knobs as ``method``.
 
-    No run reads these knobs: ``resolve`` merges those of each method on its own.
+    The knobs are only printed. A run takes its methods' knobs from ``resolve``.
     """
     raw = compose(request)
     raw["method"] = entries_of(words.stages_of(raw["chains"]), request.preset_values, request.knobs)
@@ -315,7 +315,7 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
         composed = _composed(conf_dir(), tuple(overrides))
         return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
-        raise UsageError(plain(error)) from None
+        raise UsageError(flatten_hydra_error(error)) from None
 
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
@@ -417,7 +417,7 @@ def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def plain(error: Exception) -> str:
+def flatten_hydra_error(error: Exception) -> str:
     """Return one of Hydra's error messages in one line, without hints on Hydra's internals."""
     lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
     cause = error.__cause__

@@ -107,7 +107,9 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
 def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
-    template: the chain, of any budget. count: the function from a chain to its payload. kind: how ``count`` counts, for
+    template: the chain, of any budget.
+    count: the function from a chain to its payload.
+    kind: how ``count`` counts, for
     the error.
 
     Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
@@ -197,7 +199,8 @@ def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
 def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     """Raise UsageError if the reference's bytes grow with the prompt and the prompt's length is unknown.
 
-    kind: the kind of equal memory, for the error. tokens: the prompt's length, None if it is unknown.
+    kind: the kind of equal memory, for the error.
+    tokens: the prompt's length, None if it is unknown.
     """
     selector = chain.selector
     reason = "it has no kv_size"

@@ -60,7 +60,7 @@ def flag(name: str) -> Key:
 
 def choice(name: str, choices: Sequence[str]) -> Key:
     """Return a key that takes one of ``choices``, the first by default."""
-    return Key(name, choices[0], partial(one_of, f"value of {name}", choices))
+    return Key(name, choices[0], partial(check_choice, f"value of {name}", choices))
 
 
 def optional(key: Key) -> Key:
@@ -75,7 +75,7 @@ def whole_number(text: str, least: int) -> int:
     return int(text)
 
 
-def one_of(kind: str, choices: Collection[str], text: str) -> str:
+def check_choice(kind: str, choices: Collection[str], text: str) -> str:
     """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not.
 
     kind: the noun for the choices in the error.

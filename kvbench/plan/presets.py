@@ -94,9 +94,7 @@ def explain(error: UsageError, name: str | None) -> UsageError:
 def _read_text(name: str) -> str:
     """Return the text of a preset's YAML file. Raises UsageError with the nearest names for an unknown preset."""
     if name not in available():
-        hint = ""
-        if "," in name:
-            hint = "One preset a run."
+        hint = "One preset a run." if "," in name else ""
         raise unknown("preset", name, available(), hint)
     return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
 

@@ -105,9 +105,7 @@ class RunPlan:
         notes = [note for note in (model.note, model.shape.note) if note]
         calibration_keys = [f"{key}=" for key in ("calibration", "calibration_text") if getattr(self.cfg, key)]
         if calibration_keys and not any(self.session.requests(e.chain) for e in self.cfg.chains):
-            verb = "is"
-            if len(calibration_keys) > 1:
-                verb = "are"
+            verb = "are" if len(calibration_keys) > 1 else "is"
             keys = " and ".join(calibration_keys)
             notes.append(f"{keys} {verb} not read: no method of this run is calibrated.")
         notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)

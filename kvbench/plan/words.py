@@ -189,16 +189,16 @@ def _read_settings(
 
 
 def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
-    """Return the arguments of one run: those typed, with its own model, without the keys that a sweep sets.
+    """Return the arguments of one run: those typed, with its own model, without a launcher's keys.
 
-    sharded: whether a sweep sets the keys of shards.
+    sharded: whether a sweep sets the keys of shards. They are left out then, too.
     """
     words = []
     if "model" in texts:
         words.append(f"model={model}")
     for key, text in texts.items():
         swept = sharded and key in ("shard", "shards")
-        if key != "model" and not swept and "hydra" not in key:
+        if key != "model" and not swept and not key.startswith(LAUNCHER_KEYS):
             words.append(f"{key}={text}")
     return tuple(words)
 
@@ -265,9 +265,7 @@ def value_of(text: str) -> Any:
     if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
         return text[1:-1].replace("\\" + text[0], text[0])
     # the items between brackets or braces, if the text turns out to have them
-    inner: list[str] = []
-    if text[1:-1].strip():
-        inner = split_list(text[1:-1])
+    inner: list[str] = split_list(text[1:-1]) if text[1:-1].strip() else []
     if text[:1] + text[-1:] == "[]":
         return [value_of(part) for part in inner]
     if text[:1] + text[-1:] == "{}" and all(":" in part for part in inner):
@@ -328,9 +326,7 @@ def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
     parts = split_list(value)
     consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
     if not consecutive or count not in (None, len(parts)):
-        stated_count = ""
-        if count:
-            stated_count = f" of shards={count}"
+        stated_count = f" of shards={count}" if count else ""
         raise UsageError(f"shard={value}{stated_count} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
     return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
 

@@ -320,9 +320,7 @@ def _note_batches(rows: Sequence[ReportRow]) -> list[str]:
     if not factors or max(factors) < 1.05:
         return []
     least, most = f"{min(factors):.1f}", f"{max(factors):.1f}"
-    times = most
-    if least != most:
-        times = f"{least} to {most}"
+    times = f"{least} to {most}" if least != most else most
     return [
         f"While decoding, a batch took {times} times the key and value bytes of its "
         "rows (padding, free slots, positions, room for the answer); bytes in tables are those of tokens."

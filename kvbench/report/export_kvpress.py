@@ -178,9 +178,7 @@ class Run:
         """
         prompt = self.cell.record.identity["prompt"]
         # several processes may have measured the cell: the facts of the last one are used
-        facts: Facts = {}
-        if self.cell.record.provenance:
-            facts = self.cell.record.provenance[-1]
+        facts: Facts = self.cell.record.provenance[-1] if self.cell.record.provenance else {}
         return {
             "dataset": self.name,
             "data_dir": self.data_dir,
@@ -337,9 +335,7 @@ def _group_by_run(
         if any(sample.draws for sample in samples):
             continue
         # kvpress divides RULER by length and other data sets by task
-        data_dir = task
-        if dataset == "ruler":
-            data_dir = length
+        data_dir = length if dataset == "ruler" else task
         dir_words = [word for word in (data_dir, knobs.replace(",", "_")) if word]
         key = RunKey(
             name=name or dataset,

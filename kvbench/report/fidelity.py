@@ -74,9 +74,7 @@ def _build_line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     else:
         mean = "0"
     # a percentile of few tokens would be their maximum
-    p99 = "—"
-    if fidelity.kl_p99 is not None:
-        p99 = f"{fidelity.kl_p99:.2g}"
+    p99 = f"{fidelity.kl_p99:.2g}" if fidelity.kl_p99 is not None else "—"
     return (
         # one knob below the other keeps the first column narrow
         method.replace(" ", "\n"),

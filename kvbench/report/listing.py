@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvbench.base.conf import check
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
-from kvbench.plan.keys import one_of, parse_pairs
+from kvbench.plan.keys import check_choice, parse_pairs
 from kvbench.plan.words import split_list
 from kvbench.store.labels import describe_differences, label_cell, list_settings
 from kvbench.store.results import CellRecord, ScoreSummary, Status
@@ -39,10 +39,10 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
     if "status" in texts:
-        # earlier versions called the results of a run that ended as asked "partial"
-        chosen = ["done" if status == "partial" else status for status in split_list(texts["status"])]
-        for status in chosen:
-            one_of("status", STATUSES, status)
+        chosen = []
+        for status in split_list(texts["status"]):
+            # earlier versions called the results of a run that ended as asked "partial"
+            chosen.append(check_choice("status", STATUSES, "done" if status == "partial" else status))
         texts["status"] = ",".join(chosen)
     return texts
 

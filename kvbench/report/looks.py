@@ -87,7 +87,8 @@ PART = re.compile(r"\s*([\w.:-]+)(.*?)\s*$", re.DOTALL)
 class Look:
     """The drawing and the name of a method.
 
-    line: matplotlib's line style. hollow: True where the marker has no filling.
+    line: matplotlib's line style.
+    hollow: True where the marker has no filling.
     """
 
     color: str
@@ -105,7 +106,7 @@ def look_of(label: str) -> Look:
     """
     parts = _split(label)
     rows = [_row_of(method) for method, _ in parts]
-    name = print_name(label)
+    name = name_methods(label)
     if len(rows) == 1:
         return Look(rows[0].color, rows[0].marker, name)
     return Look(rows[0].color, rows[-1].marker, name, line="--", hollow=True)
@@ -131,7 +132,7 @@ def looks_of(labels: Sequence[str]) -> dict[str, Look]:
     return looks
 
 
-def print_name(label: str) -> str:
+def name_methods(label: str) -> str:
     """Return a label with the methods' printed names: ``snapkv+think ratio=0.4`` is SnapKV + ThinK ratio=0.4."""
     if label.lower() in FULL_NAMES:
         return METHODS["full"].name
@@ -188,8 +189,6 @@ def luminance(color: str) -> float:
     total = 0.0
     for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
         value = int(color[start : start + 2], 16) / 255
-        linear = value / 12.92
-        if value > 0.03928:
-            linear = ((value + 0.055) / 1.055) ** 2.4
+        linear = ((value + 0.055) / 1.055) ** 2.4 if value > 0.03928 else value / 12.92
         total += weight * linear
     return total

@@ -42,15 +42,11 @@ def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> 
 def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     """Return one cell as a line of the open format."""
     # without a summary, the stored means cover fewer samples than the cell has now, so they are not passed on
-    means: Mapping[str, Any] = {}
-    if cell.summary is not None:
-        means = store.metrics(cell.id)
+    means: Mapping[str, Any] = store.metrics(cell.id) if cell.summary is not None else {}
     identity = cell.record.identity
     settings = list_settings(identity)
     # several processes may have measured the cell: the facts of the last one are used
-    facts: Facts = {}
-    if cell.record.provenance:
-        facts = cell.record.provenance[-1]
+    facts: Facts = cell.record.provenance[-1] if cell.record.provenance else {}
     protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
     # contexts with several questions: the history that each question's prompt has
     if "turns" in identity:
@@ -119,9 +115,7 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
 
     Raises UsageError for a place that holds no results, and for a line that lacks a key of REQUIRED.
     """
-    path = place
-    if place.is_dir():
-        path = place / NAME
+    path = place / NAME if place.is_dir() else place
     if not path.is_file():
         # a results folder of kvbench's own has no file of lines: they are made of its cells
         if (place / "cells").is_dir():

@@ -188,9 +188,7 @@ def _build_score_table(report: ReportData, detail: Detail) -> Table:
             if not has_mean and has_deltas:
                 texts.append(_write_delta(row.delta, detail))
             if metric(column.metric).lengths:
-                length = None
-                if cell.summary is not None:
-                    length = cell.summary.new_tokens
+                length = cell.summary.new_tokens if cell.summary is not None else None
                 texts.append(format_number(length))
         if has_sizes:
             if row.evicts and row.means is not None:

@@ -29,9 +29,7 @@ def build_sheets(report: ReportData) -> list[Table]:
     is_complete = len(columns) == len(tasks) * len(lengths)
     # at one length, a mean over some of the tasks would only repeat the table of scores
     has_several_lengths = len(lengths) > 1
-    fewest_tasks = WITHOUT_QA
-    if has_several_lengths:
-        fewest_tasks = 2
+    fewest_tasks = 2 if has_several_lengths else WITHOUT_QA
     if not is_complete or len(tasks) < fewest_tasks:
         return []
     rows = []

@@ -121,7 +121,8 @@ def _describe_examples(report: ReportData, task: int) -> str:
 def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[str, looks.Look]) -> None:
     """Draw the methods' points on one task, and the full cache as a dashed line. A line joins one method's budgets.
 
-    task: the index of the task's column. line_looks: the look of each line, by the method without its budgets.
+    task: the index of the task's column.
+    line_looks: the look of each line, by the method without its budgets.
     """
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:

@@ -16,8 +16,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
 
+from kvbench.base.numbers import ceil_div
 from kvbench.report.looks import Look
 
 # Okabe and Ito (2008), without their yellow, since it is lost on white
@@ -105,7 +107,7 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
     # names are moved from the top down, so that a name that is moved goes away from those that are written
     for x, y, text, color in sorted(names, key=lambda name: -name[1]):
         point = ax.transData.transform((x, y)).tolist()
-        place, box = _find_place(point, len(text), pixels, frame, taken)
+        place, box = _find_place(point, text, pixels, frame, taken)
         taken.append(box)
         right, up = place
         arrow = None
@@ -127,15 +129,16 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
 
 
 def _find_place(
-    point: Sequence[float], letters: int, pixels: float, frame: Bbox, taken: Sequence[Bbox]
+    point: Sequence[float], name: str, pixels: float, frame: Bbox, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
     """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box.
 
-    point: the point (x, y) that is named, in pixels. letters: the length of the name. pixels: the pixels of a point of
-    type.
+    point: the point (x, y) that is named, in pixels.
+    pixels: the pixels of a point of type.
     """
-    # a letter is about 0.58 and a line 1.15 of the font's size
-    width = 0.58 * NAME_SIZE * letters * pixels
+    # the outline's width, since capitals and digits are wider than other letters, and a gap to the next name
+    width = (TextPath((0, 0), name, size=NAME_SIZE).get_extents().width + 2) * pixels
+    # a line is about 1.15 of the font's size
     height = 1.15 * NAME_SIZE * pixels
     boxes = []
     for right, up in NAME_PLACES:
@@ -160,8 +163,7 @@ def shades(count: int) -> list[Any]:
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
     """Return (places, names) of at most ``most`` evenly spaced ticks on an axis with one step per label."""
-    # the number of labels over ``most``, rounded up
-    step = max(1, -(-len(labels) // most))
+    step = max(1, ceil_div(len(labels), most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]
 
@@ -171,9 +173,7 @@ def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
 
     Row r covers the tokens from ``starts[r]`` on. All rows cover equally many tokens. There are at most ``most`` ticks.
     """
-    tokens_per_row = 1
-    if len(starts) > 1:
-        tokens_per_row = starts[1] - starts[0]
+    tokens_per_row = starts[1] - starts[0] if len(starts) > 1 else 1
     end = starts[-1] + tokens_per_row
     # the smallest of 1, 2, 5, 10, 20, 50, ... that needs at most ``most`` ticks
     step = next(step for step in _round_numbers() if end <= step * most)
@@ -215,9 +215,7 @@ def heat(
             if np.isnan(value):
                 continue  # nothing was measured there
             # the sum of red, green and blue, each from 0 to 1: black is readable only on light cells
-            colour = "white"
-            if sum(image.cmap(image.norm(value))[:3]) > 1.6:
-                colour = "black"
+            colour = "black" if sum(image.cmap(image.norm(value))[:3]) > 1.6 else "white"
             # as in texts, a small negative value is 0 and not -0, and a minus is a minus
             text = numbers % value
             if float(text) == 0:

@@ -21,7 +21,8 @@ from kvbench.tasks.metrics.stats import FEWEST
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
     """Return the means over one cell's samples.
 
-    name: the metric of the scores. of: the number of the task's examples.
+    name: the metric of the scores.
+    of: the number of the task's examples.
     """
     show = metric(name).show
     scored = [float(s.score) for s in samples if s.score is not None]
@@ -147,7 +148,8 @@ def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sampl
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
     """Return the difference of two means as they are shown, such as perplexities, with its interval over pairs.
 
-    scores: the pairs (the method's score, the full cache's). show: the function from a mean to the number shown.
+    scores: the pairs (the method's score, the full cache's).
+    show: the function from a mean to the number shown.
     """
 
     def difference(means: stats.Pairs) -> float:

@@ -104,9 +104,7 @@ class Table:
             return tuple(texts[column] for column in columns)
 
         # a table without groups has (), and no column can be picked from that
-        groups: tuple[str, ...] = ()
-        if self.groups:
-            groups = pick(self.groups)
+        groups: tuple[str, ...] = pick(self.groups) if self.groups else ()
         return replace(self, headers=pick(self.headers), groups=groups, rows=tuple(map(pick, self.rows)))
 
 
@@ -175,8 +173,6 @@ def format_number(value: float | None, sign: bool = False) -> str:
     """Return a number with one digit; a dash for None. With ``sign``, a positive number has a plus sign."""
     if value is None:
         return "—"
-    text = f"{value:.1f}"
-    if sign:
-        text = f"{value:+.1f}"
+    text = f"{value:+.1f}" if sign else f"{value:.1f}"
     # U+2212 is as wide as a plus sign, the hyphen is not
     return text.replace("-", "−")

@@ -91,9 +91,7 @@ def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str
 
 def _add_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
     """Return a difference of scores with its sign, and its interval on a line below."""
-    text = "—"
-    if difference is not None:
-        text = f"{difference:+.1f}".replace("-", "−")
+    text = f"{difference:+.1f}".replace("-", "−") if difference is not None else "—"
     if ci is not None:
         text += f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
     return text
@@ -139,9 +137,7 @@ def explain_questions(report: ReportData) -> list[str]:
             has_questions = True
             if turns.beside:
                 others = ", ".join(f"{name} {format_number(value)}" for name, value in turns.beside.items())
-                place = row.method
-                if len(report.columns) > 1:
-                    place = f"{cell.task}, {row.method}"
+                place = f"{cell.task}, {row.method}" if len(report.columns) > 1 else row.method
                 lines.append(f"{place}: {others}.")
     if not has_questions:
         return []

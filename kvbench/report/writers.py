@@ -83,9 +83,7 @@ def text(table: Table, terminal: bool = False) -> str:
         show_header=not table.bare,
     )
     for i, head in enumerate(table.heads):
-        justify: Literal["left", "right"] = "right"
-        if i < table.left:
-            justify = "left"
+        justify: Literal["left", "right"] = "left" if i < table.left else "right"
         # only the last column of a bare table, the verdicts, may break its texts
         is_whole = table.bare and i < len(table.heads) - 1
         rich_table.add_column(Text(visible(head)), justify=justify, no_wrap=is_whole)
@@ -97,9 +95,7 @@ def text(table: Table, terminal: bool = False) -> str:
             ends_block = i == len(rows) - 1
             rich_table.add_row(*map(_make_rich_text, row), end_section=table.ruled or ends_block)
     # the text goes to a string, so tell rich whether a terminal will show it
-    color_system: Literal["standard"] | None = None
-    if terminal:
-        color_system = "standard"
+    color_system: Literal["standard"] | None = "standard" if terminal else None
     out = io.StringIO()
     console = Console(width=WIDTH, file=out, color_system=color_system, force_terminal=terminal, legacy_windows=False)
     console.print(rich_table)

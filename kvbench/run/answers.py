@@ -304,7 +304,8 @@ class Asking:
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Add the answer to a row's question. Return the context's sample once all its questions are answered.
 
-        value: the answer's score. peak: the most tokens that a head held while answering.
+        value: the answer's score.
+        peak: the most tokens that a head held while answering.
         """
         # rows of questions are numbered by their turn
         assert row.turn is not None
@@ -377,7 +378,8 @@ class Drawing:
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Add a row's answer. Return the prompt's sample once all its answers have come.
 
-        value: the answer's score. peak: the most tokens that a head held while answering.
+        value: the answer's score.
+        peak: the most tokens that a head held while answering.
         """
         # rows of drawn answers are numbered by the draw
         assert row.turn is not None
@@ -410,9 +412,7 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
     for answer in answers:
         tokens += answer.tokens
     attended = [a.attended for a in answers if a.attended is not None]
-    mean_attended = None
-    if attended:
-        mean_attended = fmean(attended)
+    mean_attended = fmean(attended) if attended else None
     return replace(
         answers[-1],
         tokens=tokens,
@@ -477,13 +477,12 @@ def _read_prompt_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) 
 def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
     """Return the sample to store for a row's answer that passed the audit.
 
-    value: the answer's score. decode_peak: the most tokens that a head held while answering.
+    value: the answer's score.
+    decode_peak: the most tokens that a head held while answering.
     """
     example = row.example
     capacity = row.cell.chain.capacity(row.measured.n)
-    factor = None
-    if answer.factor is not None:
-        factor = round(answer.factor, 3)
+    factor = round(answer.factor, 3) if answer.factor is not None else None
     references: tuple[str, ...] | None = tuple(example.answers)
     attended = answer.attended  # methods that mask attend fewer tokens than they hold
     if example.scored is not None:

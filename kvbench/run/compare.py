@@ -153,9 +153,7 @@ def _read_rows(
             # a row's own id takes precedence over its number
             yield {"id": str(number)} | dict(row)
         else:
-            content = repr(row)
-            if isinstance(row, Mapping):
-                content = ", ".join(map(str, row))
+            content = ", ".join(map(str, row)) if isinstance(row, Mapping) else repr(row)
             raise UsageError(
                 f"row {number} of data has {content}: a row is a text, or a mapping with answers and a prompt, with "
                 "answers, a context and a question, or with a context and questions"

@@ -101,9 +101,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         signals.append(number)
-        name = signal.Signals(number).name
-        if number == signal.SIGINT:
-            name = "Ctrl-C"
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         raise KeyboardInterrupt(f"stopped by {name}")
 
     previous_handlers = {}

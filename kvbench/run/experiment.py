@@ -71,7 +71,8 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
     """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report_run`` does.
 
-    quiet: whether no progress is shown. listeners: further listeners to the run's events.
+    quiet: whether no progress is shown.
+    listeners: further listeners to the run's events.
     """
     summaries = fill(prepared, quiet, listeners)
     return report_run(prepared, summaries)
@@ -293,9 +294,7 @@ def _write_metrics(cell: Cell, group: Group, reader: SampleReader) -> CellSummar
 def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
     """Return the host of this run: the loaded model with its settings for prompts and answers."""
     cfg = prepared.cfg
-    prefix = None
-    if cfg.shared_prefix is not None:
-        prefix = SharedPrefix(model, cfg.shared_prefix)
+    prefix = SharedPrefix(model, cfg.shared_prefix) if cfg.shared_prefix is not None else None
     return Host(
         model=model,
         tokenizer=prepared.tokenizer,

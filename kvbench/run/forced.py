@@ -33,16 +33,16 @@ Scored = tuple[float, Answer, QueuedRow]
 def score_text(
     host: Host, text: ScoredText, rows: Sequence[QueuedRow], full: PromptCache | None
 ) -> list[tuple[QueuedRow, Scored | Exception]]:
-    """Score the rest of a text under the cache of each row, and compare the row with the cache ``full`` if it is given.
+    """Score the tokens of ``text`` behind its prefix under the cache of each row.
 
-    Return each row with the score of the text, or with the exception by which it failed.
+    The score is the sum of the tokens' losses in nats, over ``text.divisor``. If ``full`` is given, each row is also
+    compared with this cache, and keeps the comparison. Return each row with its score, or with the exception by which
+    it failed.
     """
     # [tokens behind the compressed prefix]
     rest = torch.tensor(text.ids[text.prefix :])
-    # position 0 is the first token behind the prefix; of a long text's window only the tokens from scored_from on count
-    first = 0
-    if text.scored_from is not None:
-        first = max(0, text.scored_from - text.prefix)
+    # position 0 is the first token behind the prefix; of a long text's window only the tokens behind scored_from count
+    first = max(0, text.scored_from - text.prefix) if text.scored_from is not None else 0
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
         """Return the score of the text under each row of ``part``, computed in one pass."""
@@ -64,9 +64,7 @@ def score_text(
         scored = []
         for result, row in zip(forced, compared, strict=True):
             # only a window's second half counts; the token before it predicts its first token
-            counted = result.losses
-            if first:
-                counted = result.losses[first + 1 :]
+            counted = result.losses[first + 1 :] if first else result.losses
             loss = float(counted.sum())
             answer = Answer(
                 tokens=rest.tolist(),

@@ -36,7 +36,7 @@ class Host:
     batch_rows: the most rows decoded together; None for the device's default.
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
-    prefix: the first tokens of the prompt read last, if prompts that begin alike share them.
+    prefix: the first tokens of the previous prompt, if prompts that begin alike share them.
     functions: the functions that all methods compute with, in their state before any method was asked.
     """
 

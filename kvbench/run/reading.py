@@ -23,7 +23,7 @@ Work = tuple[Example, Sequence[Cell]]
 
 
 class PromptReader:
-    """Reads prompts. Keeps the caches of the context read last, if a question was withheld from it.
+    """Reads prompts. Keeps the caches of the previous context, if a question was withheld from it.
 
     Successive examples with equal contexts share these caches. A prompt may be followed by the same prompt with its
     question withheld: one pass over all tokens then gives the caches of both.
@@ -59,7 +59,8 @@ class PromptReader:
     ) -> list[tuple[Cell, PromptCache | Exception]]:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed.
 
-        encoded: the example's prompt. following: the work that is read next, which may share this prompt's pass.
+        encoded: the example's prompt.
+        following: the work that is read next, which may share this prompt's pass.
         """
         caches: dict[Key, PromptCache | Exception] = {}
         if encoded.question and self._ids == encoded.ids:

@@ -167,9 +167,7 @@ class GroupRun:
         prompts = {(row.cell.column, row.example.id) for row in self.queue}
         if not prompts:
             return ""
-        count = "1 prompt was"
-        if len(prompts) > 1:
-            count = f"{len(prompts)} prompts were"
+        count = f"{len(prompts)} prompts were" if len(prompts) > 1 else "1 prompt was"
         return f"{count} read and not answered yet ({self.reading_s():.0f} s): to be read again"
 
     def active_cells(self, cells: Sequence[Cell]) -> list[Cell]:
@@ -527,7 +525,8 @@ def run_groups(
     Finished examples stay whatever ends the run early (an interrupt, a full disk), and are not run again. A cell that
     fails is marked as failed in the store. Return the cells that are left out because another process measures them.
 
-    provenance: the facts to store with the samples. shard: the number of this process's part of the examples.
+    provenance: the facts to store with the samples.
+    shard: the number of this process's part of the examples.
     mix: whether a cell may have samples of several devices or versions of PyTorch.
     """
     busy: list[Cell] = []
@@ -538,9 +537,7 @@ def run_groups(
             facts |= {"batch": host.describe_batching()}
             facts |= cell.chain.provenance()
             # wait long for the first busy cell only: its process holds the locks of the others, too
-            wait_s = SHARD_WAIT_S
-            if busy:
-                wait_s = BUSY_WAIT_S
+            wait_s = BUSY_WAIT_S if busy else SHARD_WAIT_S
             try:
                 writers[cell.id] = store.open(cell, facts, shard, mix, wait_s=wait_s)
             except Busy:

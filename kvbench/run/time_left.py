@@ -131,7 +131,7 @@ class TimeLeft:
         newest = self._newest
         if newest is not None:
             if self._is_reading:
-                # no answer came since the last prompt was begun, so the time between belongs to that prompt alone
+                # no answer came since the previous prompt was begun, so the time between belongs to that prompt alone
                 newest.pure += 1
                 newest.pure_s += now - self._last_event
             else:

@@ -124,7 +124,8 @@ class WandbLogger:
 class _CellRun:
     """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps.
 
-    samples: the cell's samples on disk, by example. last: the time of the last row that was logged.
+    samples: the cell's samples on disk, by example.
+    last: the time of the last row that was logged.
     """
 
     run: Any
@@ -149,7 +150,8 @@ class _CellRun:
 class _Sender:
     """The object in the logger's thread that handles the run's events. Only this class uses wandb.
 
-    mode: ``online``, or ``offline`` to write runs to files. warn: the function that reports a problem to the user.
+    mode: ``online``, or ``offline`` to write runs to files.
+    warn: the function that reports a problem to the user.
     open: the open W&B run of each cell, by the cell's id.
     """
 
@@ -209,9 +211,7 @@ class _Sender:
         run.run.summary.update(values)
         del self.open[cell.id]
         # W&B marks a run as failed by its exit code
-        exit_code = 1
-        if status in ("complete", "done"):
-            exit_code = 0
+        exit_code = 0 if status in ("complete", "done") else 1
         run.run.finish(exit_code=exit_code)
 
     def _record_unchanged(self, cell: Cell) -> dict[str, object]:
@@ -269,9 +269,7 @@ class _Sender:
             cfg = self.prepared.cfg
             group = next(group for group in self.prepared.groups if group.only([cell.id]).cells)
             # W&B filters and groups runs by their job_type: the run of a whole cell, or of one shard
-            job_type = "cell"
-            if cfg.shards > 1:
-                job_type = "shard"
+            job_type = "shard" if cfg.shards > 1 else "cell"
             run = self._start_run(
                 name_run(cell, cfg.shard, cfg.shards),
                 cell,
@@ -283,20 +281,15 @@ class _Sender:
         return self.open[cell.id]
 
     def _start_run(self, id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
-        """Start a W&B run beside the open ones and return it; if the service does not answer, start one on disk."""
+        """Start a W&B run beside the open ones and return it. If the service fails in any way, start it on disk."""
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
-        group_name = dataset
-        if preset:
-            group_name = f"{preset}/{dataset}"
+        group_name = f"{preset}/{dataset}" if preset else dataset
 
         def start() -> Any:
             """Start the run on the service, or on disk if ``self.mode`` is offline."""
-            mode: Any = self.mode
-            resume: Any = None
-            if self.mode == "online":
-                # an offline file knows no earlier run; `wandb sync` sends several files with one id one after the other
-                resume = "allow"
+            # an offline file knows no earlier run; `wandb sync` sends several files with one id one after the other
+            resume: Any = "allow" if self.mode == "online" else None
             return self.wandb.init(
                 id=id,
                 name=name,
@@ -305,7 +298,7 @@ class _Sender:
                 config=config,
                 project=self.cfg.project,
                 entity=self.cfg.entity,
-                mode=mode,
+                mode=self.mode,
                 resume=resume,
                 dir=str(self.prepared.store.root),
                 reinit="create_new",
@@ -350,9 +343,7 @@ def describe_run(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     model = cfg.model_name
     if cfg.model.name == "hf" and cfg.model.path.count("/") != 1:
         model = Path(model).name  # a folder, not a hub id
-    provenance: list[object] = []
-    if record is not None:
-        provenance = list(record.provenance)
+    provenance: list[object] = list(record.provenance) if record is not None else []
     config: dict[str, object] = {
         "cell": cell.id,
         "label": cell.label,

@@ -259,35 +259,35 @@ def weigh_rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor],
 def _attend_fused(
     query: Tensor, segments: Sequence[RowSegment], tail: tuple[Tensor, Tensor], scale: float
 ) -> Tensor | None:
-    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] by PyTorch's fused function.
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] by PyTorch's fused function; None if it cannot compute it.
 
-    It rounds half precision as transformers' decoding does. Returns None if heads share logits or segments are thin.
+    It rounds half precision as transformers' decoding does. It cannot compute heads that share logits and segments
+    that lack channels. The caller leaves out maskers, windows, caps, sinks and keys that are their own values.
 
     segments: the stored tokens of all rows, in order.
     tail: the keys and values [B, Hk, L, D] of the tokens after the segments. The queries are those of its last T.
     """
     if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
         return None
-    keys = [s.k for s in segments]
-    values = [s.v for s in segments]
-    heads = tail[0].shape[1]
-    for s in segments:
-        heads = max(heads, s.heads)
-    keys.append(tail[0])
-    values.append(tail[1])
-    k = torch.cat([_repeat_heads(t, heads) for t in keys], dim=2)
-    v = torch.cat([_repeat_heads(t, heads) for t in values], dim=2)
-    t_new, t_all = query.shape[2], tail[0].shape[2]
+    tail_k, tail_v = tail
+    heads = max([tail_k.shape[1], *(s.heads for s in segments)])
+    # [B, heads, S, D]: the tokens of all segments, then the tail
+    k = torch.cat([*(_repeat_heads(s.k, heads) for s in segments), _repeat_heads(tail_k, heads)], dim=2)
+    v = torch.cat([*(_repeat_heads(s.v, heads) for s in segments), _repeat_heads(tail_v, heads)], dim=2)
+    t_new, t_all = query.shape[2], tail_k.shape[2]
     mask: Tensor | None = None
     if t_new > 1 or any(s.valid is not None for s in segments):
-        # the mask [B, H, T, S] is causal among new tokens, and False in padding
+        # seen [B, heads, T, S]: which slots each query attends; False in padding
         seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
-        seen[..., -t_all:] = seen[0, 0, :, -t_all:].tril(t_all - t_new)
+        # query i is token t_all - t_new + i of the tail, and attends no later one
+        causal = torch.ones(t_new, t_all, dtype=torch.bool, device=k.device).tril(t_all - t_new)
+        seen[..., -t_all:] = causal
         start = 0
         for s in segments:
             if s.valid is not None:
                 seen[..., start : start + s.longest] = s.valid[:, :, None]
             start += s.longest
+        # enable_gqa shares keys between query heads, but the mask must have an entry for each query head
         mask = seen.repeat_interleave(query.shape[1] // heads, dim=1)
     return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=heads != query.shape[1])
 

@@ -189,9 +189,7 @@ class PackedHalf:
     def _pack_block(self, rows: Sequence[int]) -> None:
         """Pack the oldest exact tokens of ``rows``: in each row as many as the row with the fewest has to pack."""
         block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
-        span = None
-        if len(rows) == len(self.total):
-            span = self._ring_span(self.packed, block)
+        span = self._ring_span(self.packed, block) if len(rows) == len(self.total) else None
         if span is None:
             self._pack_slots(rows, block)
         else:

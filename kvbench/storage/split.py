@@ -120,9 +120,7 @@ def merge_outputs(a: Part, b: Part) -> Tensor:
 def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
     """Return the attention of query [U, Hq, T, D] over one stored segment, whole or thin."""
     if s.key_channels is None and s.value_channels is None:
-        hidden: Tensor | None = None
-        if s.valid is not None:
-            hidden = ~s.valid[:, :, None]
+        hidden: Tensor | None = ~s.valid[:, :, None] if s.valid is not None else None
         return attend(query, s.k, s.v, scale, hidden=hidden)
     scores = logits(query, s.k, scale, s.key_channels)
     if s.valid is not None:

@@ -88,7 +88,8 @@ class FidelitySummary:
     kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens.
     top1: equal first choices in per cent.
     shift_rms: the root mean square of the true token's change in probability, in percentage points.
-    ppl_ratio: the perplexity over the full cache's; perplexity: its own.
+    ppl_ratio: the perplexity over the full cache's.
+    perplexity: the method's own perplexity.
     floor: the divergence that rounding alone makes.
     at_floor: whether the mean divergence is not above what rounding makes.
     """

@@ -56,9 +56,7 @@ def label_cell(identity: Identity, otherwise: str = "") -> str:
         in_order += [knob for knob in stage["knobs"] if knob not in defaults]
         for knob in in_order:
             value = stage["knobs"][knob]
-            key = knob
-            if owners[knob] > 1:
-                key = f"{stage['id']}.{knob}"
+            key = f"{stage['id']}.{knob}" if owners[knob] > 1 else knob
             if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _pass_through_json(value):
                 words.append(f"{key}={_write_value(value)}")
     if chain["per"] != "kv_head":

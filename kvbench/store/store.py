@@ -208,9 +208,7 @@ class ResultStore:
                 # a cell that fails before it was opened still gets a record, so that lists can name it
                 with self._editing_record(cell):
                     pass
-            shard = 0
-            if writer is not None:
-                shard = writer.shard
+            shard = writer.shard if writer is not None else 0
             # losing a mark does no harm, so it is not synced: without it a cell counts as done
             record = {"status": status, "reason": reason, "time": time.time()} | process
             write_json(self.folder(cell.id) / f"state-{shard}.json", record, sync=False)
@@ -223,9 +221,7 @@ class ResultStore:
             return Status(DAMAGED, 0, None, damage)
         n = len(self.lines(cell_id))
         record = self.cell(cell_id)
-        of = None
-        if record is not None:
-            of = record.of
+        of = record.of if record is not None else None
         if of is None:
             # records of older versions lack the number of examples; the metrics have it, too
             of = self.metrics(cell_id).get("of")
@@ -473,7 +469,8 @@ class ResultStore:
 def _describe_uncounted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
     """Return the words of a warning: how many lines do not count, and their numbers in the file.
 
-    what: the noun for one such line. plural: the noun for several; None adds an s.
+    what: the noun for one such line.
+    plural: the noun for several; None adds an s.
     """
     where = ", ".join(map(str, numbers))
     if len(numbers) == 1:

@@ -89,9 +89,7 @@ def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
     except UsageError:
         about = "unreadable"
     else:
-        about = "nothing measured"
-        if n:
-            about = f"{n} samples"
+        about = f"{n} samples" if n else "nothing measured"
     return Removal("cell", cell, store.folder(cell), about)
 
 
@@ -121,9 +119,7 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
         if path not in blocked_paths:
             yield Removal("mark", cell, path, f"{status.status}, {status.n} samples stay")
     for path in blocked_paths:
-        kind = "no readable file"
-        if path.is_dir():
-            kind = "a folder"
+        kind = "a folder" if path.is_dir() else "no readable file"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
     for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
         # another process may be writing a young temporary file now, and may rename it at any moment

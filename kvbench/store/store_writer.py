@@ -15,7 +15,8 @@ from kvbench.base.files import Appender, line_of
 class Writer:
     """An open cell. It appends samples to one shard's file and holds the shard's lock, which ends with the process.
 
-    out: the samples file. lock: the file descriptor that holds the lock.
+    out: the samples file.
+    lock: the file descriptor that holds the lock.
     cell: the cell's id. Every line names it, so a file copied into another cell's folder is not taken for its answers.
     provenance: the index of this process's facts in the cell's record.
     written: called after every line.

@@ -145,7 +145,8 @@ def _average_beside(contexts: Contexts) -> dict[str, float | None]:
 def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
     """Return the mean difference between a method's falls and the full cache's, with its interval, in printed units.
 
-    contexts: the method's answers. full: the full cache's answers. Contexts with a fall in both are compared.
+    contexts: the method's answers.
+    full: the full cache's answers. Contexts with a fall in both are compared.
     name: the metric of the scores.
 
     Returns None if no context can be compared.
@@ -169,9 +170,7 @@ def _average(values: Sequence[float], most: float) -> tuple[float | None, stats.
     """Return the mean of values between ``-most`` and ``most``, with its interval if there are enough of them."""
     if not values:
         return None, None
-    interval = None
-    if len(values) >= FEWEST:
-        interval = stats.mean_interval(values, (-most, most))
+    interval = stats.mean_interval(values, (-most, most)) if len(values) >= FEWEST else None
     return fmean(values), interval
 
 

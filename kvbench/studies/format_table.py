@@ -39,7 +39,7 @@ class TableEntry(TypedDict):
     blocks: Mapping[str, Sequence[Mapping[str, object]]]
 
 
-ROWS: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("format_tables.yaml"))
+TABLES: Mapping[str, TableEntry] = read_yaml(Path(__file__).with_name("format_tables.yaml"))
 """The tables by name, each with its title and its rows in blocks."""
 DATASETS = {"tiny": "fidelity/tiny,tiny", "": "fidelity/essays,needle,longbench_mini"}
 """The default of ``dataset=`` by model. The key "" stands for every other model."""
@@ -109,20 +109,20 @@ def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = co
         settings["kl_mode"] = kl_mode
     cfg = config.configure(settings)
     # two rows of a table may be the same chain; a run measures it once
-    config_by_chain = {chain_config.chain: chain_config for _, chain_config in chains_of(name)}
+    config_by_chain = {chain_config.chain: chain_config for _, chain_config in rows_of_table(name)}
     return run_plan.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
 
 
-def chains_of(name: str) -> list[tuple[str, ChainConfig]]:
-    """Return the heading of its block and the chain for each row of a table."""
+def rows_of_table(name: str) -> list[tuple[str, ChainConfig]]:
+    """Return (heading of the row's block, the row's chain with its label) for each row of a table, in order."""
     chains = []
-    for block, rows in ROWS[name]["blocks"].items():
+    for block, rows in TABLES[name]["blocks"].items():
         for row in rows:
             knobs = {key: value for key, value in row.items() if key not in ("method", "label")}
             # a row must resolve to exactly one chain, without swept knobs
-            (chain,) = resolve([str(row["method"])], knobs)
-            label = str(row.get("label", chain.label))
-            chains.append((block, ChainConfig(chain.chain, label)))
+            (resolved,) = resolve([str(row["method"])], knobs)
+            label = str(row.get("label", resolved.label))
+            chains.append((block, ChainConfig(resolved.chain, label)))
     return chains
 
 
@@ -131,7 +131,7 @@ def lines_of_rows(name: str, run: RunPlan, report: Report) -> list[Line]:
     # the same chain has the same index in the cells of every task
     index_by_chain = {cell.chain: i for i, cell in enumerate(run.groups[0].cells)}
     rows = [("", ChainConfig(Chain(), "full"))]
-    rows += chains_of(name)
+    rows += rows_of_table(name)
     measured_lines = []
     for block, cfg in rows:
         line = _read_line(cfg.label, block, run, report, row=index_by_chain[cfg.chain])
@@ -242,9 +242,7 @@ def headings(rows: Sequence[Line]) -> dict[int, str]:
 
 def _row_texts(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
     """Return the texts of a row in the order of the table's heads."""
-    byte_text = "—"
-    if line.bytes is not None:
-        byte_text = f"{line.bytes:.1f}"
+    byte_text = f"{line.bytes:.1f}" if line.bytes is not None else "—"
     reference = line.fidelity.get("reference")
     answer = line.fidelity.get("greedy")
     # choices and perplexity belong to the reference; a run without one shows the answer's
@@ -406,7 +404,7 @@ def _points_apart(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     return 100 * mean, in_percent(ci)
 
 
-def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
+def notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
     """Return the notes below a table: units, numbers of texts, and the pairs that divergence and scores tell apart."""
     text_counts: list[str] = []
     score_counts: list[str] = []
@@ -429,18 +427,18 @@ def notes(rows: Sequence[Line], told: Sequence[Pair]) -> list[str]:
         "cache's own greedy answer; same choice and perplexity ratio on the reference. [95 % intervals over prompts.] "
         f"Scores are means over a dataset's tasks, n = {', '.join(score_counts) or 0} examples. "
         f"{'; '.join(text_counts)}.{floor_text}",
-        _agreement_note(told),
+        _agreement_note(pairs),
     ]
-    note_texts += _divergence_notes(told)
+    note_texts += _divergence_notes(pairs)
     if any(line.unchanged for line in rows):
         note_texts.append(UNCHANGED_NOTE)
     return note_texts
 
 
-def _agreement_note(told: Sequence[Pair]) -> str:
+def _agreement_note(pairs: Sequence[Pair]) -> str:
     """Return the sentence with the numbers of pairs that divergence and scores tell apart, and where they agree."""
-    apart = [pair for pair in told if pair.apart]
-    by_scores = [pair for pair in told if pair.scored_apart]
+    apart = [pair for pair in pairs if pair.apart]
+    by_scores = [pair for pair in pairs if pair.scored_apart]
     # each list below is a part of ``apart``
     by_divergence_alone = [pair for pair in apart if not pair.scored_apart]
     higher = [pair for pair in apart if pair.scores_higher]
@@ -448,7 +446,7 @@ def _agreement_note(told: Sequence[Pair]) -> str:
     higher_apart = [pair for pair in higher if pair.scored_apart]
     lower_apart = [pair for pair in lower if pair.scored_apart]
     return (
-        f"Of {len(told)} pairs within blocks {len(apart)} are told apart by KL (95 % interval of the "
+        f"Of {len(pairs)} pairs within blocks {len(apart)} are told apart by KL (95 % interval of the "
         "paired log ratio of means, not corrected for their number), "
         f"{len(by_scores)} by the scores (of their paired difference), "
         f"{len(by_divergence_alone)} by KL alone. Where KL tells them apart the nearer one "
@@ -458,15 +456,15 @@ def _agreement_note(told: Sequence[Pair]) -> str:
     )
 
 
-def _divergence_notes(told: Sequence[Pair]) -> list[str]:
+def _divergence_notes(pairs: Sequence[Pair]) -> list[str]:
     """Return the notes below the table on the pairs of formats that KL divergence tells apart.
 
     The first note lists the pairs that only KL tells apart, not the scores. One note follows for each pair of
     neighbours in the table, with the log ratio of their mean divergences.
 
-    told: all compared pairs of the table, also those that nothing tells apart.
+    pairs: all compared pairs of the table, also those that nothing tells apart.
     """
-    apart = [pair for pair in told if pair.apart]
+    apart = [pair for pair in pairs if pair.apart]
     texts = []
     # a pair without scores is not listed: scores could not have told it apart
     farther_by_nearer: dict[str, list[str]] = {}

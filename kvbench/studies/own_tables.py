@@ -10,7 +10,7 @@ from kvbench.report.report import Report
 from kvbench.report.table import Table
 from kvbench.studies import format_table, through_cache
 
-NAMES = tuple(format_table.ROWS)
+NAMES = tuple(format_table.TABLES)
 """The names of the tables, in the order in which they are listed."""
 
 

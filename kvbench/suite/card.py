@@ -108,9 +108,7 @@ def _mean_text(suite: Suite, entry: RowScore) -> str:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
-    mark = ""
-    if _parts_without(suite, entry):
-        mark = FEWER_PARTS
+    mark = FEWER_PARTS if _parts_without(suite, entry) else ""
     return score_text(entry.mean) + mark + interval_text(entry.ci)
 
 
@@ -141,9 +139,7 @@ def score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
 
 def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     """Return the texts of a row of the table: name, rank, mean, each part, bytes and free pages."""
-    rank = UNMEASURABLE
-    if entry.rank is not None:
-        rank = str(entry.rank)
+    rank = str(entry.rank) if entry.rank is not None else UNMEASURABLE
     cells = [entry.name, rank, _mean_text(suite, entry)]
     for part in suite.parts:
         score = entry.parts.get(part.name)
@@ -184,9 +180,7 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
                 f"{part.name} says nothing about compression here: the full cache ({score.full:.1f}) is not above "
                 f"random tokens ({score.chance:.1f}) by an interval."
             )
-        unit = "of 100"
-        if part.measure == KL:
-            unit = "nats, the floor"
+        unit = "nats, the floor" if part.measure == KL else "of 100"
         found.append(
             f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
         )

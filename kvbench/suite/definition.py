@@ -107,9 +107,7 @@ def load(name: str, edition: str = FULL) -> Suite:
     content = read_yaml(path)
     try:
         quick = content.pop("quick")
-        budgets = content.pop("budgets")
-        if edition == QUICK:
-            budgets = quick["budgets"]
+        budgets = quick["budgets"] if edition == QUICK else content.pop("budgets")
         parts = []
         for part, fields in content.pop("parts").items():
             keys = dict(fields.pop("keys"))

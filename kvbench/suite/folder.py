@@ -94,10 +94,11 @@ def rounded_numbers(entry: RowScore) -> Line:
     record = asdict(entry)
     # the line has name and role from elsewhere
     del record["name"], record["role"]
+    # a property, which asdict leaves out
     record["nothing_compressed"] = entry.nothing_compressed
     # JSON turns tuples into lists, at any depth, and its reader can round every number
-    rounded = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
-    return dict(rounded)
+    rounded: Line = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
+    return rounded
 
 
 def _ids_of_results(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:

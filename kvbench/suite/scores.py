@@ -212,9 +212,7 @@ def by_prompt(
         scores: dict[str, float] = {}
         for example_id, sample in sorted(of_column.items()):
             if part.measure == KL:
-                nats = floor
-                if not is_full:
-                    nats = max(mean_divergence(sample), floor)
+                nats = max(mean_divergence(sample), floor) if not is_full else floor
                 scores[example_id] = -log(nats)
             elif sample.score is not None:
                 scores[example_id] = sample.score
@@ -251,9 +249,7 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
         gap = full_scores - chance_scores
         pairs.append(np.stack([own_scores - chance_scores, gap], axis=1))
         gaps.append(gap)
-    share = stats.Share()
-    if is_measurable(gaps):
-        share = stats.ratio_of_means(pairs)
+    share = stats.ratio_of_means(pairs) if is_measurable(gaps) else stats.Share()
     return PartScore(
         retained=share.point,
         ci=share.ci,

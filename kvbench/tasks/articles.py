@@ -24,7 +24,8 @@ JOINED = {"a_m_i_": "ami", "l_c_d_": "lcd", "p_m_s": "pms", "t_v_": "tv"}
 def articles(context: LoadContext, file: str, max_new_tokens: int, questions: int | None = None) -> list[Task]:
     """Return XQuAD as one task. An example is the text of an article, with questions that are asked one after another.
 
-    file: XQuAD's JSON, a path below the data folder. max_new_tokens: the most tokens of an answer.
+    file: XQuAD's JSON, a path below the data folder.
+    max_new_tokens: the most tokens of an answer.
     questions: the most questions of an article; its first ones are taken. None takes all.
     Raises UsageError naming file and place for an article without paragraphs, questions or answers.
     """
@@ -64,7 +65,8 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
 def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: int | None = None) -> list[Task]:
     """Return QMSum as one task. An example is a meeting in LongBench's qmsum prompt, with queries about it.
 
-    file: QMSum's JSON lines, a path below the data folder. max_new_tokens: the most tokens of an answer.
+    file: QMSum's JSON lines, a path below the data folder.
+    max_new_tokens: the most tokens of an answer.
     questions: the most queries of a meeting; general queries come before specific ones. None takes all.
     Raises UsageError naming file and line for a meeting without transcript or queries.
     """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.base.files import check_ends
-from kvbench.tasks.knobs import check_whole, one_of
+from kvbench.tasks.knobs import check_whole, check_word
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import spread_order
@@ -110,7 +110,7 @@ class Task:
         return tuple(self.examples[i] for i in chosen)
 
     def answer(self, text: str) -> str:
-        """Return the part of a generated text that is scored."""
+        """Return the text that is scored: ``lead``, and the part of a generated text that is its answer."""
         if self.first_line:
             text = first_line(text)
         # models continue with another question or article, and this is no part of the answer
@@ -210,9 +210,7 @@ def load_tasks(
     loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
     # these keys are for load_tasks, run and fetch, not for loaders
     knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
-    turns = ""
-    if "turns" in entry:
-        turns = one_of(dataset, "turns", entry["turns"], TURNS)
+    turns = check_word(dataset, "turns", entry["turns"], TURNS) if "turns" in entry else ""
     context = LoadContext(dataset, tuple(selection), tokenizer=tokenizer, render=render, data=data)
     tasks = []
     for task in loader(context, **knobs):

@@ -45,9 +45,7 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
         story = PROMPT.format(story=row.text("story").strip())
         turns = list(_read_turns(row))
         for n, turn in enumerate(turns):
-            first_shown = 0
-            if isinstance(history, int):
-                first_shown = max(0, n - history)
+            first_shown = max(0, n - history) if isinstance(history, int) else 0
             # earlier turns show their references as answers, so that examples do not depend on each other's answers
             dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first_shown:n]]
             question = f"Q: {turn.question}\nA:"

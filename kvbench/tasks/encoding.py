@@ -57,9 +57,7 @@ def encode_prompt(
         return Encoded(text.ids[: text.prefix], (), 0)
     if example.turns:
         return encode_turns(tokenizer, example, task, policy, context)
-    longest = None
-    if context is not None:
-        longest = context - example.max_new_tokens
+    longest = context - example.max_new_tokens if context is not None else None
     return encode(tokenizer, example, task, policy, longest)
 
 

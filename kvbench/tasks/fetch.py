@@ -188,7 +188,8 @@ def changed_error(root: Path, wanted: Wanted) -> UsageError:
 def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str], None]) -> list[str]:
     """Download the missing files of one dataset and return their places below ``root``.
 
-    hub: the client that downloads. say: the function that shows a line of progress to the user.
+    hub: the client that downloads.
+    say: the function that shows a line of progress to the user.
     Existing files are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if a
     download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """

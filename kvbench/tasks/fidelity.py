@@ -90,9 +90,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             if selection:
                 raise
             continue
-        length = LENGTHS[knobs.windows]
-        if name == "tiny":
-            length = TINY_LENGTH
+        length = TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows]
         if knobs.length:
             length = knobs.length
         prefix = f"{dataset}-{name}"

@@ -73,9 +73,7 @@ def load(
 
 def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metric, max_new_tokens: int) -> Example:
     """Return the example of a line. Lines without a limit of their own may have ``max_new_tokens`` of answer."""
-    classes: tuple[str, ...] = ()
-    if keys.classes in row:
-        classes = row.texts(keys.classes)
+    classes: tuple[str, ...] = row.texts(keys.classes) if keys.classes in row else ()
     if scorer.needs_classes and not classes:
         raise row.wrong(f"metric {scorer.name} needs a list of labels under the key {keys.classes!r}")
     turns = _read_turns(row, keys)

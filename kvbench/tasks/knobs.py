@@ -22,7 +22,7 @@ def check_whole(dataset: str, knob: str, value: object, least: int = 1, most: in
     return value
 
 
-def one_of(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
+def check_word(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
     """Return ``value``, one of the allowed words. Raises UsageError that lists them for any other value."""
     names = tuple(allowed)
     if value not in names:

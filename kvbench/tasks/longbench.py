@@ -144,9 +144,7 @@ def load(
             reason = f"the answer length of {name} must be a whole number, got {describe_value(limit)}"
             raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
         examples = _read_examples(path, name, template, limit, with_buckets=split == "e")
-        newlines: tuple[str, ...] = ()
-        if spec.newline_ends:
-            newlines = ("\n",)
+        newlines: tuple[str, ...] = ("\n",) if spec.newline_ends else ()
         task = Task(
             id=f"{dataset}/{name}",
             examples=examples,
@@ -168,9 +166,7 @@ def load(
 
 def file_places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
     """Return the places of a task's file below the data folder: kvbench's, then the unpacked archive's."""
-    file = f"{name}.jsonl"
-    if split == "e":
-        file = f"{name}_e.jsonl"
+    file = f"{name}_e.jsonl" if split == "e" else f"{name}.jsonl"
     return f"{folder}/{file}", f"{folder}/data/{file}"
 
 
@@ -216,7 +212,8 @@ def read_official(files: Files, name: str) -> Mapping[str, object]:
 def _read_examples(path: Path, name: str, template: str, limit: int, with_buckets: bool) -> tuple[Example, ...]:
     """Return the examples of a task's file.
 
-    template: the task's prompt, with ``{context}`` and perhaps ``{input}``. limit: the most new tokens of an answer.
+    template: the task's prompt, with ``{context}`` and perhaps ``{input}``.
+    limit: the most new tokens of an answer.
     with_buckets: whether an example's meta has its range of lengths in LongBench-E.
     """
     # ``query_aware=false`` withholds the question, the text behind the context

@@ -15,7 +15,7 @@ from itertools import chain
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, own_wording
-from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 from kvbench.tasks.metrics.text import normalise_answer
 from kvbench.tasks.rows import FileRow, read_rows
 
@@ -99,7 +99,7 @@ def load(
     if with_foreign_documents:
         # foreign distractors are easier than retrieved ones; readers of the scores must know this
         share = f"{with_foreign_documents} of {len(questions)} questions"
-        fact = f"distractors of {share} are gold documents of others"
+        fact = f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
     tasks = []
     for position, examples in examples_at.items():
         task = Task(
@@ -141,7 +141,7 @@ def _choose_places(
     if isinstance(positions, str):
         positions = [positions]
     for position in positions:
-        one_of(dataset, "positions", position, places)
+        check_word(dataset, "positions", position, places)
     for name in selection:
         if name not in positions:
             raise unknown(f"task of dataset {dataset}", name, positions)

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example
+from kvbench.base.numbers import ceil_div
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, read_text
 from kvbench.tasks.knobs import check_whole
@@ -318,7 +319,7 @@ class Window:
 
     def _grow(self, chars: int) -> None:
         """Set ``text`` to the period repeated up to ``chars`` characters, and ``ends`` to its sentence ends."""
-        times = -(-chars // len(self.period))  # round up
+        times = ceil_div(chars, len(self.period))
         self.text = (self.period * times)[:chars]
         self.ends = [match.end() for match in _SENTENCE_END.finditer(self.text)]
 

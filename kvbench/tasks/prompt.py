@@ -266,7 +266,8 @@ def _length_limit(
 ) -> int | None:
     """Return how many tokens of the prompt without template may stay; None if there is no limit.
 
-    room: the model's context minus the answer; None if unlimited. prompt_tokens: the prompt's tokens without template.
+    room: the model's context minus the answer; None if unlimited.
+    prompt_tokens: the prompt's tokens without template.
     """
     limits = []
     if policy.max_length is not None:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 from kvbench.tasks.rows import FileRow, describe_value, read_rows
 from kvbench.tasks.tiny import WORDS
 
@@ -142,7 +142,7 @@ def load(
     file and line for a damaged case.
     """
     dataset, files = context.dataset, context.files
-    record_form = FORMS[one_of(dataset, "form", form, FORMS)]
+    record_form = FORMS[check_word(dataset, "form", form, FORMS)]
     for knob, value, least in (("contexts", contexts, 1), ("seed", seed, 0), ("max_new_tokens", max_new_tokens, 1)):
         check_whole(dataset, knob, value, least)
     if isinstance(records, int):

@@ -49,9 +49,7 @@ class FileRow:
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the texts under ``key`` as a tuple: one text, or a list of at least one."""
         value = self.value(key)
-        values = value
-        if isinstance(value, str):
-            values = [value]
+        values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {describe_value(value)}")
         return tuple(self._unicode(key, text) for text in values)
@@ -158,9 +156,7 @@ def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]
         # line_num is the last line of a row: a quoted cell may have line breaks
         line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
-            place = f"row {number}"
-            if by_line:
-                place = f"line {line}"
+            place = f"line {line}" if by_line else f"row {number}"
             if len(cells) != len(header):
                 raise UsageError(f"{file}, {place}: {len(cells)} cells, but the header names {len(header)}")
             yield FileRow(file, place, dict(zip(header, cells, strict=True)))

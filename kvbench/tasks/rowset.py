@@ -18,7 +18,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
@@ -92,7 +92,7 @@ def load(
     scorer = _choose_metric(dataset, form, metric)
     keys = form.answers
     if isinstance(keys, Mapping):
-        keys = keys[one_of(dataset, "references", references, keys)]
+        keys = keys[check_word(dataset, "references", references, keys)]
     reader = RowReader(form, scorer, _as_list(keys))
     path = _find_file(dataset, files, form, file)
     rows = list(read_rows(path))
@@ -136,7 +136,7 @@ def _choose_metric(dataset: str, form: RowFormat, metric: str | None) -> metrics
     if metric is None:
         scorer = metrics.metric(allowed[0])
     else:
-        scorer = metrics.metric(one_of(dataset, "metric", metric, allowed))
+        scorer = metrics.metric(check_word(dataset, "metric", metric, allowed))
     if scorer.needs_classes and not form.classes:
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: metric {scorer.name} needs classes: a list of labels")
     return scorer

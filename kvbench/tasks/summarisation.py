@@ -15,7 +15,7 @@ from typing import Any
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task
-from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
@@ -61,7 +61,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     """
     knobs = SummaryKnobs(**entry)
     dataset, files = context.dataset, context.files
-    one_of(dataset, "source", knobs.source, SOURCES)
+    check_word(dataset, "source", knobs.source, SOURCES)
     # without shots, the prompt is an article alone, with the instruction behind it
     for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
         check_whole(dataset, knob, getattr(knobs, knob), least)
@@ -73,9 +73,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         examples = _read_ready_prompts(dataset, ready_prompts, knobs.max_new_tokens)
     else:
         path = files.path(knobs.test)
-        shots = ""
-        if knobs.shots:
-            shots = _few_shot_text(dataset, files.path(knobs.train), knobs)
+        shots = _few_shot_text(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
         source = path.name
         examples = _read_articles(dataset, path, knobs, shots)
     task = Task(

@@ -19,9 +19,7 @@ def reference(row: FileRow) -> str:
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
         raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {describe_value(answer_type)}")
-    answer_text = answer
-    if not isinstance(answer, str):
-        answer_text = json.dumps(answer)
+    answer_text = json.dumps(answer) if not isinstance(answer, str) else answer
     value = parse_reference(answer_text)
     if answer_type == "float" and type(value) is int:
         # a float may be written 3; without this it would be compared as an integer

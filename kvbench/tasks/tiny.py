@@ -88,7 +88,8 @@ class Puzzle:
 class TinyTask:
     """One task of the suite.
 
-    category: the kind of task, by which reports group tasks. metric: the name of the metric.
+    category: the kind of task, by which reports group tasks.
+    metric: the name of the metric.
     max_new_tokens: the most tokens of an answer.
     puzzle: the function that draws facts and queries from (random stream, number of facts).
     tokens_per_fact: the tokens of a prompt for each fact; 0 for tasks with one fact or a fixed number.

@@ -22,7 +22,7 @@ from kvbench.papers.forensics.identity import identity
 from kvbench.papers.forensics.repeats import repeated_places
 from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.numbers import decimals, fixed
+from kvbench.papers.spec.numbers import decimals, format_fixed
 from kvbench.papers.spec.published_cells import Book, read_published
 
 pytestmark = pytest.mark.e2e("recomputes every paper's statements")
@@ -47,7 +47,7 @@ def with_cell(i, text):
 def larger(cell):
     """The value and a tenth of it, printed with as many digits; always another one."""
     digits = decimals(cell.printed)
-    return fixed(Fraction(cell.printed) * Fraction(11, 10) + Fraction(1, 10**digits), digits)
+    return format_fixed(Fraction(cell.printed) * Fraction(11, 10) + Fraction(1, 10**digits), digits)
 
 
 def drawn(seed, many):
@@ -101,7 +101,7 @@ def test_an_altered_dataset_fact_is_named(paper):
 def test_a_last_digit_is_seen_by_the_fingerprint():
     i = drawn(3, 1)[0]
     cell = read_published().cells[i]
-    text = fixed(Fraction(cell.printed) + Fraction(1, 10 ** decimals(cell.printed)), decimals(cell.printed))
+    text = format_fixed(Fraction(cell.printed) + Fraction(1, 10 ** decimals(cell.printed)), decimals(cell.printed))
     assert altered_tables(with_cell(i, text)) == [(cell.paper, cell.table)]
     assert altered_tables(read_published()) == []
 

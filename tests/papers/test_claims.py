@@ -338,7 +338,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     (l2,) = [line for line in lines if line.startswith("? vatp-norm-l2 ")]
     assert re.search(r"−16\.7 \[−[\d.]+, [\d.]+\] +n 12 +undecided, about [\d,]+ would decide$", l2)
     (throughput,) = [line for line in lines if line.startswith("— think-throughput ")]
-    assert throughput.endswith("not testable here: a matter of GPU memory and time, see `bench`")
+    assert throughput.endswith("not testable here: a claim about GPU memory and time, see `bench`")
     few = ledger.brief_text(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
     assert few[1] == "! n = 3 at most. Preview only: so few examples decide nothing."
 

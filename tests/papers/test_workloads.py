@@ -113,7 +113,7 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
         ours = prepared(table("refreekv/1"), folder, data, tmp_path)
     finally:
         (data / "away.csv").rename(data / "gpqa_main.csv")
-    assert grid.reasons_for_absence(ours) == ["gpqa is not here: dataset=gpqa needs gpqa_main.csv, which is not there"]
+    assert grid.reasons_for_absence(ours) == ["gpqa is missing: its file gpqa_main.csv is not in the data folder"]
     assert str(data) not in page.render(build_view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
     assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column).status == "missing"
@@ -133,7 +133,7 @@ def test_longbench_columns_are_never_a_mixture(folder, tmp_path):
     papers_data.longbench(root, "longbench", ("qasper", "hotpotqa"))
     some = prepared(table("vatp/2"), folder, root, tmp_path)
     assert {w.entry for w in some.groups} == {"longbench_mini"}
-    assert "LongBench columns: MiniLongBench's examples, 3 to 3 a task." in some.notes
+    assert "LongBench's columns have MiniLongBench's examples, 3 to 3 a task." in some.notes
     forced = prepared(table("vatp/2"), folder, root, tmp_path, "longbench=full")
     assert {w.entry for w in forced.groups} == {"longbench"}
     assert sorted(w.dataset for w in forced.absent) == ["2wikimqa", "multifieldqa_en"]

@@ -248,7 +248,7 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
 @pytest.mark.e2e("measures a table")
 def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, capsys, monkeypatch):
     rows = [{"label": f"KIVI, {bits} bits", "method": "kivi", "bits": bits, "residual": 32} for bits in (8, 4, 2)]
-    monkeypatch.setitem(format_table.ROWS, "formats", {"blocks": {"KIVI": rows}})
+    monkeypatch.setitem(format_table.TABLES, "formats", {"blocks": {"KIVI": rows}})
     words = ["table", "formats", "dataset=fidelity/tiny,tiny/needle", "limit=2", f"results={tmp_path}"]
     words += ["length=128", "forced=12"]
     assert main([*words, "--json"]) == 0
@@ -271,7 +271,7 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
 @pytest.mark.e2e("measures a table")
 def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys, monkeypatch):
     rows = [{"method": "q4_0"}, {"method": "int4", "rotate": "none"}]
-    monkeypatch.setitem(format_table.ROWS, "through_cache", {"blocks": {"4 bits": rows}})
+    monkeypatch.setitem(format_table.TABLES, "through_cache", {"blocks": {"4 bits": rows}})
     words = ["table", "through_cache", "limit=9", "length=256", f"results={tmp_path}"]
     assert main([*words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)["rows"]

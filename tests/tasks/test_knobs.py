@@ -4,7 +4,7 @@ from kvbench.base.conf import entries
 from kvbench.base.errors import MissingData, UsageError
 from kvbench.base.example import Example
 from kvbench.tasks.base import LoadContext, Task, load_tasks
-from kvbench.tasks.knobs import check_whole, one_of, shuffled_by_seed
+from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 
 
 def test_draws_depend_on_the_seed_alone():
@@ -26,9 +26,9 @@ def test_checked_knobs():
     for value in (0, -1, True, 1.0, "3", None):
         with pytest.raises(UsageError, match=r"dataset\.d\.k=.* is not possible: a whole number, 1 or more"):
             check_whole("d", "k", value)
-    assert one_of("d", "k", "a", ("a", "b")) == "a"
+    assert check_word("d", "k", "a", ("a", "b")) == "a"
     with pytest.raises(UsageError, match=r"unknown value c of dataset\.d\.k.*Available: a, b"):
-        one_of("d", "k", "c", ("a", "b"))
+        check_word("d", "k", "c", ("a", "b"))
 
 
 def test_the_answers_length_is_a_knob_of_datasets_whose_data_says_it_too():

@@ -93,7 +93,7 @@ def test_passages_of_the_line_itself_come_first(tmp_path):
     assert [title for title, _ in shown(first.examples[0])] == ["Title 0", "R0", "R2", "R3"]
     assert [title for title, _ in shown(last.examples[0])] == ["R0", "R2", "R3", "Title 0"]
     assert [title for title, _ in shown(first.examples[1])][:3] == ["Title 1", "R2", "R3"]
-    assert first.note.startswith("mdqa: distractors of 8 of 9 questions are gold documents of others; the wording")
+    assert first.note.startswith("mdqa: in 8 of 9 questions the distractors are gold documents of other questions")
     assert load("mdqa", tmp_path, "first", file="k.jsonl", documents=3)[0].note == own_wording("mdqa")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvbench.base.numbers import ceil_div
 from kvbench.base.progress import progress
 from kvbench.engine.calibration import files
 from kvbench.engine.calibration import text as calibration_text
@@ -133,7 +134,7 @@ class Session:
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)
         if not quiet:
             memory_bytes, disk_bytes = stage.calibration_bytes(model)
-            memory, disk = -(-memory_bytes // MIB), -(-disk_bytes // MIB)  # rounded up
+            memory, disk = ceil_div(memory_bytes, MIB), ceil_div(disk_bytes, MIB)
             cost = ""
             if memory:
                 cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; "

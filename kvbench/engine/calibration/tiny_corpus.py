@@ -71,9 +71,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     The queries of all tasks are shuffled.
     """
     # three sequences in five give up to 72 % of their tokens to filler; the tasks share the rest
-    filler_share = 0.0
-    if rng.random() < 0.6:
-        filler_share = 0.72 * rng.random()
+    filler_share = 0.72 * rng.random() if rng.random() < 0.6 else 0.0
     task_tokens = (length - 1) * (1 - filler_share) / len(chosen)
     groups: list[list[str]] = []  # the facts of each task
     queries: list[tuple[int, tiny.Query]] = []  # (index of the task, query)
@@ -95,9 +93,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     # in half of the sequences with several tasks, the facts stand task by task
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
-    header: tuple[int, ...] = ()
-    if rng.random() < 0.8:
-        header = encode(tiny.HEADER)
+    header: tuple[int, ...] = encode(tiny.HEADER) if rng.random() < 0.8 else ()
     free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
     if free_tokens < 0:
         return questions(rng, length, chosen)  # facts can cost more tokens than planned: draw again
@@ -172,9 +168,7 @@ def noise(rng: random.Random) -> str:
         else:
             word = ""
             for _ in range(rng.randrange(1, 10)):
-                letters = CONSONANTS
-                if rng.random() < 0.4:
-                    letters = "aeiou"
+                letters = "aeiou" if rng.random() < 0.4 else CONSONANTS
                 word += rng.choice(letters)
             case = rng.random()
             if case < 0.15:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.coded import Codec, in_blocks
 from kvbench.kv.packed import Levels, pack, signed_levels, unpack
 
@@ -31,7 +32,7 @@ class Blocks(Codec):
     group: int = 32
 
     def token_bytes(self, channels: int) -> int:
-        blocks = -(-self.coded_channels(channels) // self.group)
+        blocks = ceil_div(self.coded_channels(channels), self.group)
         # a block has its codes and one fp16 scale of 2 bytes
         return blocks * (self.group * self.bits // 8 + 2)
 

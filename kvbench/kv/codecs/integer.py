@@ -187,7 +187,8 @@ def _token_levels(
     """Return as ``Levels`` the codes of a format that packs each token as one stream under one scale.
 
     codes: [..., L, bytes], of C = ``channels`` codes of ``bits`` bits for each token.
-    scale: [..., L, 1]. low: the same shape; None stands for 0.
+    scale: [..., L, 1].
+    low: the same shape; None stands for 0.
     table: [2^bits], the number of each code; None if a code is its own number.
     """
     return Levels(

@@ -14,6 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.coded import Codec, in_blocks
 from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 
@@ -71,7 +72,7 @@ class MicroscaledFp4(Codec):
         return ""
 
     def token_bytes(self, channels: int) -> int:
-        blocks = -(-self.coded_channels(channels) // self.group)
+        blocks = ceil_div(self.coded_channels(channels), self.group)
         return packed_bytes(blocks * self.group, 4, "stream") + blocks
 
     def allowed_channels(self, channels: int) -> str:

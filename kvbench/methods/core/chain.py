@@ -200,9 +200,7 @@ class Chain:
         Layers with equal results store equally many bytes for a token.
         """
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
-        ranks = None
-        if self.lowrank is not None:
-            ranks = self.lowrank.widths(layer)
+        ranks = self.lowrank.widths(layer) if self.lowrank is not None else None
         return packed, ranks
 
     @property
@@ -497,9 +495,7 @@ def _check_as_set(chain: Chain) -> None:
     selector = chain.selector
     if isinstance(selector, Selector) and selector.chooses_again:
         reason = refusal(selector)
-        knob = "decode_budget"
-        if selector.decode_budget is None:
-            knob = "decode_ratio"
+        knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
         selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
     if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
         # the test prompt is longer than any budget, because a shorter one might keep all its tokens

@@ -40,9 +40,7 @@ class EvictingSelector(Selector, Evictor):
 
     def check(self) -> None:
         # YAML reads true as a boolean
-        written = None
-        if self.positions is not None:
-            written = str(self.positions).lower()
+        written = str(self.positions).lower() if self.positions is not None else None
         self.require("positions", written in POSITIONS, "true or rolled")
         # null and true mean the same, so both become the class's default and have one identity
         if written != "rolled":

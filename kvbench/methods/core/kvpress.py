@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import cache
+from statistics import fmean
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.errors import KvbenchError, Refused, UsageError, headline
+from kvbench.base.numbers import ceil_div
 from kvbench.kv import ops
 from kvbench.kv.content import rows_kept
 from kvbench.kv.exact_attention import causal_softmax
@@ -130,10 +132,11 @@ class PressSelector(Selector):
 
     def capacity(self, n: int) -> Capacity:
         if self.kind == BY_LAYER and self._by_layer():
+            # each layer has a budget of its own, see ``budget``; the capacity is their mean
             tokens = [count_kept(n, ratio) for ratio in self._by_layer()]
-            return Capacity(round(sum(tokens) / len(tokens)), 0, 0)
+            return Capacity(round(fmean(tokens)), sinks=0, window=0)
         if self.compression_ratio is not None:
-            return Capacity(count_kept(n, self.compression_ratio), 0, 0)
+            return Capacity(count_kept(n, self.compression_ratio), sinks=0, window=0)
         return super().capacity(n)
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
@@ -172,7 +175,7 @@ class PressSelector(Selector):
             return Expected.exactly(tokens, heads)
         if self.kind == "chunkkv" and n >= length:
             # max(1, floor(chunks (1 - ratio))) of all ceil(n / length) chunks stay
-            all_chunks = -(-n // length)
+            all_chunks = ceil_div(n, length)
             chunks = max(1, int(all_chunks * (1 - ratio)))
             # the last chunk, which may lack tokens, may be one of them
             missing = all_chunks * length - n
@@ -202,6 +205,7 @@ class PressSelector(Selector):
         keys, values = segment.k[None], segment.v[None]
         if obs.call is None or obs.hidden is None:
             raise Refused(f"{self.id} reads a model's attention module, and there is none here")
+        # latents are stored as one head: it gets the mean of all kv heads' scores below
         if cache.heads not in (1, keys.shape[1]):
             raise Refused(f"{self.id} scores kv heads: per=kv_head")
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
@@ -221,8 +225,11 @@ class PressSelector(Selector):
                 scores = rows_kept(keys[0], values[0], new_keys[0], new_values[0])[None]
             else:
                 scores = press.score(*arguments)
-        if scores.shape != keys.shape[:3] or not bool(scores.isfinite().all()):
-            raise Refused(f"{self.id} scores layer {obs.layer} as {list(scores.shape)}, or not all by finite numbers")
+        if scores.shape != keys.shape[:3]:
+            shape, wanted = list(scores.shape), list(keys.shape[:3])
+            raise Refused(f"{self.id} returns scores {shape} in layer {obs.layer}, not {wanted}")
+        if not bool(scores.isfinite().all()):
+            raise Refused(f"{self.id} returns scores in layer {obs.layer} that are not finite")
         return at_heads(scores[0].float(), cache.heads)
 
     def _kwargs(self, obs: Observation) -> dict[str, object]:

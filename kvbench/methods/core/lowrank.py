@@ -63,9 +63,7 @@ class LowRankStage(Stage):
 
     @property
     def prefill_key(self) -> str:
-        content = ""
-        if self.calibration is not None:
-            content = self.calibration.sha256[:16]
+        content = self.calibration.sha256[:16] if self.calibration is not None else ""
         return f"{self.id}({self.knobs()}, {content})"
 
     @property

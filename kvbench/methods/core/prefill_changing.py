@@ -23,9 +23,7 @@ class AlteredPrefill(Stage):
         # prompts under equal stages share one prefill, whatever stages follow
         knobs = ",".join(f"{knob}={value}" for knob, value in self.knobs().items())
         # other measurements of the model change the prompt's computation as well
-        content = ""
-        if self.calibration is not None:
-            content = self.calibration.sha256
+        content = self.calibration.sha256 if self.calibration is not None else ""
         return f"{self.id}.{self.revision}({knobs}){content}"
 
 

@@ -231,9 +231,7 @@ def _pack_ragged(
     exact_by_head: list[torch.Tensor] = []
     for h, tokens in enumerate(tokens_by_head):
         head = slice(h, h + 1)
-        head_channels = None
-        if channels is not None:
-            head_channels = channels[head]
+        head_channels = channels[head] if channels is not None else None
         head_codes, head_exact = pack_first_tokens(
             tokens, pack_heads(head), residual.packed(tokens.shape[1]), head_channels
         )

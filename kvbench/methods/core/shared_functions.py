@@ -197,22 +197,24 @@ def replacing(name: str, replaced: str) -> Refused:
     return Refused(f"{name} replaces {replaced}, with which other methods compute: call a function of your own instead")
 
 
-_OWNERS: tuple[int, dict[str, Owner]] = (0, {})
-"""The number of loaded modules when ``_owners_by_name`` last listed the watched ones, and that list."""
+_OWNERS: dict[str, Owner] = {}
+"""The modules and classes whose functions are watched, by name, as ``_owners_by_name`` last collected them."""
+_MODULES_THEN = 0
+"""The number of loaded modules at that time."""
 
 
 def _owners_by_name() -> dict[str, Owner]:
     """Return the modules and classes whose functions are watched, by name."""
-    global _OWNERS
-    # the list is made anew only when the number of loaded modules has changed, as this is asked at every call
-    module_count = len(sys.modules)
-    if _OWNERS[0] != module_count:
+    global _OWNERS, _MODULES_THEN
+    # this is asked at every call, so the owners are collected anew only if the number of loaded modules has changed
+    if len(sys.modules) != _MODULES_THEN:
+        _MODULES_THEN = len(sys.modules)
         owners: dict[str, Owner] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
         for name, module in sys.modules.copy().items():
             if isinstance(module, ModuleType):
                 owners.update(_owners_in(name, module))
-        _OWNERS = module_count, owners
-    return _OWNERS[1]
+        _OWNERS = owners
+    return _OWNERS
 
 
 def _is_watched(name: str) -> bool:
@@ -248,9 +250,7 @@ def _functions_with_code(owner: Owner) -> list[FunctionCode]:
     """Return the functions that are written in Python in a module or class, each with its code object."""
     codes: list[FunctionCode] = []
     for value in vars(owner).values():
-        function = value
-        if isinstance(value, (staticmethod, classmethod)):
-            function = value.__func__
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         # functions written in C have no code to replace
         if isinstance(function, FunctionType):
             codes.append((function, function.__code__))

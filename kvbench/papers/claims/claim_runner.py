@@ -107,7 +107,8 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
 def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: Outcomes) -> Ledger:
     """Return a ledger as plain data: the model, notes for readers, and a record of each claim with its verdicts.
 
-    prepared: the planned tables by paper. outcomes: the verdicts of ``reach_verdicts``.
+    prepared: the planned tables by paper.
+    outcomes: the verdicts of ``reach_verdicts``.
     """
     notes: list[str] = []
     stand_in = True
@@ -148,9 +149,7 @@ def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     # the reason, the cells and the methods that ran are those of points, the measure that is tried first
     by_points = verdicts[POINTS]
     claim = by_points.claim
-    decided_by = ""
-    if verdict.verdict in claims.DECIDED:
-        decided_by = deciding_measure
+    decided_by = deciding_measure if verdict.verdict in claims.DECIDED else ""
     return {
         "id": claim.id,
         "paper": claim.paper,

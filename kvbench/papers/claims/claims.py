@@ -319,9 +319,7 @@ def decide(
             continue
         p = p_values[claim.id]
         other = (evidence_elsewhere or {}).get(claim.id, Evidence())
-        elsewhere = None
-        if len(other.values):
-            elsewhere = 100 * float(other.values.mean())
+        elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
         word, side = _choose_verdict(
             claim, evidence, p, elsewhere=elsewhere, family=count, measure=measure, level=level
         )
@@ -432,9 +430,7 @@ def _lowest_possible_p(test: str, pairs: int, least: float) -> float:
     test: the claim's test, one of TESTS.
     least: the bound that the mean difference must exceed.
     """
-    best_difference = 1.0
-    if test == "no_worse":
-        best_difference = 0.0
+    best_difference = 0.0 if test == "no_worse" else 1.0
     return stats.p_above(np.full(pairs, best_difference), least)
 
 

@@ -246,7 +246,7 @@ def _why_absent(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) ->
             for line in pair:
                 why = ours.why_absent(line, column)
                 if why:
-                    reasons[f"{column.dataset} is not here: {why}"] = None
+                    reasons[f"{column.dataset} is missing: {why}"] = None
     return list(reasons)
 
 

@@ -49,13 +49,13 @@ BY = {POINTS: "points", LIKELIHOOD: "the likelihood of the answer", DIVERGENCE: 
 """The measures' names behind a verdict that they decided."""
 
 ABOUT_NATS = (
-    "Likelihood of the answer: the nats a token that the reference answer loses beside the full cache, less for the "
-    f"claim's method than for the other, one nat at most, with a margin of {claims.NATS:g} where nothing is to be "
-    "lost; of tasks with short references. Divergence: from the full cache's next-token distribution on its own "
-    "greedy answer; gains are the difference over the sum of both, in per cent, losses are nats, one at most a "
-    f"prompt, with a margin of {claims.NATS:g}. Above 0 the claim's method is the better one. A claim is decided by "
-    "points where they decide, else by the likelihood, else by the divergence; each has a third of the level, and "
-    "they answer different questions."
+    "Likelihood of the answer: how many nats a token the reference answer loses against the full cache, one nat at "
+    "most. The number is the other method's loss minus that of the claim's method. Only tasks with short references "
+    "count. Divergence: from the full cache's next-token distribution on its own greedy answer. A gain is the "
+    "difference of two divergences over their sum, in per cent. A loss is in nats, at most one for each prompt. Where "
+    f"nothing is to be lost, the margin of both is {claims.NATS:g} nats. Above 0 the claim's method is the better one. "
+    "A claim is decided by points where they decide, else by the likelihood, else by the divergence. Each measure has "
+    "a third of the level, and they answer different questions."
 )
 
 
@@ -140,9 +140,7 @@ def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     The file is named after the model. A ledger of only some papers also has their names in its own.
     """
     # a ledger of some papers is corrected for fewer claims, so it must not replace the ledger of all
-    suffix = ""
-    if len(papers) != len(claims.papers_with_claims()):
-        suffix = f".{'-'.join(papers)}"
+    suffix = f".{'-'.join(papers)}" if len(papers) != len(claims.papers_with_claims()) else ""
     return results / FOLDER / f"{model.replace('/', '--')}{suffix}.json"
 
 
@@ -403,9 +401,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
     scale, digits = _scale(record, measure)
     margin = _margin(record, measure)
     # the bound that the mean must exceed, in hundredths like the ledger's numbers: scale is 100 for a margin in nats
-    least = 0.0
-    if record["test"] != "better":
-        least = -margin * scale
+    least = -margin * scale if record["test"] != "better" else 0.0
     difference = _format_difference(record, measure, numbers)
     if least:
         difference += f", margin {margin:g}"
@@ -413,12 +409,8 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
         difference = f"{NAMES[measure]}\n{difference}"
     # tasks can have different numbers of examples
     sizes = sorted(numbers["n"].values())
-    n = f"{sizes[0]}"
-    if sizes[0] != sizes[-1]:
-        n = f"{sizes[0]} to {sizes[-1]}"
-    task_word = "task"
-    if len(sizes) > 1:
-        task_word = "tasks"
+    n = f"{sizes[0]} to {sizes[-1]}" if sizes[0] != sizes[-1] else f"{sizes[0]}"
+    task_word = "tasks" if len(sizes) > 1 else "task"
     p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
     # a task is on neither side if its mean is the bound itself, up to rounding
     tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
@@ -465,17 +457,17 @@ def notes(content: Ledger) -> list[str]:
     lines = [
         f"{_model_note(content)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
-        f"of claims; a verdict needs {p_needed:.2g}, and any of the {tested} claims gets a wrong one by any "
-        f"measure with a chance of at most {100 * content['level']:g} % (signs of the differences are flipped at "
-        "random; Holm). The chance is higher if verdicts decided how long to measure.",
+        f"of claims (signs of the differences are flipped at random; Holm). A verdict needs a p of {p_needed:.2g} or "
+        f"less. The chance of one or more wrong verdicts on the {tested} claims, by any measure, is then at most "
+        f"{100 * content['level']:g} %. It is higher if verdicts decided how long to measure.",
         f"{NO_DIFFERENCE}: a claimed gain is shown to be less than a point, 0.01 nats a token, or 10 % of the "
         f"divergence. {MIXED}: decided in the mean, but a task or setting of {stats.FEWEST} pairs or more is told to "
         f"have the other sign. {FRAGILE}: with the paper's windows unscaled the mean has the other sign. {UNDECIDED}: "
-        f"as many pairs as stand there would decide it at the difference seen, with a chance of {claims.POWER:.0%}. "
-        f"{NOT_DECIDABLE}: even if no pair differed, or of a claim of gains all gained everything, there would be too "
-        "few to support it. A claim of losing nothing counts one lost pair more than was seen. Log losses: a nat "
-        "counts as 100 points, and no pair as more. A task on which the model fails even with the full cache is left "
-        "out. The same examples show that, which speaks against methods that are compared with the full cache.",
+        f"the line says how many pairs would decide the claim with a chance of {claims.POWER:.0%}, if the difference "
+        f"stayed as it is. {NOT_DECIDABLE}: there are too few pairs. Even the clearest possible result would not "
+        "support the claim. A claim of losing nothing counts one lost pair more than was seen. For losses in nats, a "
+        "nat counts as 100 points, and no pair counts more than 100. Tasks on which the full cache fails are left out. "
+        "The same examples decide this, so the tasks that are left favour the full cache slightly.",
     ]
     if _has_measures_beside_points(content["verdicts"]):
         lines.append(ABOUT_NATS)

@@ -68,9 +68,7 @@ class Fact:
         name_levels = list(range(values.index.nlevels - 1))
         parts = []
         for name, rows in values.groupby(level=name_levels, sort=False):
-            title = name
-            if isinstance(name, tuple):
-                title = " ".join(map(str, name))
+            title = " ".join(map(str, name)) if isinstance(name, tuple) else name
             numbers = [f"{self.form.format(value)} at {self.at.format(index[-1])}" for index, value in rows.items()]
             parts.append(f"{title} {', '.join(numbers)}")
         return f"{self.label}: {'; '.join(parts)}"

@@ -261,9 +261,7 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     model = options.get("model", stand_ins.MODEL)
     tiny = model == stand_ins.MODEL
     datasets = list(dict.fromkeys(sweep.reads(tiny) for sweep in sweeps))
-    names = datasets
-    if "dataset" in options:
-        names = split_list(options["dataset"])
+    names = split_list(options["dataset"]) if "dataset" in options else datasets
     # a figure with several datasets has a budget for each, so the user can choose among them but name no other
     if len(datasets) > 1:
         for name in names:
@@ -439,8 +437,6 @@ def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
     tasks: for each task the scores [n, 2] of the method and of the full cache.
     name: the name of the metric. A perplexity has no such share, and its columns are None.
     """
-    relative = stats.Share()
-    if not metric(name).shown:
-        relative = stats.share_of_full(tasks)
+    relative = stats.share_of_full(tasks) if not metric(name).shown else stats.Share()
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

@@ -43,12 +43,12 @@ UNITS = ("token", "word", "byte")
 """The last parts that ids of language modelling tasks can have, such as ``pg19/token``."""
 
 
-def print_model(name: str) -> str:
+def name_model(name: str) -> str:
     """Return the printed name of a model, such as SmolLM2-135M; other models keep their own name."""
     return MODELS.get(name, name)
 
 
-def print_task(task: str) -> str:
+def name_task(task: str) -> str:
     """Return the printed name of the task with the id ``task``: ``longbench/qasper`` is Qasper.
 
     The last part of the id decides. A task without a printed name is shown by this part.
@@ -64,7 +64,7 @@ def print_task(task: str) -> str:
     return TASKS.get(parts[-1], parts[-1])
 
 
-def print_text(text: str) -> str:
+def name_text(text: str) -> str:
     """Return the printed name of a text that a model read: ``wikitext2/valid.txt, first 80%`` is WikiText-2."""
     return TASKS.get(text.partition("/")[0], text)
 
@@ -76,7 +76,7 @@ def find_model(facts: dict[str, str]) -> str:
     found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
     if found is None:
         return ""
-    return print_model(found.group(1).strip())
+    return name_model(found.group(1).strip())
 
 
 def find_texts(facts: dict[str, str]) -> str:
@@ -87,20 +87,14 @@ def find_texts(facts: dict[str, str]) -> str:
     if "texts" not in facts:
         return ""
     # facts["texts"] is such as "needle (1), hop (1)": a name may have commas, so the count in brackets ends it
-    names = [print_text(name) for name in re.findall(r"(?:^|, )(.+?) \(\d+\)", facts["texts"])]
-    text = ", ".join(names)
-    if len(names) > 3:
-        text = f"{len(names)} tasks"
+    names = [name_text(name) for name in re.findall(r"(?:^|, )(.+?) \(\d+\)", facts["texts"])]
+    text = f"{len(names)} tasks" if len(names) > 3 else ", ".join(names)
     found = re.match(r"(\d+) of (\d+) to (\d+) tokens", facts.get("prompts", ""))
     if found is None:
         return text
     count, shortest, longest = (int(number) for number in found.groups())
-    tokens = f"{longest:,}"
-    if shortest != longest:
-        tokens = f"{shortest:,} to {longest:,}"
-    prompts = "1 prompt"
-    if count > 1:
-        prompts = f"n = {count} prompts"
+    tokens = f"{shortest:,} to {longest:,}" if shortest != longest else f"{longest:,}"
+    prompts = f"n = {count} prompts" if count > 1 else "1 prompt"
     return f"{text} · {prompts} of {tokens} tokens"
 
 
@@ -108,7 +102,7 @@ def find_tasks(data: pd.DataFrame) -> str:
     """Return the printed names of a figure's tasks, or the number of many tasks; '' for data without tasks."""
     if "task" not in data:
         return ""
-    tasks = list(dict.fromkeys(print_task(task) for task in data["task"] if task != "mean"))
+    tasks = list(dict.fromkeys(name_task(task) for task in data["task"] if task != "mean"))
     if set(tasks) == SYNTHETIC:
         return f"{len(tasks)} synthetic tasks"
     if len(tasks) > 4:

@@ -19,7 +19,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.papers.figures.head import Head
-from kvbench.papers.figures.names import print_task
+from kvbench.papers.figures.names import name_task
 from kvbench.papers.figures.panel import Panel, mask_of, set_axes
 from kvbench.report import looks, style
 from kvbench.tasks.metrics import stats
@@ -164,9 +164,7 @@ class Picture:
                 if column == 0:
                     ax.set_ylabel(panel.ylabel.format(**first))
                 if image is not None:
-                    bar = 0
-                    if self.bars == "each":
-                        bar = i
+                    bar = i if self.bars == "each" else 0
                     images.setdefault(bar, []).append((ax, image, panel.bar.format(**first)))
         for ax in axes.flat:
             if not ax.has_data():
@@ -256,7 +254,7 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
             if of_methods:
                 label = method_looks[label].name
             elif panel.hue in ("task", "source"):
-                label = print_task(label)
+                label = name_task(label)
             if panel.shaded and line[panel.shaded].any():
                 ground = line[line[panel.shaded]]
                 ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
@@ -283,9 +281,7 @@ def _line_look(
     """
     # a name with keywords of its own takes no marker or colour from the others
     unstyled = [other for other in names if other not in panel.looks]
-    number = 0
-    if name in unstyled:
-        number = unstyled.index(name)
+    number = unstyled.index(name) if name in unstyled else 0
     look = style.series(number, points)
     if panel.hue in METHOD_COLUMNS:
         look = style.of_look(method_looks[str(name)], points)
@@ -380,7 +376,7 @@ def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
     if not row_labels:
         # y are names, not numbers: pivot_table has sorted them, and they go back to the order of the data
         table = table.loc[list(dict.fromkeys(rows[panel.y]))]
-        row_labels = [looks.print_name(str(name)) for name in table.index]
+        row_labels = [looks.name_methods(str(name)) for name in table.index]
     lowest, highest = None, None
     if panel.limits:
         lowest, highest = panel.limits
@@ -417,10 +413,10 @@ def _with_printed_names(row: pd.Series) -> dict[str, Any]:
     values: dict[str, Any] = {str(column): value for column, value in row.items()}
     for column in METHOD_COLUMNS:
         if column in values:
-            values[column] = looks.print_name(str(values[column]))
+            values[column] = looks.name_methods(str(values[column]))
     for column in ("task", "over", "source"):
         if column in values:
-            values[column] = print_task(str(values[column]))
+            values[column] = name_task(str(values[column]))
     return values
 
 

@@ -27,7 +27,7 @@ OUTLIER = 5.0  # ultra-crucial tokens have more than so many times the mean accu
 WIDTHS = (8, 4, 3, 2)
 """The bits of figure 2 by default."""
 KINDS = {"own": "keys of this layer", "all": "whole cache"}
-"""The kinds of quantisation in figure 2 (see ``shifts``), in words."""
+"""The kinds of quantisation in figure 2 (see ``measure_shifts``), in words."""
 DEPTHS = (0.0, 0.5, -1.0)
 """The layers of figure 3 by default, as in ``Reading.layers``: the first, the middle and the last."""
 ROWS = {"k_error": "keys", "v_error": "values"}
@@ -70,7 +70,7 @@ def overlap(exact: Tensor, shifted: Tensor) -> Tensor:
     return critical.gather(1, top_indices(shifted, size)).float().mean(dim=1)
 
 
-def shifts(reading: Reading) -> pd.DataFrame:
+def measure_shifts(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 2: the mean overlap of critical sets over prompts.
 
     There is a row for each kind, number of bits, layer and query head. The kind is ``own`` if only this layer's keys
@@ -141,13 +141,15 @@ def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(label, pd.concat(overlaps), "{:.0f} %", "{} bits")
 
 
-def errors(reading: Reading) -> pd.DataFrame:
+def measure_errors(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 3: accumulated attention and quantisation error of every token, per prompt and layer.
 
     attention: the sum of attention that the token receives from all queries, as a mean over query heads.
     k_error, v_error: ||x - Quant(x)||_2 of the token's key and of its value, over all kv heads.
     """
-    bits = (reading.knobs.get("bits") or (4,))[0]
+    # ``bits`` lists the widths of figure 2; figure 3 shows the first of them
+    widths = reading.knobs.get("bits") or (4,)
+    bits = widths[0]
     layers = reading.layers(DEPTHS)
     frames: list[pd.DataFrame] = []
     for number, prompt in enumerate(reading.prompts):
@@ -224,6 +226,6 @@ def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
-    "qhitter/fig2": Code(shifts, shift_facts),
-    "qhitter/fig3": Code(errors, error_facts, by_half),
+    "qhitter/fig2": Code(measure_shifts, shift_facts),
+    "qhitter/fig3": Code(measure_errors, error_facts, by_half),
 }

@@ -87,9 +87,7 @@ def _build_picture(entry: dict[str, Any]) -> Picture:
     Keys are removed from the entry as they are read.
     """
     beside_entry = entry.pop("beside", None)
-    beside = None
-    if beside_entry:
-        beside = _build_picture(beside_entry)
+    beside = _build_picture(beside_entry) if beside_entry else None
     panels = tuple(Panel(**panel) for panel in entry.pop("panels"))
     return Picture(panels=panels, beside=beside, **entry)
 
@@ -122,9 +120,7 @@ def _points_of_grid(
     knobs: the value of each knob by name, or a list of its values.
     series: the name of the points' series, by default the method.
     """
-    methods = method
-    if isinstance(method, str):
-        methods = [method]
+    methods = [method] if isinstance(method, str) else method
     lists = []
     for values in knobs.values():
         if isinstance(values, list):

@@ -206,9 +206,7 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     rows = choose_rows(data, "mean")
     front = separate_front(rows)
     points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in front.itertuples()]
-    text = "none, as the intervals overlap"
-    if points:
-        text = ", ".join(points)
+    text = ", ".join(points) if points else "none, as the intervals overlap"
     yield Fact("Bytes and score on the front", text)
     alike = _like_full(rows)
     if "relative_low" in rows:
@@ -338,9 +336,7 @@ def needle_facts(data: pd.DataFrame) -> Iterator[Fact]:
         yield Fact(f"Depths with a mean below {LOST}", by_depth[by_depth < LOST], at="{:g} %")
     fields = data.groupby(["length", "depth"]).ngroups
     least = int(data["n"].min())
-    prompts = "1 prompt"
-    if least > 1:
-        prompts = f"{least} prompts"
+    prompts = f"{least} prompts" if least > 1 else "1 prompt"
     yield Fact("Examples", f"{prompts} at each of {fields} pairs of length and depth")
 
 

@@ -68,9 +68,7 @@ class Origin:
                 count = min(count, figure.most)
             windows = self.text.windows(self.tokenizer, count, tokens)
             return [Prompt(self.text.name, f"sample {i}", ids) for i, ids in enumerate(windows, start=1)]
-        limit = figure.each
-        if self.cfg.limit is not None:
-            limit = self.cfg.limit
+        limit = self.cfg.limit if self.cfg.limit is not None else figure.each
         prompts = []
         for task, name in self.tasks:
             for example in task.take_examples(limit):
@@ -104,9 +102,7 @@ class Origin:
         if example.scored is not None:
             return torch.tensor(example.scored.ids)
         # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
-        room = None
-        if self.context is not None:
-            room = self.context - example.max_new_tokens
+        room = self.context - example.max_new_tokens if self.context is not None else None
         encoded = encode(self.tokenizer, example, task, self.cfg.prompt, room)
         return torch.tensor(list(encoded.ids) + list(encoded.question))
 

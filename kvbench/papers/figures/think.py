@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvbench.audit.accounting import bytes_declared
 from kvbench.base.conf import entries
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.model_shape import from_entry
 from kvbench.kv.observation import Needs, Observation
@@ -106,7 +107,7 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
         """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
-        step = -(-obs.n // BINS)  # rounded up, so that there are at most BINS runs
+        step = ceil_div(obs.n, BINS)  # at most BINS runs of tokens
         for what, cache in (("k", k), ("v", v)):
             for head in heads:
                 for start in range(0, obs.n, step):

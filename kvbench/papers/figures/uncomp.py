@@ -20,7 +20,7 @@ from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.entropy import layer_groups, measure_spectrum, truncated_entropy
 from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
-from kvbench.papers.figures.names import print_task
+from kvbench.papers.figures.names import name_task
 from kvbench.papers.figures.reading import Prompt, Reading
 
 TOP = 32
@@ -78,7 +78,11 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
 
 
 def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the paper's three readings of its figure 1 in numbers: spans, correlations, and the queries' course."""
+    """Yield the facts that the paper reads off its figure 1.
+
+    They are the span of ranks over layers, how the ranks of queries go with those of keys and values, in how many
+    layers queries lie above keys, and the course of the queries' rank: its ends, its rises, the groups between drops.
+    """
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
     queries, keys = curves["queries"], curves["keys"]
     yield Fact("Span of the effective rank over layers", (curves.max() - curves.min())[list(NAMES.values())])
@@ -95,7 +99,7 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Groups of layers between drops of more than 1", ", ".join(groups))
 
 
-def spectra(reading: Reading) -> pd.DataFrame:
+def measure_spectra(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 2: the queries' mean eigenvalues over prompts, by text, layer, head and index."""
     # the spectra [query heads, D] of each prompt, by text and layer
     spectra_by_place: dict[tuple[str, int], list[Tensor]] = {}
@@ -125,7 +129,7 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
         names_of_extremes[layer, head] = f"layer {layer}, head {head}: erank {ranks[layer, head]:.1f}"
     places = zip(data["layer"], data["head"], strict=True)
     names = [names_of_extremes.get(place, OTHERS) for place in places]
-    panels = data["source"].astype(str).map(print_task)
+    panels = data["source"].astype(str).map(name_task)
     if data["layer"].nunique() > 1:
         panels = panels + ", layer " + data["layer"].astype(str)
     marked = data.assign(panel=panels, name=names, shown=data["eigenvalue"].clip(1e-9))
@@ -299,7 +303,7 @@ def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 CODE = {
     "uncomp/fig1": Code(rank_by_layer, rank_facts),
-    "uncomp/fig2": Code(spectra, spectrum_facts, with_extremes),
+    "uncomp/fig2": Code(measure_spectra, spectrum_facts, with_extremes),
     "uncomp/fig4": Code(head_map, head_facts),
     "uncomp/fig6": Code(hidden_entropy, entropy_facts, with_names),
 }

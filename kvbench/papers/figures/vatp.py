@@ -58,9 +58,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
                 rows.append(row | {"quantity": "ratio", "value": float(ratios[head])})
             if number == 0 and obs.layer in layers:
                 # unless the user names heads, only the head with the strongest sink is drawn
-                heads = chosen_heads
-                if not named_heads:
-                    heads = [int(share.amax(dim=1).argmax())]
+                heads = [int(share.amax(dim=1).argmax())] if not named_heads else chosen_heads
                 texts = [repr(reading.decode(int(token))) for token in ids[: min(SHOWN, obs.n)]]
                 for head in heads:
                     for row in _pattern_rows(obs, k, norms[head], head=head, texts=texts):

@@ -7,7 +7,7 @@ from itertools import combinations
 
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.identity import identity
-from kvbench.papers.spec.numbers import fixed, printed
+from kvbench.papers.spec.numbers import format_fixed, printed_number
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
@@ -198,7 +198,7 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
             continue
         cell = row.scores[dataset]
         # suppose that the tens digit 1 was lost: 3.21 would then be 13.21
-        fitting = fixed(printed(cell.printed).value + 10, 2)
+        fitting = format_fixed(printed_number(cell.printed).value + 10, 2)
         yield Finding(
             check="break",
             weight="doubt",

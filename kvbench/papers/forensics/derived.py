@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from kvbench.papers.forensics.exact import Exact, mean_ratio, recomputed_cells
 from kvbench.papers.forensics.finding import Finding
-from kvbench.papers.spec.numbers import decimals, fixed, grade, printed
+from kvbench.papers.spec.numbers import decimals, format_fixed, grade, printed_number
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
@@ -54,7 +54,7 @@ def _is_slip_of_rounding(exact: Exact) -> bool:
     if not exact.is_mean or exact.recomputed is None:
         return False
     # in units of the last digit: gap * 10^decimals
-    gap = abs(printed(exact.published).value - exact.recomputed.value)
+    gap = abs(printed_number(exact.published).value - exact.recomputed.value)
     return gap * 10 ** decimals(exact.published) < 2
 
 
@@ -69,7 +69,7 @@ def ranking(book: Book) -> Iterator[Finding]:
             averages_by_block.setdefault((cell.model, cell.setting), []).append(exact)
 
     def printed_average(exact: Exact) -> Fraction:
-        return printed(exact.published).value
+        return printed_number(exact.published).value
 
     def true_average(exact: Exact) -> float:
         return float(exact.recomputed or 0)
@@ -100,9 +100,9 @@ def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
         yield _other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
         # missing = n * (printed mean - mean of the cells): the cells' sum lacks so much
-        missing = (printed(exact.published).value - exact.recomputed.value) * len(row.scores)
+        missing = (printed_number(exact.published).value - exact.recomputed.value) * len(row.scores)
         direction = "little" if missing > 0 else "much"
-        yield f"the cells sum to {fixed(abs(missing), 2)} too {direction}"
+        yield f"the cells sum to {format_fixed(abs(missing), 2)} too {direction}"
         yield from _copied_cell(row, missing)
     elif exact.cell.metric == "kv_memory" and exact.cell.paper == "refreekv":
         yield "it fits keys and values of every query head, which these models do not have"
@@ -133,6 +133,6 @@ def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
     for value, datasets in datasets_by_value.items():
         if len(datasets) > 1:
             # digits that the mean hides make the missing sum uncertain, so it is rounded to a half
-            needed = printed(value).value + Fraction(round(2 * missing), 2)
-            yield f"{' and '.join(datasets)} print the same {value}, and {fixed(needed, 2)} in one would do"
+            needed = printed_number(value).value + Fraction(round(2 * missing), 2)
+            yield f"{' and '.join(datasets)} print the same {value}, and {format_fixed(needed, 2)} in one would do"
             return

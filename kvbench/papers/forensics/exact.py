@@ -15,7 +15,7 @@ from kvbench.papers.forensics.queries import PaperCells
 from kvbench.papers.forensics.registry import PAPERS
 from kvbench.papers.forensics.uncomp import kept_share
 from kvbench.papers.spec import numbers
-from kvbench.papers.spec.numbers import Number, decimals, exactly, mean, printed
+from kvbench.papers.spec.numbers import Number, decimals, exact_number, mean, printed_number
 from kvbench.papers.spec.published import AVERAGE, SCORES, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow, read_published
 from kvbench.papers.timed.paper_arithmetic import FP16, GIB, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, LONG, MIB, MISTRAL_7B
@@ -108,7 +108,7 @@ class Exact:
         if self.recomputed is None:
             return "✗"
         # printed - recomputed; tables have a minus sign in place of the hyphen
-        gap = numbers.fixed(printed(self.published).value - self.recomputed.value, self._digits)
+        gap = numbers.format_fixed(printed_number(self.published).value - self.recomputed.value, self._digits)
         if gap.startswith("-"):
             return gap.replace("-", "−")
         return f"+{gap}"
@@ -151,7 +151,7 @@ def _means(book: Book) -> Iterator[Exact]:
             if metric not in SCORES:
                 continue
             # mean = (1/n) sum of the printed scores, with an interval from the digits that their rounding hides
-            scores = [printed(cell.printed) for cell in row.averaged(metric)]
+            scores = [printed_number(cell.printed) for cell in row.averaged(metric)]
             if scores:
                 yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
@@ -183,12 +183,12 @@ def mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     """Return the mean over datasets of a row's scores relative to the scores of the row ``full``."""
     if row is full:
         # a number over itself is exactly 1; division of intervals would not know that both are the same number
-        return exactly(1)
+        return exact_number(1)
     # (1/n) sum over datasets of score / full score
     ratios = []
     for dataset, cell in row.scores.items():
         if dataset in full.scores:
-            ratios.append(printed(cell.printed) / printed(full.scores[dataset].printed))
+            ratios.append(printed_number(cell.printed) / printed_number(full.scores[dataset].printed))
     return mean(ratios)
 
 
@@ -205,9 +205,9 @@ def _relative(book: Book) -> Iterator[Exact]:
             if dataset == AVERAGE:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
-            score = printed(scores[row.model, row.method, row.setting][dataset].printed)
+            score = printed_number(scores[row.model, row.method, row.setting][dataset].printed)
             # 100 * score / full score, both as table 2 prints them
-            share = score / printed(full_scores[row.model][dataset].printed) * 100
+            share = score / printed_number(full_scores[row.model][dataset].printed) * 100
             shares.append(share)
             yield Exact(cell, row.label, "table 2 divided by its full row", share)
 
@@ -228,17 +228,17 @@ def _layers(book: Book) -> Iterator[Exact]:
             continue
         for key, cell in average_row.cells.items():
             # mean = sum over lines of (budget * number of layers) / 32
-            total = exactly(0)
+            total = exact_number(0)
             for row in layer_rows:
                 if key in row.cells:
-                    total = total + printed(row.cells[key].printed) * LAYERS[row.settings["layer"]]
+                    total = total + printed_number(row.cells[key].printed) * LAYERS[row.settings["layer"]]
             yield Exact(cell, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
 
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
     """Yield the average that a row prints of a metric: the plain mean over its datasets. Some rows print none."""
     average = row.averages.get(metric)
-    values = [printed(cell.printed) for cell in row.averaged(metric)]
+    values = [printed_number(cell.printed) for cell in row.averaged(metric)]
     if average is not None and values:
         yield Exact(average, row.label, f"mean of the {len(values)} datasets", mean(values))
 
@@ -277,7 +277,8 @@ def _equal_sizes(book: Book) -> Iterator[Exact]:
 def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     """Return the bytes of a cache by ThinK's formula, for a model of 32 layers that stores all 32 query heads.
 
-    method: the methods of the cache. settings: the settings of the paper's row.
+    method: the methods of the cache.
+    settings: the settings of the paper's row.
     """
     knobs: dict[str, object] = {"method": method, "kv_size": int(settings["kv_size"]), "per": "query_head"}
     if "ratio" in settings:
@@ -285,7 +286,7 @@ def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     payload = nominal_payload(chain_of(knobs), MISTRAL_7B, LONG, FP16)
     # None stands for budgets that the prompt's text decides, and kv_size fixes this one
     assert payload is not None
-    return exactly(round(payload, 6))  # rounding removes the last bits of a float product
+    return exact_number(round(payload, 6))  # rounding removes the last bits of a float product
 
 
 def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
@@ -298,7 +299,7 @@ def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
             # 2 counts keys and values; models with grouped queries store fewer kv heads than query heads
             heads = f"{shape.layers} layers x {shape.kv_heads} kv heads"
             formula = f"{heads} x 2 x {shape.head_dim} x fp16 x {tokens} tokens"
-            yield Exact(cell, row.label, formula, exactly(Fraction(shape.full_bytes(tokens, FP16), GIB)))
+            yield Exact(cell, row.label, formula, exact_number(Fraction(shape.full_bytes(tokens, FP16), GIB)))
 
 
 def _stated_tokens(setting: str) -> int:
@@ -314,7 +315,7 @@ def _shares(book: Book) -> Iterator[Exact]:
         if "kv_size" in row.settings:
             # 100 * tokens kept / tokens read
             size, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
-            yield Exact(cell, row.label, f"{size} / {context} tokens", exactly(Fraction(100 * size, context)))
+            yield Exact(cell, row.label, f"{size} / {context} tokens", exact_number(Fraction(100 * size, context)))
 
 
 def _schedules(book: Book) -> Iterator[Exact]:
@@ -332,8 +333,8 @@ def _schedules(book: Book) -> Iterator[Exact]:
         # S_i = S_max - i * floor((S_max - S_min) / (groups - 1)), and S_min itself for the last group
         step = (largest - smallest) // (len(schedule) - 1)
         for i, (row, cell) in enumerate(schedule[:-1]):
-            yield Exact(cell, row.label, f"{largest} − {i} x {step}", exactly(largest - i * step))
-        yield Exact(last_cell, last_row.label, "S_min", exactly(smallest))
+            yield Exact(cell, row.label, f"{largest} − {i} x {step}", exact_number(largest - i * step))
+        yield Exact(last_cell, last_row.label, "S_min", exact_number(smallest))
         if model == "llama-2-7b-chat" and where == "appendix E":
             ((_, stated_row, stated),) = PaperCells(book, "uncomp").cells(table="text", of="hidden_state_ratio")
             share = kept_share([row for row, _ in schedule], largest)
@@ -348,7 +349,7 @@ def _benchmark(book: Book) -> Iterator[Exact]:
                 # average lengths are not checked, since they count words of the original texts
                 task = TASKS[dataset]
                 if metric == "n_samples":
-                    yield Exact(cell, row.label or dataset, "examples of the dataset", exactly(task.size))
+                    yield Exact(cell, row.label or dataset, "examples of the dataset", exact_number(task.size))
                 elif metric == "metric_name":
                     word = words[_place_of_metric(task.metric)]
                     yield Exact(cell, row.label or dataset, "metric of the dataset", None, text=word)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.identity import identity
-from kvbench.papers.spec.numbers import decimals, fixed, printed
+from kvbench.papers.spec.numbers import decimals, format_fixed, printed_number
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
@@ -66,14 +66,14 @@ class Fit:
         """Return the chance that a random value from 0.00 to 100.00 fits the grid: the share of such values that do."""
         n = self.grid.n
         # rounded to two decimals, 100 k / n are all different while n is below 10,000
-        values = {fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}
+        values = {format_fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}
         # there are 10,001 values 0.00, 0.01, ..., 100.00
         return len(values) / 10001
 
 
 def is_attainable(text: str, n: int) -> bool:
     """Tell whether some k/n in per cent, with a whole k, can be printed as these characters."""
-    shown = printed(text)
+    shown = printed_number(text)
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
     # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil this
     nearest = round(shown.value * n / 100)
@@ -116,8 +116,8 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
     grid = fit.grid
     for row, cell in fit.off:
         # k = score * n / 100 is no whole number, so the two around it give the nearest scores
-        k = int(printed(cell.printed).value * grid.n / 100)
-        neighbours = [fixed(Fraction(100 * k, grid.n), 2), fixed(Fraction(100 * (k + 1), grid.n), 2)]
+        k = int(printed_number(cell.printed).value * grid.n / 100)
+        neighbours = [format_fixed(Fraction(100 * k, grid.n), 2), format_fixed(Fraction(100 * (k + 1), grid.n), 2)]
         yield Finding(
             check="granularity",
             weight="doubt",

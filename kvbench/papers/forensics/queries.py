@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from kvbench.base.errors import KvbenchError
-from kvbench.papers.spec.numbers import printed
+from kvbench.papers.spec.numbers import printed_number
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
@@ -42,7 +42,7 @@ class PaperCells:
 
     def with_rounding(self) -> PaperCells:
         """Return the same cells, read as numbers that carry the interval that rounding hides."""
-        return replace(self, read=printed)
+        return replace(self, read=printed_number)
 
     def number(self, **query: Any) -> Any:
         """Return the number of the one cell that a query finds. Raises KvbenchError for no cell or several."""
@@ -232,9 +232,7 @@ def describe_falls(pattern: str, values: pd.Series[Any], least: float = 0, risin
     for labels, cells in group_lines(values):
         fields = _named_labels(values, labels)
         for (first, a), (then, b) in pairwise(cells):
-            fall = a - b
-            if not rising:
-                fall = b - a
+            fall = b - a if not rising else a - b
             if fall > least:
                 texts.append(pattern.format(**fields, a=a, b=b, first=first, then=then))
     return texts

@@ -20,7 +20,7 @@ from kvbench.papers.forensics.queries import (
     labels_of,
     ratio,
 )
-from kvbench.papers.spec.numbers import exactly
+from kvbench.papers.spec.numbers import exact_number
 
 REFREEKV = PaperAudit("refreekv")
 ODD = ("pyramidkv", "cake")
@@ -200,4 +200,4 @@ def throughput(paper: PaperCells) -> Any:
     # the latency is printed in seconds for 100 tokens of each sequence
     latency = paper.series("row", table=10, metric="latency")
     batch = paper.settings("batch", "row", table=10, metric="latency")
-    return latency.map(lambda seconds: exactly(1) / seconds) * (100 * batch)
+    return latency.map(lambda seconds: exact_number(1) / seconds) * (100 * batch)

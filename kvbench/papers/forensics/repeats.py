@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvbench.papers.forensics.finding import Finding, name_table
 from kvbench.papers.forensics.identity import identity, model_family
-from kvbench.papers.spec.numbers import fixed, printed
+from kvbench.papers.spec.numbers import format_fixed, printed_number
 from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
@@ -64,7 +64,7 @@ def repeats(book: Book) -> Iterator[Finding]:
         # group by the value to four decimals, since 41.9 and 41.90 are the same
         tables_of: dict[str, list[str]] = {}
         for row, cell in places:
-            tables_of.setdefault(fixed(printed(cell.printed).value, 4), []).append(row.table)
+            tables_of.setdefault(format_fixed(printed_number(cell.printed).value, 4), []).append(row.table)
         if len(tables_of) == 1:
             continue
         values = []
@@ -106,7 +106,7 @@ def full_rows(book: Book) -> Iterator[Finding]:
         spread = largest_gap(by_paper)
         if not spread:
             continue
-        why = f"the full cache of one model, {fixed(spread, 2)} points apart between papers"
+        why = f"the full cache of one model, {format_fixed(spread, 2)} points apart between papers"
         versions = {cell.model for cell in by_paper.values()}
         if len(versions) > 1:
             why += f" ({', '.join(sorted(versions))})"
@@ -127,7 +127,7 @@ def full_rows(book: Book) -> Iterator[Finding]:
 def largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     """Return the largest difference in points between the scores that papers print."""
     # exact fractions, so that equal printed scores have a gap of exactly 0
-    values = [printed(cell.printed).value for cell in cell_by_paper.values()]
+    values = [printed_number(cell.printed).value for cell in cell_by_paper.values()]
     return max(values) - min(values)
 
 

@@ -15,7 +15,7 @@ from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, PARTLY
 from kvbench.papers.forensics.repeats import baselines, largest_gap, repeated_places
 from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
-from kvbench.papers.spec.numbers import fixed
+from kvbench.papers.spec.numbers import format_fixed
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
 from kvbench.report.table import WIDTH, Table
@@ -248,7 +248,10 @@ def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
 def _ledger_section(book: Book, name: str) -> Iterator[str]:
     """Yield the section of statements with their verdicts. ``name``: a paper, or ``all``."""
     yield "## Statements of the papers against their own numbers\n"
-    yield "Picked by hand, so the share that holds says nothing about a paper. A note is no statement of the paper.\n"
+    yield (
+        "We picked the statements by hand, so the share that holds says nothing about a paper. Rows marked *note* are "
+        "remarks of ours.\n"
+    )
     rows = []
     for judgement in judge_statements(book):
         statement = judgement.statement
@@ -290,7 +293,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
             row = [dataset]
             for paper in papers:
                 row.append(cell_by_paper[paper].printed if paper in cell_by_paper else "")
-            row.append(fixed(largest_gap(cell_by_paper), 2))
+            row.append(format_fixed(largest_gap(cell_by_paper), 2))
             rows.append(row)
         yield f"### {model}\n\n{table(heads, rows)}"
 
@@ -332,7 +335,10 @@ def _flags_section(book: Book, name: str) -> Iterator[str]:
     if not cells_by_reason:
         return
     yield "## Values with a flag\n"
-    yield "Repaired: the text is certainly wrong, and other places say what stands there. Suspect: as printed.\n"
+    yield (
+        "Repaired: the value in our text is certainly wrong, and other places of the paper have the right one. "
+        "Suspect: the value may be wrong, and is used as printed.\n"
+    )
     rows = []
     for (kind, paper, number, label, reason), cells in sorted(cells_by_reason.items()):
         names = f"{len(cells)} cells" if len(cells) > FEW_CELLS else ", ".join(cells)

@@ -11,7 +11,7 @@ from typing import Any
 from kvbench.papers.forensics.paper_audit import FAILS, NOTE, PARTLY, Outcome, PaperAudit, decide
 from kvbench.papers.forensics.queries import PaperCells, by_field, describe_falls, describe_values, difference, ratio
 from kvbench.papers.forensics.repeats import repeats
-from kvbench.papers.spec.numbers import Number, exactly, grade, mean, printed
+from kvbench.papers.spec.numbers import Number, exact_number, grade, mean, printed_number
 from kvbench.papers.spec.published_cells import PublishedRow
 
 UNCOMP = PaperAudit("uncomp")
@@ -156,8 +156,8 @@ def kept_share(rows: Sequence[PublishedRow], most: int) -> Number:
         # layers=5-8, or one layer alone
         first, _, last = row.settings["layers"].partition("-")
         layers = int(last or first) - int(first) + 1
-        size = printed(row.cells["hidden_state_size", "hidden_state_size"].printed).value
-        sizes.extend([exactly(size)] * layers)
+        size = printed_number(row.cells["hidden_state_size", "hidden_state_size"].printed).value
+        sizes.extend([exact_number(size)] * layers)
     return mean(sizes) / most * 100
 
 

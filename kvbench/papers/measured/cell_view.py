@@ -310,9 +310,7 @@ def _score_entry(
     unlike: tuple[str, ...] = ()
     if not ours.stand_in:
         unlike = tuple(_unlike_conditions(ours, line, column))
-    tokens_kept = None
-    if summary.prompt_tokens:
-        tokens_kept = 100 * summary.kept / summary.prompt_tokens
+    tokens_kept = 100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None
     return replace(
         entry,
         ours=value,
@@ -403,9 +401,7 @@ def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEnt
     # an average of shares is taken over the tasks' shares, not from the means of both sides
     values = [cell.relative if of_ratios else cell.ours for cell in cells]
     known_values = [value for value in values if value is not None]
-    mean = None
-    if known_values:
-        mean = fmean(known_values) - _average_offset(ours, line)
+    mean = fmean(known_values) - _average_offset(ours, line) if known_values else None
     conditions: dict[str, None] = {}
     for cell in cells:
         conditions |= dict.fromkeys(cell.unlike)

@@ -44,9 +44,7 @@ def cell_texts(view: View, show: str) -> Table:
     """
     stand_in, timings = view.ours.stand_in, view.ours.timings
     field = _compared_field(view, show)
-    base = "full"
-    if timings is not None:
-        base = timings.bench.base
+    base = timings.bench.base if timings is not None else "full"
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
@@ -338,7 +336,7 @@ def reasons_for_absence(ours: OurTable) -> list[str]:
     reasons = []
     for why, names in names_by_reason.items():
         verb = "is" if len(names) == 1 else "are"
-        reasons.append(f"{', '.join(names)} {verb} not here: {why}")
+        reasons.append(f"{', '.join(names)} {verb} missing: {why}")
     return reasons
 
 
@@ -362,9 +360,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
         sizes = {entry.n for entry in measured}
         counts = ", ".join(map(str, sorted(sizes)))
         total = _range_text([entry.of for entry in measured])
-        dtype = ""
-        if ours.run is not None:
-            dtype = f", {ours.run.dtype}"
+        dtype = f", {ours.run.dtype}" if ours.run is not None else ""
         interval = ""
         if any(line.startswith("[") for line in shown):
             # a share is of the full cache's score on the same examples

@@ -315,7 +315,7 @@ def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool
     """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
     if stand_ins.depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
-        notes.append(f"uncomp-stage: the paper's schedule is of other numbers of layers than {size.layers}; relative.")
+        notes.append(f"uncomp-stage: the paper has no schedule for {size.layers} layers, so this is schedule=relative.")
     if tiny:
         return notes
     too_deep: dict[str, None] = {}
@@ -337,7 +337,7 @@ def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> lis
             sizes += [len(group.task.examples) for group in workload_groups]
     if not sizes:
         return []
-    return [f"LongBench columns: MiniLongBench's examples, {min(sizes)} to {max(sizes)} a task."]
+    return [f"LongBench's columns have MiniLongBench's examples, {min(sizes)} to {max(sizes)} a task."]
 
 
 def _plan_run(
@@ -394,9 +394,7 @@ def _make_tiny_table(
     for line in lines:
         setting = stand_ins.scale_setting(line.row, size)
         # scaled to short prompts, rows of two budgets can become one chain; refused rows have no chain to compare
-        identity: object = line.chain
-        if line.chain is None:
-            identity = (line.row.method, setting)
+        identity: object = (line.row.method, setting) if line.chain is None else line.chain
         first_lines.setdefault(identity, (line, setting))
     names = [(line.row.method, setting) for line, setting in first_lines.values()]
     table = stand_ins.own_table(declared, names)

@@ -27,7 +27,8 @@ def column_name(timings: Timings, column: str) -> str:
 def lines_of_cell(entry: CellView, show: str) -> list[str]:
     """Return the lines of text in one cell of a table of timings.
 
-    show: one of grid.SHOWS, or ``beside`` for the printed side alone.
+    show: ``both`` (each side's ratio to the base row, and its value), ``ours``, ``published``, ``delta`` (the
+        difference of the ratios), or ``beside``, which shows what ``published`` does.
     """
     cell = entry.timed
     # all entries of such a table have a timing
@@ -147,9 +148,7 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
         if cell.status != NOT_RUN:
             continue
         # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
-        excluded = printed.method
-        if printed.dataset == "avg":
-            excluded = printed.dataset
+        excluded = printed.dataset if printed.dataset == "avg" else printed.method
         for name in (printed.model, printed.method, printed.dataset):
             if name in timings.bench.not_run:
                 excluded = name
@@ -164,9 +163,7 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     show: what the table shows, one of grid.SHOWS or ``beside``.
     """
     bench, cells = timings.bench, timings.cells
-    start = "N.NN×:"
-    if show == "delta":
-        start = "±N.NN: our ratio less the paper's. A ratio is"
+    start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
     ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
     measured_rows = {printed: cell.row for printed, cell in cells.items() if cell.row is not None}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -141,9 +142,7 @@ def _judge_dataset(
     found = tuple((each, row) for each, row in pairs if each.outcome)
     if not found:
         return None
-    dataset = f"{len(names)} tasks of {family}"
-    if len(names) == 1:
-        dataset = names[0]
+    dataset = names[0] if len(names) == 1 else f"{len(names)} tasks of {family}"
     return VerdictSet(model, dataset, f"n = {range_text(counts)} a task", report, found)
 
 
@@ -240,9 +239,9 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
             tops.append(point.ci[1])
         else:
             tops.append(point.score)
-    # scores begin at 0, so that a small difference looks small. -(-v // 10) rounds up, so both axes end at a ten
-    top = max(10.0, 10 * -(-max(tops) // 10))
-    widest = max(100.0, 10 * -(-max(point.size for point in points) // 10))
+    # scores begin at 0, so that a small difference looks small; both axes end at a ten
+    top = max(10, 10 * math.ceil(max(tops) / 10))
+    widest = max(100, 10 * math.ceil(max(point.size for point in points) / 10))
 
     def x(size: float) -> float:
         """Return the picture's horizontal coordinate of a size in per cent."""

@@ -148,9 +148,7 @@ class ReportPage:
         """Return the report's content as data for JSON."""
         table_records = []
         for table in self.tables:
-            measured = None
-            if table.measured is not None:
-                measured = asdict(table.measured)
+            measured = asdict(table.measured) if table.measured is not None else None
             table_records.append(table.plain | {"measured": measured})
         figure_records = []
         for figure in chain(self.own_figures, self.figures):

@@ -133,9 +133,7 @@ def text(papers: Sequence[Paper]) -> str:
     book = read_published()
     lines = []
     for paper in papers:
-        preset = ""
-        if paper.preset:
-            preset = f", preset={paper.preset}"
+        preset = f", preset={paper.preset}" if paper.preset else ""
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
         for setting in _preset_settings(paper):
             # all keys of a preset begin alike, which a line of text has no room for
@@ -167,9 +165,7 @@ def text(papers: Sequence[Paper]) -> str:
 def as_json(paper: Paper) -> dict[str, object]:
     """Return a paper as plain data: its preset with sources, its tables and figures, and its statements."""
     book = read_published()
-    about = ""
-    if paper.preset:
-        about = presets.about(paper.preset)
+    about = presets.about(paper.preset) if paper.preset else ""
     return {
         "paper": paper.id,
         "title": paper.title,

@@ -51,9 +51,7 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
     methods = []
     for cell, cache in zip(cells, caches, strict=True):
         sample = prepared.store.samples(cell.id)[example.id]
-        digits = ""
-        if cache is not None:
-            digits = "".join(map(str, shade_tokens(cache).tolist()))
+        digits = "".join(map(str, shade_tokens(cache).tolist())) if cache is not None else ""
         methods.append(
             {
                 "label": cell.label,
@@ -64,9 +62,7 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
                 "color": look_of(cell.label).color,
             }
         )
-    question = ""
-    if encoded.question:
-        question = host.tokenizer.decode(list(encoded.question))
+    question = host.tokenizer.decode(list(encoded.question)) if encoded.question else ""
     return {
         "task": group.column,
         "id": example.id,

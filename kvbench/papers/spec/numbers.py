@@ -45,17 +45,17 @@ class Number:
 
     def text(self, decimals: int) -> str:
         """Return the value with ``decimals`` digits behind the point. Ties round away from zero, as in papers."""
-        return fixed(self.value, decimals)
+        return format_fixed(self.value, decimals)
 
 
-def exactly(value: int | float | Fraction) -> Number:
+def exact_number(value: int | float | Fraction) -> Number:
     """Return a number with an interval of length 0. A float stands for its shortest decimal."""
     # 0.1 is meant as 1/10, not as the binary fraction nearest to it
     exact = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
     return Number(exact, exact, exact)
 
 
-def printed(text: str) -> Number:
+def printed_number(text: str) -> Number:
     """Return the number that printed characters stand for. Its interval is half a unit of the last digit either way."""
     value = Fraction(text)
     half = Fraction(1, 2 * 10 ** decimals(text))
@@ -73,9 +73,9 @@ def grade(text: str, recomputed: Number) -> str:
     ``equal``: the number rounds to these characters. ``rounding``: it does not, but digits that rounding hides, or that
     the paper cut off, can explain the difference. ``off``: they cannot.
     """
-    if fixed(recomputed.value, decimals(text)) == fixed(Fraction(text), decimals(text)):
+    if format_fixed(recomputed.value, decimals(text)) == format_fixed(Fraction(text), decimals(text)):
         return "equal"
-    shown = printed(text)
+    shown = printed_number(text)
     unit = Fraction(1, 10 ** decimals(text))
     # 1.585 may be printed as 1.58, cut towards zero instead of rounded: a whole unit away from zero is possible
     if shown.value >= 0:
@@ -91,13 +91,13 @@ def grade(text: str, recomputed: Number) -> str:
 def mean(numbers: Iterable[Number]) -> Number:
     """Return the plain mean, with the interval that follows from the numbers' intervals."""
     values = list(numbers)
-    total = exactly(0)
+    total = exact_number(0)
     for number in values:
         total = total + number
     return total / len(values)
 
 
-def fixed(value: Fraction, digits: int) -> str:
+def format_fixed(value: Fraction, digits: int) -> str:
     """Return a fraction as text with ``digits`` digits behind the point. Ties round away from zero; -0 becomes 0."""
     scaled = abs(value) * 10**digits
     # floor(x + 1/2) of the absolute value, in whole units of the last digit
@@ -114,4 +114,4 @@ def _as_number(other: Number | int | Fraction) -> Number:
     """Return the operand of an arithmetic operator as a Number. An int or a fraction is exact."""
     if isinstance(other, Number):
         return other
-    return exactly(other)
+    return exact_number(other)

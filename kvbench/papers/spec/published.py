@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import data_files
-from kvbench.papers.spec.numbers import decimals, fixed
+from kvbench.papers.spec.numbers import decimals, format_fixed
 
 COLUMNS = ("paper", "table", "model", "method", "setting", "dataset", "metric", "value", "unit", "row_order", "flag")
 MARKS = {"suspect": "?", "repaired": "~", "missing": ""}
@@ -79,7 +79,7 @@ class Published:
         if self.value is None or self.unit != FRACTION:
             return self.printed
         # times 100 moves two digits before the point
-        return fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
+        return format_fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
 
     @property
     def certainty(self) -> str:

@@ -113,9 +113,7 @@ class Reader:
         if self.small:
             task = stand_ins.task_of(dataset, self.declared)
             return TableWorkload(task, f"tiny/{task}")
-        name = dataset
-        if dataset in TASKS:
-            name = f"{family}/{dataset}"
+        name = f"{family}/{dataset}" if dataset in TASKS else dataset
         knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
         facts = row_knobs.parse_setting(row.setting)
         entry = entries("dataset").get(name.partition("/")[0], {})
@@ -223,7 +221,7 @@ class Reader:
                 return f"no data folder is named (data.root=FOLDER, or the environment variable {ENVIRONMENT})"
             # the whole message names the data folder and the command that fetches the file
             name, _, _ = str(error).partition(" not found in ")
-            return f"dataset={workload.dataset} needs {name}, which is not there"
+            return f"its file {name} is not in the data folder"
         except UsageError as error:
             return self._without_paths(str(error))
         return ""

@@ -46,9 +46,7 @@ class Scale:
         prompt = math.ceil(paper.prompt / self.lengths)
         # the first token counts as the time to the first token, so a time per token needs a second one
         new = max(2, math.ceil(paper.new / self.lengths))
-        batch = None
-        if paper.batch is not None:
-            batch = math.ceil(paper.batch / self.rows)
+        batch = math.ceil(paper.batch / self.rows) if paper.batch is not None else None
         return workload.Workload(prompt, new, batch).name
 
     def knobs(self, text: str) -> str:

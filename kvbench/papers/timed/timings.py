@@ -169,9 +169,7 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
         raise UsageError(f"{row} on {column} is not there: {reason}")
     quantity = timings.bench.quantities[cell.printed.metric]
     # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
-    stored_quantity = BYTES
-    if quantity != TOKENS:
-        stored_quantity = row_matching.source_quantity(quantity)
+    stored_quantity = row_matching.source_quantity(quantity) if quantity != TOKENS else BYTES
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
     lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
     if cell.base is not None:

@@ -210,9 +210,7 @@ def _draw_results(
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
         # a figure without sweeps is computed by formulas, for no model
-        model = ""
-        if figure.sweeps:
-            model = options.get("model", stand_ins.MODEL)
+        model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
         facts = source.facts()
         folder = Place.of(options, results, model).folder(figure, facts)
         paths, finding = figure.write(data, facts, folder)

@@ -101,9 +101,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     if not papers:
         return report
     # tables of the stand-in model and those of pretrained models are committed to a folder each
-    committed = results / "tables"
-    if model == stand_ins.MODEL:
-        committed = results / "tiny"
+    committed = results / "tiny" if model == stand_ins.MODEL else results / "tables"
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
     return replace(
         report,

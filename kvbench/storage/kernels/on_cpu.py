@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
 from kvbench.kv.packed import Levels, Packed
 from kvbench.storage import kernels
 from kvbench.storage.channels import pick_channels, spread_channels
@@ -167,8 +168,8 @@ def _attend_heads(
     counts = torch.tensor([keys.packed, values.packed, keys.total]).repeat_interleave(heads, dim=1)
     ring_keys, ring_values = keys.ring.contiguous().flatten(0, 1), values.ring.contiguous().flatten(0, 1)
     thread_heads = _heads_of_a_thread(packed_keys)
-    # each thread has memory of its own for the logits of one head; -(-a // b) is a / b rounded up
-    scratch = query.new_empty(-(-len(query) // thread_heads), query.shape[1], max(keys.total))
+    # each thread has memory of its own for the logits of one head
+    scratch = query.new_empty(ceil_div(len(query), thread_heads), query.shape[1], max(keys.total))
     calls = []
     for thread, first in enumerate(range(0, len(query), thread_heads)):
         ring = _RingArgument(
@@ -336,7 +337,7 @@ def _heads_of_a_thread(argument: _PackedArgument) -> int:
     """Return how many heads one thread reads: all, unless there are enough codes for several threads."""
     size = argument.heads * argument.steps * argument.step_bytes
     threads = max(1, min(torch.get_num_threads(), argument.heads, size // BYTES_A_THREAD))
-    return -(-argument.heads // threads)
+    return ceil_div(argument.heads, threads)
 
 
 def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> object:

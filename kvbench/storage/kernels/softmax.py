@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvbench.base.numbers import ceil_div
+
 WAVES = 2  # a run is cut so that each of the device's processors gets about this many programs
 LEAST_SPAN = 256  # a split has at least this many tokens, because a shorter split is not worth its launch
 MOST_SPLITS = 64  # a run is cut into at most this many splits
@@ -43,8 +45,8 @@ def cut_runs(longest: int, programs: int, token_bytes: int, processors: int) -> 
     block = min(64, max(16, power_of_two(TILE_BYTES // token_bytes + 1) // 2))
     count = max(1, min(WAVES * processors // max(programs, 1), longest // LEAST_SPAN, MOST_SPLITS))
     # spans are whole blocks; after rounding up, fewer splits may cover the run
-    span = max(-(-longest // (count * block)), 1) * block
-    return Splits(max(1, -(-longest // span)), span, block)
+    span = max(ceil_div(longest, count * block), 1) * block
+    return Splits(max(1, ceil_div(longest, span)), span, block)
 
 
 def cut_tokens(query: Tensor, heads: int, longest: int) -> Splits:

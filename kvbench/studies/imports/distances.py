@@ -119,9 +119,7 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
     statistics = {}
     for name, value, error in _LINE.findall(statistics_text):
         # error is "" if the line has none; names are padded with spaces, which are removed below
-        standard_error = None
-        if error:
-            standard_error = float(error)
+        standard_error = float(error) if error else None
         statistics[" ".join(name.split())] = (float(value), standard_error)
     if "Mean KLD" not in statistics:
         raise UsageError(f"{path}: there is no line 'Mean KLD' below {STATISTICS!r}; the program may have been stopped")

@@ -54,9 +54,7 @@ def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each line of an lm-evaluation-harness file that belongs to the file's first filter."""
     match = _SAMPLES.fullmatch(path.stem)
-    task = path.stem
-    if match is not None:
-        task = match["task"]
+    task = match["task"] if match is not None else path.stem
     first_filter = None
     for row in read_lines(path):
         # a document has a line for each filter of the task, such as strict-match and flexible-extract
@@ -91,9 +89,7 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``.
     """
     parts = path.parent.name.split("__")
-    folder_task = path.stem
-    if len(parts) > 3:
-        folder_task = parts[1]
+    folder_task = parts[1] if len(parts) > 3 else path.stem
     for row in _read_records(path):
         # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"

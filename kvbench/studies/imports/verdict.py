@@ -225,9 +225,7 @@ def _policy_settings(name: str, model: str | None) -> tuple[tuple[str, object], 
 
 def verdict_text(judged: Judgement) -> str:
     """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
-    value = "—"
-    if judged["value"] is not None:
-        value = f"{judged['value']:.2f}"
+    value = f"{judged['value']:.2f}" if judged["value"] is not None else "—"
     certainty = MARKS.get(judged["certainty"], "")
     verdict = judged["verdict"] or "no interval"
     if judged["indicative"]:

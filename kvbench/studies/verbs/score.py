@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
-from kvbench.plan.keys import Key, one_of, parse_pairs, values
+from kvbench.plan.keys import Key, check_choice, parse_pairs, values
 from kvbench.run.console import add_format_option
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 KEYS = (
     Key("code_sim", "levenshtein"),
-    Key("split", "auto", partial(one_of, "split", ("auto", "standard", "e"))),
+    Key("split", "auto", partial(check_choice, "split", ("auto", "standard", "e"))),
     Key("metric"),
     Key("model"),
     Key("method"),
@@ -168,7 +168,7 @@ def _parse_options(args: argparse.Namespace) -> ScoreOptions:
         overrides.insert(0, f"model={args.model}")
     texts = parse_pairs(overrides, "code_sim=difflib")
     for key, text in texts.items():
-        one_of("key of score", [known.name for known in KEYS], key)
+        check_choice("key of score", [known.name for known in KEYS], key)
         if not text:
             raise UsageError(f"{key}= is empty")
     return ScoreOptions(**values(KEYS, texts))

@@ -8,7 +8,7 @@ import json
 from kvbench.base.errors import UsageError, unknown
 from kvbench.papers.verbs.claims import refuse_fixed
 from kvbench.papers.verbs.tables import print_tables
-from kvbench.plan.keys import one_of, parse_pairs
+from kvbench.plan.keys import check_choice, parse_pairs
 from kvbench.run.console import print_plans, stopping
 
 REPLACED = {
@@ -36,8 +36,8 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.spec import catalogue
     from kvbench.studies import own_tables
 
-    one_of("value of --show", grid.SHOWS, args.show)
-    one_of("value of --format", page.FORMATS, args.format)
+    check_choice("value of --show", grid.SHOWS, args.show)
+    check_choice("value of --format", page.FORMATS, args.format)
     options = parse_pairs(args.overrides)
     # kvbench's own studies of all methods are no paper's tables
     if args.table in own_tables.NAMES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import describe_duration, say
-from kvbench.plan.keys import one_of, parse_pairs
+from kvbench.plan.keys import check_choice, parse_pairs
 from kvbench.plan.words import split_list, value_of
 from kvbench.run.console import print_plans, stopping
 from kvbench.suite import definition
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.suite import lock, plan
 
     options = parse_pairs(args.overrides, example="method=snapkv or edition=quick")
-    edition = one_of("edition", EDITIONS, options.pop("edition", FULL))
+    edition = check_choice("edition", EDITIONS, options.pop("edition", FULL))
     suite = definition.load(args.suite, edition)
     if args.lock:
         planned_editions = {}
@@ -67,9 +67,7 @@ def main(args: argparse.Namespace) -> int:
     knobs = {key: value_of(text) for key, text in options.items()}
     run = plan.prepare(suite, methods, knobs, settings | shard)
     # the lock and the card are about all prompts, even if only a shard of them is measured here
-    whole = run
-    if shard:
-        whole = plan.prepare(suite, methods, knobs, settings)
+    whole = plan.prepare(suite, methods, knobs, settings) if shard else run
     division = _division(whole, settings)
     if source:
         folders.take_answers(Path(source), whole)
@@ -91,9 +89,7 @@ def main(args: argparse.Namespace) -> int:
             _check_shard(run)
             print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
             return 0
-    folder = _default_folder(run, settings)
-    if output:
-        folder = Path(output)
+    folder = Path(output) if output else _default_folder(run, settings)
     return _finish_suite(whole, folder, division, contributor, as_json=args.json)
 
 

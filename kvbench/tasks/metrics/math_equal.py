@@ -35,9 +35,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
     cannot be used.
     """
     result = last_boxed(prediction)
-    text = prediction
-    if result is not None:
-        text = as_formula(result)
+    text = as_formula(result) if result is not None else prediction
     if not text.strip():
         return 0.0
     equal = _WORKER.ask(text, as_formula(reference))

@@ -24,6 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from kvbench.base.numbers import ceil_div
+
 Scores = Sequence[float] | NDArray[np.float64]
 Bounds = tuple[float, float]
 Interval = tuple[float, float]
@@ -203,9 +205,7 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
             return Share()
         point = float(method_means.mean() / full_means.mean())
         most = 1 / float(full_means.mean())
-    interval = None
-    if enough_examples:
-        interval = _share_interval(tasks, point, most, of_ratios)
+    interval = _share_interval(tasks, point, most, of_ratios) if enough_examples else None
     return Share(100 * point, in_percent(interval))
 
 
@@ -216,9 +216,7 @@ def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
     """
     # exp(full loss) / exp(loss) = exp(full loss - loss)
     gains = log_losses[:, 1] - log_losses[:, 0]
-    interval = None
-    if with_interval:
-        interval = mean_interval(gains, None)
+    interval = mean_interval(gains, None) if with_interval else None
     if interval is not None:
         interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
     return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
@@ -243,9 +241,7 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
     if n < FEWEST or min(map(len, tasks)) < 2:
         return Share(100 * point)
     if _residual_variance(tasks, point) <= ROUNDING**2:
-        interval = None
-        if point:
-            interval = _constant_interval(point, n, (0.0, 2 * point))
+        interval = _constant_interval(point, n, (0.0, 2 * point)) if point else None
         return Share(100 * point, in_percent(interval))
     return Share(100 * point, in_percent(_fieller_interval(tasks)))
 
@@ -315,7 +311,7 @@ def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     for start in range(0, FLIPS, rows):
         count = min(rows, FLIPS - start)
         # one random bit a value, each row in whole bytes
-        row_bytes = -(-n // 8)
+        row_bytes = ceil_div(n, 8)
         random_bytes = np.frombuffer(rng.bytes(count * row_bytes), np.uint8)
         bits = np.unpackbits(random_bytes.reshape(count, -1), axis=1)
         sums.append(bits[:, :n].astype(np.float64) @ values)
@@ -403,7 +399,8 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
 def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
     """Return the interval of a share, 1 being the full cache's score. None if the full cache is not clearly above 0.
 
-    point: the share itself. most: the share of a method that scores 1 everywhere.
+    point: the share itself.
+    most: the share of a method that scores 1 everywhere.
 
     The interval of a ratio of means is Fieller's: all shares r for which the mean of ``y - r * x`` is not told apart
     from 0. The interval of a mean ``of_ratios`` spreads each task's ratio as ``pooled_interval`` does.

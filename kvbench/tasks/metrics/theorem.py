@@ -37,13 +37,11 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     expected = parse_reference(reference)
     if expected is None:
         return None
-    final = announced_answer(prediction)
     # an announced answer stands at the beginning of its text, any other at the end of the prediction
-    first = final is not None
-    text = prediction
-    if final is not None:
-        text = final
-    # bool first: True is an int, too
+    announced = announced_answer(prediction)
+    first = announced is not None
+    text = prediction if announced is None else announced
+    # truth values come before numbers, since Python counts True as 1
     if isinstance(expected, bool):
         return float(_find_truth(text, first) == expected)
     if isinstance(expected, str):

@@ -14,7 +14,7 @@ from typing import Any
 from kvbench.base.errors import MissingData, UsageError, unknown
 from kvbench.base.example import Example, Turn
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, limit_questions, read_text
-from kvbench.tasks.knobs import check_whole, one_of
+from kvbench.tasks.knobs import check_whole, check_word
 from kvbench.tasks.ruler import counting, documents, niah, tracing
 from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 from kvbench.tasks.ruler.niah import Needles
@@ -81,7 +81,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     knobs = RulerKnobs(**entry)
     dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
     lengths = _check_knobs(dataset, knobs)
-    revision = one_of(dataset, "revision", str(knobs.revision), REVISIONS)
+    revision = check_word(dataset, "revision", str(knobs.revision), REVISIONS)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     # a selection may name one length, such as vt/4096; load_tasks leaves out the other lengths
@@ -108,9 +108,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             lacking.append(f"{name} at {length} ({error})")
             continue
         # RULER scores questions by whether one reference occurs, all other tasks by the share that occurs
-        metric = ALL
-        if name in READERS:
-            metric = PART
+        metric = PART if name in READERS else ALL
         task = Task(
             id=f"{dataset}/{name}/{length}",
             examples=examples,
@@ -198,7 +196,8 @@ def _facts_for_readers(
 ) -> list[str]:
     """Return the facts that a reader must know to compare these tasks with published ones.
 
-    names: the kinds of the tasks. lacking: the kinds that cannot be generated, with the reasons.
+    names: the kinds of the tasks.
+    lacking: the kinds that cannot be generated, with the reasons.
     """
     facts = []
     if lacking:
@@ -308,14 +307,13 @@ class Sources:
     def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return an iterator over a task's prompts. Prompts about documents end with their file, others never end.
 
-        name: the task. budget: the prompts' length in tokens, and the seed of all draws.
+        name: the task.
+        budget: the prompts' length in tokens, and the seed of all draws.
         """
         needles = NEEDLES.get(name.removesuffix(MANY))
         if needles is not None:
             # Punkt and a megabyte of essays are read only for a task that hides its needles in them
-            essays = None
-            if self.in_essays(name):
-                essays = self.essays
+            essays = self.essays if self.in_essays(name) else None
             return niah.prompts(budget, needles, self.keys, essays, revision=self.revision)
         if name in READERS:
             file, read_library = READERS[name]

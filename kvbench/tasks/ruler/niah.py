@@ -49,7 +49,8 @@ class NeedleSource:
     """The material from which a task's prompts are drawn.
 
     rng: the generator of all draws, begun with ``seed``. ``seed`` alone decides how needles are shuffled.
-    key_words: the words of keys. essays: the haystack of tasks in essays, else None.
+    key_words: the words of keys.
+    essays: the haystack of tasks in essays, else None.
     """
 
     rng: Random
@@ -73,7 +74,8 @@ def prompts(
 ) -> Iterator[RulerPrompt]:
     """Yield a task's prompts without end.
 
-    essays: the haystack of a task in essays, else None. revision: RULER's version. It decides how sizes are searched.
+    essays: the haystack of a task in essays, else None.
+    revision: RULER's version. It decides how sizes are searched.
     """
     draw = partial(_draw_prompt, NeedleSource(Random(budget.seed), budget.seed, needles, keys, essays))
     step = STEPS[needles.haystack]
@@ -154,7 +156,8 @@ class Wording:
 
     type: the name of the values, such as ``number`` or ``numbers``.
     some: the word before them in the introduction, ``A`` or ``Some``.
-    are: the verb of the introduction and of the answer's beginning. are_all: the verb of the question.
+    are: the verb of the introduction and of the answer's beginning.
+    are_all: the verb of the question.
     """
 
     type: str

@@ -63,9 +63,7 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
         return replace(prompt, context=f"{text}\n{prompt.context}")
 
     draw = partial(_draw_prompt, rng, 5, draw_value)
-    step = 10
-    if budget.length < 4096:
-        step = 5
+    step = 5 if budget.length < 4096 else 10
     example_tokens = budget.count(example)
     size = budget.bisect(draw, step, more=example_tokens)
     while True:

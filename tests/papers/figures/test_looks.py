@@ -4,7 +4,7 @@ import pytest
 
 from kvbench.methods.core.registry import available
 from kvbench.report import looks
-from kvbench.report.looks import METHODS, look_of, looks_of, luminance, print_name
+from kvbench.report.looks import METHODS, look_of, looks_of, luminance, name_methods
 
 DARK = luminance("#1E2129")  # the ground of the site's dark pages
 
@@ -33,13 +33,13 @@ def test_a_combination_has_the_first_methods_colour_and_the_last_ones_marker():
     look = look_of("snapkv+think kv_ratio=0.25 ratio=0.4")
     assert (look.color, look.marker) == (METHODS["snapkv"].color, METHODS["think"].marker)
     assert look.hollow and look.line == "--" and look.name == "SnapKV + ThinK kv_ratio=0.25 ratio=0.4"
-    assert print_name("KIVI 4/4 + ThinK 0.4") == "KIVI 4/4 + ThinK 0.4"
+    assert name_methods("KIVI 4/4 + ThinK 0.4") == "KIVI 4/4 + ThinK 0.4"
 
 
 def test_methods_that_the_table_lacks_keep_their_look():
     # written down, so that a change of the rule is seen: pictures of two versions are to agree
     assert look_of("strided") == looks.Look("#2E30B8", "<", "strided")
-    assert print_name("kvpress:snapkv") == "kvpress SnapKV" and print_name("kvpress:lagkv") == "kvpress:lagkv"
+    assert name_methods("kvpress:snapkv") == "kvpress SnapKV" and name_methods("kvpress:lagkv") == "kvpress:lagkv"
     assert look_of("strided").color != look_of("kvpress:lagkv").color
 
 

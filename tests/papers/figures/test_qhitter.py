@@ -36,7 +36,7 @@ def slow_mass(q, k, scale):
 
 def test_shift_by_this_layers_keys():
     source = reading(lengths=(35,), bits=(3, 2))
-    data = qhitter.shifts(source)
+    data = qhitter.measure_shifts(source)
     qkv, attention, _ = activations(source.model, source.prompts[0].ids)
     rows = data[data["kind"] == "own"].set_index(["bits", "layer", "head"])["overlap"]
     assert len(rows) == 2 * 3 * 4
@@ -50,7 +50,7 @@ def test_shift_by_this_layers_keys():
 
 def test_shift_by_the_whole_cache_is_that_of_a_model_whose_attention_reads_coarse_caches(monkeypatch):
     source = reading(lengths=(35,), bits=(3,))
-    data = qhitter.shifts(source)
+    data = qhitter.measure_shifts(source)
     exact = activations(source.model, source.prompts[0].ids)[1]
     from transformers.models.llama import modeling_llama
 
@@ -82,7 +82,7 @@ def test_overlap_by_hand():
 
 def test_errors_of_tokens():
     source = reading(lengths=(30,), layers=(1,), bits=(2,))
-    data = qhitter.errors(source)
+    data = qhitter.measure_errors(source)
     qkv, attention, _ = activations(source.model, source.prompts[0].ids)
     np.testing.assert_allclose(data["attention"], attention[1].mean(0).sum(0), rtol=1e-4)
     assert data["attention"].mean() == pytest.approx(1)
@@ -120,11 +120,11 @@ def test_tokens_are_marked_by_prompt_and_layer():
 
 def test_prompts_without_a_critical_token_are_refused():
     with pytest.raises(UsageError, match="a 4 has 4 tokens"):
-        qhitter.shifts(reading(lengths=(4,)))
+        qhitter.measure_shifts(reading(lengths=(4,)))
 
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
-    data = qhitter.shifts(reading(family, bits=(8,)))
+    data = qhitter.measure_shifts(reading(family, bits=(8,)))
     assert len(data) == 2 * 3 * 4 and data["overlap"].between(0, 1).all()
-    assert (qhitter.errors(reading(family, lengths=(20,)))["k_error"] >= 0).all()
+    assert (qhitter.measure_errors(reading(family, lengths=(20,)))["k_error"] >= 0).all()

@@ -57,7 +57,7 @@ def test_rank_by_layer(known):
 
 def test_spectra_and_head_map(known):
     built, actual = known
-    data = uncomp.spectra(built)
+    data = uncomp.measure_spectra(built)
     assert set(data["layer"]) == {2}
     for (source, head), rows in data.groupby(["source", "head"]):
         expected = np.mean([slow_eigenvalues(qkv[2][0][head]) for qkv in of(built, actual, source)], axis=0)
@@ -91,7 +91,7 @@ def test_a_text_with_fewer_tokens_than_channels_is_refused():
     with pytest.raises(UsageError, match="a 10 has 10 tokens: an effective rank of 16 channels"):
         uncomp.rank_by_layer(reading(lengths=(10,)))
     with pytest.raises(UsageError, match="layers=3 is not possible: the model has layers 0 to 2"):
-        uncomp.spectra(reading(layers=(3,)))
+        uncomp.measure_spectra(reading(layers=(3,)))
 
 
 def test_hooks_are_gone_afterwards():
