@@ -112,7 +112,7 @@ def describe(line: Mapping[str, object]) -> str:
     ours, least = float(str(line["kvbench_s"])), float(str(line["bound_s"]))
     theirs = rows * float(str(line["kvpress_s_a_row"]))
     return (
-        f"{rows} rows, {line['tokens']} tokens, {line['new']} new: kvpress / kvbench {theirs / ours:.2f}x "
+        f"rows {rows}, tokens {line['tokens']}, new {line['new']}: kvpress / kvbench {theirs / ours:.2f}x "
         f"({theirs:.1f} s / {ours:.1f} s), kvbench / bound {ours / least:.2f}x"
     )
 
@@ -146,11 +146,19 @@ def _draw_panel(axes: Axes, curve: str, lines: Sequence[Mapping[str, str]]) -> N
     axes.plot(x, theirs, marker="s", color="#888888", label="kvpress, row by row")
     axes.plot(x, ours, marker="o", color="#1f77b4", label="kvbench, all rows at once")
     axes.plot(x, least, linestyle=":", color="#1f77b4", label="bound")
+    # a curve that falls has free space at its right, one that rises at its left
+    falls = curve == "rows"
     for place, above, below in zip(x, theirs, ours, strict=True):
         axes.annotate(
-            f"{above / below:.1f}x", (place, below), xytext=(0, 6), textcoords="offset points", fontsize=7, ha="center"
+            f"{above / below:.1f}x",
+            (place, below),
+            xytext=(3 if falls else -3, 4),
+            textcoords="offset points",
+            fontsize=7,
+            ha="left" if falls else "right",
         )
     axes.set_xscale("log", base=2)
+    axes.margins(x=0.16)
     axes.set_yscale("log")
     axes.set_xticks(x, [f"{size:,}" for size in x], fontsize=8)
     axes.minorticks_off()

@@ -319,7 +319,7 @@ def test_the_ledger_on_the_page(style):
     assert all(c.id in message for c in every)
     if style == "text":
         assert max(map(len, text.splitlines())) <= 100
-    assert f"any of the {len(tested)} claims gets a wrong one" in " ".join(text.split())
+    assert f"wrong verdicts on the {len(tested)} claims" in " ".join(text.split())
     both = writers.compose([ledger.compare_ledgers([content("smollm2-135m-q4_1", verdicts), one])], [], "md")
     assert "smollm2-135m-q4_1, a substitute model: points | tiny, a substitute model: points" in both
 

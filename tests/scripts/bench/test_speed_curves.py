@@ -37,3 +37,14 @@ def test_the_picture_has_a_panel_a_curve_with_the_ratio_at_each_point():
     assert [axes.get_xlabel() for axes in panels] == list(speed_curves.TITLES.values())
     shown = [text.get_text() for text in panels[1].texts]
     assert shown == ["10.0x"] * len(speed_curves.CURVES["tokens"])
+
+
+def test_the_page_has_the_ratios_of_the_committed_points():
+    page = (speed_curves.FIGURES.parent / "time-and-memory.md").read_text(encoding="utf-8")
+    lines = speed_curves.read_lines()
+    for rows in (24, 48):
+        line = speed_curves.find(lines, speed_curves.BASE | {"rows": rows})
+        ratio = rows * float(line["kvpress_s_a_row"]) / float(line["kvbench_s"])
+        assert f"{ratio:.1f} times" in page
+    over_bound = [float(line["kvbench_s"]) / float(line["bound_s"]) for line in lines]
+    assert f"{min(over_bound):.2f} to {max(over_bound):.2f} times the lower bound" in " ".join(page.split())
