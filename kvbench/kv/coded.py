@@ -20,8 +20,10 @@ from kvbench.base.errors import KvbenchError
 from kvbench.kv.packed import Levels, Packed, defined_together
 from kvbench.kv.rotation import basis_width, make_basis
 
-FROZEN_BYTES = 4  # a head's frozen scale is one fp32 number
-PART = 2**18  # ``pack`` codes this many elements together
+FROZEN_BYTES = 4
+"""The bytes of a head's frozen scale, one fp32 number."""
+PART = 2**18
+"""The number of elements that ``Codec.pack`` codes together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,33 +53,37 @@ class Codec(ABC):
 
     @abstractmethod
     def token_bytes(self, channels: int) -> int:
-        """Return the bytes of one token of one head with ``channels`` channels C."""
+        """Return the bytes that a codec stores for one token of one head with ``channels`` channels C."""
 
     @abstractmethod
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         """Encode x [..., L, C'] fp32 as named tensors [..., L, m].
 
-        A name that begins with ``codes`` is a tensor of codes. The other tensors are scales. ``frozen`` are the scales
-        that the prompt settled.
+        A tensor whose name begins with ``codes`` holds codes. The other tensors hold scales. ``frozen`` are the scales
+        [..., H, 1, 1] that the prompt settled, or None.
         """
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        """Return the numbers [..., L, C'] fp32 that ``tensors`` encode; C' is ``channels``."""
+        """Return the numbers [..., L, C'] fp32 that ``tensors`` encode. C' is ``channels``.
+
+        ``frozen`` are the scales under which they were encoded.
+        """
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels | None:
-        """Return the encoded numbers as ``Levels``, or None if the codec has another form. ``decode`` unpacks them."""
+        """Return as ``Levels`` the numbers that ``decode`` returns, or None if the codec has another form."""
         return None
 
     def settle(self, absmax: Tensor) -> Tensor:
         """Return the scale that lets the codec represent magnitudes up to ``absmax``, for each element of ``absmax``.
 
-        Only codecs with ``settles`` have such scales. They are found on the prompt and used for all later tokens.
+        Only codecs with ``settles`` have such scales. They are found on the prompt and used for all later tokens. Other
+        codecs raise TypeError.
         """
         raise TypeError(f"{type(self).__name__} settles no scale")
 
     def to_basis(self, x: Tensor) -> Tensor:
-        """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if it rotates, else as it is.
+        """Return x [..., L, C] as fp32 [..., L, C'], in the codec's basis if the codec rotates, else unchanged.
 
         C' is the number of coded channels (``coded_channels``).
         """
@@ -124,7 +130,8 @@ class Codec(ABC):
 
     def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part_elements: int) -> dict[str, Tensor]:
         """Return ``encode`` of x [..., L, C'], computed for about ``part_elements`` elements at a time."""
-        # each token is coded by itself; parts keep the intermediate tensors, many times the size of codes, small
+        # each token is coded by itself; parts keep the intermediate tensors, many times the size of codes, small.
+        # max() keeps an x without tokens or channels from a division by 0
         elements_per_token = max(1, x.numel() // max(1, x.shape[-2]))
         part_tokens = max(1, part_elements // elements_per_token)
         encoded = [self.encode(tokens, frozen) for tokens in x.split(part_tokens, dim=-2)]
@@ -145,6 +152,7 @@ class Codec(ABC):
         if lengths is None:
             absmax = x.abs().amax(dim=(-2, -1), keepdim=True)
         else:
+            # [H, 1, 1], as for heads of one length
             by_head = x[0].split(lengths.tolist())
             absmax = torch.stack([values.abs().amax() for values in by_head])[:, None, None]
         if self.settles == "tensor":
@@ -164,6 +172,7 @@ class Coded(Packed):
 
     @property
     def shape(self) -> torch.Size:
+        # all tensors have the same axes but the last
         sizes = list(next(self.payload()).shape)
         sizes[-1] = self.size
         return torch.Size(sizes)
@@ -200,12 +209,14 @@ class Coded(Packed):
         frozen = self.frozen
         if frozen is None:
             return pack(x)
+        # x has the tokens of all rows, unless ``rows`` names some
         if rows is not None:
             # new tokens are coded under the scales that their own row has settled
             frozen = frozen[list(rows)]
         return pack(x, frozen=frozen)
 
     def levels(self) -> Levels | None:
+        # a codec with a ``decode`` of its own stores other numbers than an inherited ``levels`` says
         if not defined_together(type(self.codec), "levels", "decode"):
             return None
         return self.codec.levels(self.tensors, self.codec.coded_channels(self.size), self.frozen)
@@ -217,10 +228,11 @@ class Coded(Packed):
         rotation = self.rotation
         if rotation is None:
             return self.rotated(dtype)
-        # the basis has orthonormal rows: its transpose undoes the rotation. The product is in fp32 and rounded once
+        # the basis has orthonormal rows, so its transpose undoes the rotation; the product is in fp32 and rounded once
         return (self.rotated(torch.float32) @ rotation.T).to(dtype)
 
 
 def in_blocks(x: Tensor, group: int) -> Tensor:
-    """Return x [..., C] as [..., blocks, group], with zeros at the end of the last block."""
-    return torch.nn.functional.pad(x, (0, -x.shape[-1] % group)).unflatten(-1, (-1, group))
+    """Return x [..., C] as [..., blocks, group]. Zeros fill the last block up."""
+    missing = -x.shape[-1] % group
+    return torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, group))

@@ -30,17 +30,23 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
     """Return, in words for an error, how a layer's stored tokens differ from the prompt's, or '' if they do not.
 
-    ``source`` holds all tokens that the layer read, none of them packed. Their positions are the same in every head: 0,
-    1, 2, ... if ``all_read``. Positions beyond these, and shapes that do not fit, are left to the audit.
+    cache: the layer after compression.
+    source: all tokens that the layer read, none of them packed. Every head has them at the same positions.
+    all_read: True if the layer read the whole prompt, so that these positions are 0, 1, 2, ...
+
+    Positions beyond the prompt, and shapes that do not fit, are left to the audit.
     """
     n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:
+        # packed tokens are left out, and the source's own tensors cannot differ
         if s.codes is not None or _shares_tensors(s, source):
             continue
         if all_read:
-            # the layer read every token, so a position is its own index in the source
+            # the layer read every token, so a position is its own index in the source; the clamp keeps positions that
+            # the audit refuses from failing here
             index = s.positions.long().clamp(0, n - 1)
         else:
+            # the place of each position among those read, if it is one of them
             index = torch.searchsorted(source.positions[0], s.positions).clamp(0, n - 1)
             if not torch.equal(source.positions[0][index], s.positions):
                 return "tokens that it did not read"
@@ -62,15 +68,17 @@ def _equals_source(
 ) -> bool:
     """Return True if stored keys or values equal ``rows`` [H, L] of the source [Hk, n, D] bit for bit.
 
-    ``channels`` [H, T] are the kept channels, ``lengths`` [H] the token counts of ragged heads. Tensors of different
-    shapes are not compared, and the answer is True, because the audit refuses wrong shapes itself.
+    Rows are numbered through all heads: row h n + j is token j of head h. ``channels`` [H, T] are the kept channels,
+    ``lengths`` [H] the token counts of ragged heads. Tensors of different shapes are not compared, and the answer is
+    True, because the audit refuses wrong shapes itself.
     """
     expected = source.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, source.shape[-1])
     if channels is not None:
         ids = channels.long()
         # every token takes the kept channels of its head
-        by_token = ids[:, None]
-        if lengths is not None:
+        if lengths is None:
+            by_token = ids[:, None]
+        else:
             by_token = ids.repeat_interleave(lengths, dim=0)[None]
         expected = expected.gather(2, by_token.expand(*rows.shape, -1))
     return expected.shape != stored.shape or same_bits(expected, stored)
@@ -97,7 +105,7 @@ def digests(layers: Sequence[LayerCache]) -> list[str]:
     for layer in layers:
         tensors = list(layer.tensors())
         digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
-        # the order of the tensors is part of the digest
+        # the digest depends on the order of the tensors: positions come last, on every device
         compared = []
         if all(t.device.type == "cpu" for t in tensors):
             compared += tensors
@@ -110,7 +118,10 @@ def digests(layers: Sequence[LayerCache]) -> list[str]:
 
 
 def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
-    """Return the rows [H, L] of the source [heads * n, D] that hold tokens ``index`` of ``stored_heads`` [H]."""
+    """Return the rows [H, L] of the source [heads * n, D] that hold the tokens of ``stored_heads`` [H].
+
+    ``index`` [H or 1, L] are the tokens' indices 0 .. n - 1; ragged heads have theirs in one row.
+    """
     # stored head h is head h heads / s.heads of the source, and that head's rows begin at n times its number
     start = stored_heads * heads // s.heads * n
     if s.lengths is not None:

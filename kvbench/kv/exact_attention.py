@@ -1,4 +1,8 @@
-"""Exact attention rows, their column sums and outputs. Blocks of queries avoid an n x n tensor."""
+"""Exact attention of a prompt: its softmax rows, their column sums, and its outputs.
+
+Queries are taken in blocks, so that no n x n tensor is in memory. Shapes: Hq query heads, Hk kv heads, n prompt tokens,
+m tokens seen, w last queries, D head dimension.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,17 @@ FUSED: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cp
 
 
 def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return the attention rows [Hq, w, m] fp32 of the last w of m tokens.
+    """Return the attention rows [Hq, w, m] fp32 of the last w of m tokens: softmax of scale * q k^T, causal.
 
     query is [Hq, w, D], keys [Hk, m, D]. A sliding ``window`` hides keys ``window`` or more tokens behind the query.
+    ``scale`` may carry the model's cap and sinks (``LogitScale``).
     """
     hq, w, d = query.shape
     hk, m, _ = keys.shape
     # logits = scale * q k^T; the query heads of a group share one product with their kv head
     scaled_query = (query.float() * scale).reshape(hk, hq // hk * w, d)
     logits = capped(scaled_query @ keys.float().transpose(1, 2), scale).view(hq, w, m)
-    # query i is token m - w + i: it sees no later key, and under a window no key too far behind it
+    # query i is token m - w + i: it sees no later key, and under a window no key ``window`` or more tokens before it
     ones = torch.ones(w, m, dtype=torch.bool, device=logits.device)
     hidden = ones.triu(m - w + 1)
     if window is not None:
@@ -53,7 +58,8 @@ def row_blocks(
     k = keys.float()
     m = k.shape[1]
     # a row of fp32 attention over all heads takes 4 hq m bytes
-    block = max(1, block_bytes // (4 * hq * m))
+    row_bytes = 4 * hq * m
+    block = max(1, block_bytes // row_bytes)
     for start in range(0, w, block):
         end = min(w, start + block)
         yield start, end, causal_softmax(query[:, start:end], k[:, : m - w + end], scale, window)
@@ -64,9 +70,11 @@ def column_sums(
 ) -> Tensor:
     """Return the attention [Hq, m] fp32 that each token receives from all queries: its column's sum of softmax rows.
 
-    query [Hq, w, D] are the queries of the last w of m tokens; keys are [Hk, m, D]. ``lse`` [Hq, w] is the logarithm of
-    each row's sum of exponentials. Attention may have computed it already, and it saves passes here. A CPU takes as
-    many kv heads at a time as it has threads. It reads the rows in blocks of ``block_bytes``, which stay in its cache.
+    query [Hq, w, D] are the queries of the last w of m tokens; keys are [Hk, m, D]. A CPU takes as many kv heads at a
+    time as it has threads. It computes the rows in blocks of ``block_bytes``, which stay in the processor's cache.
+
+    lse: [Hq, w], the logarithm of each row's sum of exponentials, if attention has computed it already; it saves passes
+    here. It is given only for a plain ``scale``, without cap and sinks.
     """
     hq, w = query.shape[:2]
     hk, m = keys.shape[:2]
@@ -77,7 +85,9 @@ def column_sums(
     else:
         heads_at_once = min(hk, torch.get_num_threads())
         default_bytes = heads_at_once * CACHED_BYTES
-    block_queries = max(1, min(w, (block_bytes or default_bytes) // (4 * heads_at_once * group * m)))
+    # the fp32 attention of one query over all heads of a block
+    query_bytes = 4 * heads_at_once * group * m
+    block_queries = max(1, min(w, (block_bytes or default_bytes) // query_bytes))
     q = query.float() * scale
     k = keys.float()
     # ``future`` marks the keys of a block's own tokens that come after each query of the block
@@ -113,14 +123,14 @@ def column_sums(
 
 
 def can_fuse(query: Tensor, scale: float) -> bool:
-    """Return True if FUSED exists and takes queries of this device and dtype. FUSED knows no caps and no sinks."""
+    """Return True if FUSED exists and takes these queries and ``scale``: fp32 on a CPU, without cap and sinks."""
     if FUSED is None or not is_plain(scale):
         return False
     return query.device.type == "cpu" and query.dtype == torch.float32
 
 
 def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-    """Return causal attention [Hq, n, D] and each row's log-sum-exp [Hq, n], computed by FUSED.
+    """Return (causal attention [Hq, n, D], each row's log-sum-exp [Hq, n]), computed by FUSED.
 
     query is [Hq, n, D], keys and values are [Hk, n, D], all fp32. Returns None if FUSED cannot compute it: on a GPU, in
     half precision, or with capped logits or sinks.
@@ -128,20 +138,20 @@ def attend_with_lse(query: Tensor, keys: Tensor, values: Tensor, scale: float) -
     if not can_fuse(query, scale):
         return None
     values = values_or_keys(keys, values)
-    k = per_head(keys, len(query))
-    v = k
+    query_heads = len(query)
+    k = per_head(keys, query_heads)
     # keys that are their own values (latents) are repeated for the query heads only once
-    if values is not keys:
-        v = per_head(values, len(query))
+    v = k if values is keys else per_head(values, query_heads)
     # FUSED takes the dropout (0.0) and the causal flag (True) by position
     out, lse = FUSED(query[None], k[None], v[None], 0.0, True, scale=scale)
     return out[0], lse[0]
 
 
 def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """Return causal attention [Hq, w, D] in the query's dtype, computed by softmax rows in fp32.
+    """Return causal attention [Hq, w, D] in the query's dtype, computed from softmax rows in fp32.
 
-    query [Hq, w, D] are the queries of the last w of m tokens; keys and values are [Hk, m, D].
+    query [Hq, w, D] are the queries of the last w of m tokens; keys and values are [Hk, m, D]. A sliding ``window``
+    hides keys ``window`` or more tokens behind the query.
     """
     values = values_or_keys(keys, values)
     hq, _, d = query.shape
@@ -163,11 +173,13 @@ def attend_in_blocks(
 
     A block attends its own tokens causally, and those earlier tokens that were kept when it was read.
 
-    query: [Hq, n, D]. keys, values: [Hk, n, D].
-    blocks: for each block in order (its first token, the kept earlier tokens [Hk, m]), as indices.
+    query: [Hq, n, D].
+    keys, values: [Hk, n, D].
+    blocks: for each block in order (its first token, the kept earlier tokens [Hk, m]), as indices; at least one block.
     """
     values = values_or_keys(keys, values)
     out = torch.empty_like(query)
+    # a block ends where the next one begins, and the last one at the end of the prompt
     ends = [start for start, _ in blocks[1:]]
     ends.append(query.shape[1])
     for (start, kept_tokens), end in zip(blocks, ends, strict=True):
@@ -175,6 +187,7 @@ def attend_in_blocks(
         index = torch.cat([kept_tokens, new_tokens], dim=1)[..., None].expand(-1, -1, query.shape[2])
         # ``causal_softmax`` takes the last tokens as the queries' own: the block's tokens follow the kept ones
         rows = causal_softmax(query[:, start:end], keys.gather(1, index), scale)
+        # the query heads of a group share one product with the values of their kv head
         block = rows.view(len(kept_tokens), -1, rows.shape[2]) @ values.gather(1, index).float()
         out[:, start:end] = block.view(query.shape[0], end - start, -1).to(query.dtype)
     return out

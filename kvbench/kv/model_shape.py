@@ -1,4 +1,7 @@
-"""The shape of a model's cache. conf/model states it, so that bytes can be computed without a checkpoint."""
+"""The shape of a model's cache, read from conf/model or from a checkpoint's configuration.
+
+Because conf/model states it, bytes can be computed without a checkpoint. Configurations are those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,16 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.state import state_bytes
 
 POSITION_BYTES = 4
+"""The bytes of a token's position, which is stored as int32."""
 HOLD_STATES = ("linear_attention", "conv", "hybrid")
-"""The types of layers, as transformers names them, that hold a state of a fixed size (state space is linear attention).
+"""The types of layers, as transformers names them, that hold a state of a fixed size. State space is linear attention.
 
 A hybrid layer also holds keys and values.
 """
 CHUNKED = "chunked_attention"
-"""The type of layers, as transformers names it, that attend the chunk of a token."""
+"""The type of layers, as transformers names it, in which a token attends its own chunk of the text."""
 KEYLESS = ("linear_attention", "conv", "mlp", "moe")
-"""The types of layers that hold no keys and values. MLPs and experts hold nothing of the text."""
+"""The types of layers that hold no keys and values. MLPs and experts (moe) hold nothing of the text."""
 
 MAY_BE_ZERO = (
     "keyless_layers",
@@ -56,7 +60,7 @@ class Shape:
 
     layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
     local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
-    local_kv_heads, local_head_dim: their kv heads and head dimension; 0: those of the other layers.
+    local_kv_heads, local_head_dim: the kv heads and the head dimension of local layers; 0: those of the other layers.
     sharing_layers: layers at the model's end that read the keys and values of an earlier layer and hold none.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.
     conv_numbers, recurrent_numbers: how many numbers the states of all layers are; 0 as long as nobody has counted.
@@ -153,6 +157,7 @@ class Shape:
     @property
     def local_heads(self) -> tuple[int, int]:
         """The (kv heads, head dimension) of local layers."""
+        # 0 stands for those of the other layers
         return self.local_kv_heads or self.kv_heads, self.local_head_dim or self.head_dim
 
     def full_bytes(self, tokens: int, itemsize: int, heads: int | None = None) -> int:
@@ -169,7 +174,7 @@ class Shape:
         return self.local_bytes(tokens, itemsize) + self.state_bytes(itemsize)
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of all states of one text, whatever its length."""
+        """Return the bytes of all states, which are the same for a text of any length."""
         return state_bytes(self.conv_numbers, self.recurrent_numbers, itemsize)
 
     def local_bytes(self, tokens: int, itemsize: int) -> int:
@@ -186,7 +191,7 @@ class Shape:
     def local_layer_bytes(self, tokens: int, itemsize: int) -> int:
         """Return the bytes of the keys and values of ``tokens`` tokens in one local layer."""
         kv_heads, head_dim = self.local_heads
-        # the 2 stands for keys and values
+        # 2: keys and values
         return 2 * kv_heads * tokens * head_dim * itemsize
 
     def local_overhead(self, tokens: int) -> int:
@@ -265,7 +270,7 @@ class Shape:
 
 
 def from_entry(entry: Mapping[str, int]) -> Shape:
-    """Return the shape written in an entry of conf/model. Raises UsageError if a part is missing, unknown or wrong."""
+    """Return the shape that an entry of conf/model has. Raises UsageError if a field is missing, unknown or wrong."""
     names = [f.name for f in fields(Shape)]
     needed = [f.name for f in fields(Shape) if f.default is MISSING]
     if not set(needed) <= set(entry) <= set(names):
@@ -286,23 +291,27 @@ def layer_types(config: Any) -> tuple[str, ...]:
     """
     types = getattr(config, "layer_types", None)
     if not types:
+        # some configurations have only the number of layers
         return ("full_attention",) * int(getattr(config, "num_hidden_layers", 0))
     return tuple(types)[: len(types) - sharing_layers(config)]
 
 
 def sharing_layers(config: Any) -> int:
     """Return how many layers at the model's end read the keys and values of an earlier layer and hold none."""
+    # the attribute is missing or None for models whose layers share nothing
     return int(getattr(config, "num_kv_shared_layers", None) or 0)
 
 
 def lending_layers(config: Any) -> frozenset[int]:
     """Return the numbers of the layers whose keys and values later layers read as well.
 
-    Of each type of layer this is the last one with keys and values of its own.
+    For each type of layer it is the last layer with keys and values of its own.
     """
     if not sharing_layers(config):
         return frozenset()
-    return frozenset({kind: i for i, kind in enumerate(layer_types(config))}.values())
+    # a later layer of the same type takes the place of an earlier one
+    last_of_type = {kind: i for i, kind in enumerate(layer_types(config))}
+    return frozenset(last_of_type.values())
 
 
 def layer_heads(config: Any, layer: int) -> tuple[int, int]:
@@ -331,7 +340,7 @@ def indexer_reach(config: Any) -> int | None:
 
 
 def indexer_numbers(config: Any) -> int:
-    """Return how many numbers a key of the model's indexer has; 0 for models without one."""
+    """Return how many numbers a key of the model's indexer has; 0 for models without an indexer."""
     if indexer_reach(config) is None:
         return 0
     return int(getattr(config, "index_head_dim", None) or 0)
@@ -375,14 +384,17 @@ def chunk_size(config: Any) -> int | None:
 
 
 def from_config(config: Any) -> Shape:
-    """Return the shape of a checkpoint, read from its Hugging Face configuration."""
+    """Return the shape of a checkpoint, read from its Hugging Face configuration.
+
+    The numbers of states are left at 0, because a configuration does not tell them.
+    """
     local, with_keys = local_layers(config), key_layers(config)
     latent = latent_width(config)
-    # the first layer of each kind stands for all (see ``traits.check_served``)
+    # the first layer of each kind, compressed or local, stands for all: ``traits.check_served`` refuses other models
     first_compressed = next((i for i in with_keys if i not in local), 0)
     expanded = 0
     if latent:
-        # the key of all heads is the latent with the rotated part behind it
+        # all query heads have one key: the latent with the rotated part behind it
         kv_heads, head_dim = 1, latent + int(config.qk_rope_head_dim)
         # a head's key without and with rotation, and its value
         head_numbers = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim) + int(config.v_head_dim)
@@ -391,6 +403,7 @@ def from_config(config: Any) -> Shape:
         kv_heads, head_dim = layer_heads(config, first_compressed)
     window, local_kv_heads, local_head_dim = 0, 0, 0
     if local:
+        # where layers attend chunks, a chunk is the window
         window = chunk_size(config) or int(config.sliding_window)
         heads_of_local = layer_heads(config, min(local))
         if heads_of_local != (kv_heads, head_dim):

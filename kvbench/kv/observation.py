@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 class Needs:
     """The parts of a layer that a stage needs.
 
-    last_q, first_q: the numbers of last and of first queries.
-    colsums: True for the attention that each token received from all queries.
+    last_q, first_q: how many of the last, and of the first, queries.
+    colsums: True for the attention that each token received from all queries, the column sums of the attention matrix.
     hidden: True for the input of the attention module.
-    colsums_bits: bit widths. For each width, column sums are also taken over keys quantised per token.
+    colsums_bits: for each of these bit widths, column sums over keys that are quantised per token.
     call: True for the attention module and its call.
     """
 
@@ -47,7 +47,7 @@ class Needs:
 
     @classmethod
     def union(cls, needs: Iterable[Needs]) -> Needs:
-        """Return the needs of several stages or chains together."""
+        """Return the least needs that cover those of several stages or chains."""
         return reduce(or_, needs, cls())
 
 
@@ -65,7 +65,8 @@ class AttentionCall:
     rotary: Any = None
 
     def __deepcopy__(self, memo: Any) -> AttentionCall:
-        return self  # each method gets a copy of its observation; copying the module would copy the model's weights
+        # each method gets a copy of its observation; copying the module would copy the model's weights
+        return self
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class Observation:
     scratch: dict[object, object] = field(default_factory=dict, compare=False, repr=False)  # see ``once``
 
     def once(self, key: object, compute: Callable[[], Result]) -> Result:
-        """Return the result of ``compute``, which is called only for the first of the chains that see this layer.
+        """Return the result of ``compute``, which only the first of the chains that see this layer calls.
 
         ``key`` names the result: the stage or function that computes it, and everything else that it depends on.
         """
@@ -126,7 +127,7 @@ class Observation:
     def for_decoding(self, queries: int) -> Observation:
         """Return a smaller observation, for a method that chooses again while decoding.
 
-        It has the last ``queries`` queries, and of all else only plain numbers.
+        It has the last ``queries`` queries and plain numbers, but no other tensors.
         """
         last_q = None
         if queries:
@@ -149,7 +150,10 @@ class Observation:
         return self.positions.to(device)
 
     def queries(self, w: int) -> Tensor:
-        """Return the last ``min(w, n)`` queries [Hq, w, D]. Raises ValueError if no stage declared such a need."""
+        """Return the last min(w, n) queries [Hq, min(w, n), D]; w is 1 or more.
+
+        Raises ValueError if no stage declared such a need. If the observation is ``partial``, there may be fewer.
+        """
         if self.last_q is None or (self.last_q.shape[1] < min(w, self.n) and not self.partial):
             raise ValueError(f"a stage reads the last {w} queries without declaring them in its needs")
         return self.last_q[:, -min(w, self.n) :]

@@ -17,10 +17,10 @@ from kvbench.kv.segment import LayerCache, Segment, per_head
 def dense(
     k: Tensor, v: Tensor, *, heads: int, query_heads: int, positions: Tensor | None = None, length: int = 0
 ) -> LayerCache:
-    """Return the uncompressed cache of one layer from k, v [Hk, n, D], to be stored under ``heads``.
+    """Return the uncompressed cache of one layer from k, v [Hk, n, D], to be stored under ``heads`` heads.
 
     ``positions`` [n] are the positions of the tokens that the layer read, in a prompt of ``length`` tokens. Without
-    ``positions`` the layer read all tokens, 0 .. n - 1.
+    ``positions`` and ``length`` the layer read the whole prompt, 0 .. n - 1.
     """
     n = length or k.shape[1]
     if positions is None:
@@ -57,7 +57,7 @@ def with_state(cache: LayerCache, **state: Tensor) -> LayerCache:
 
 
 def as_stored(s: Segment) -> Segment:
-    """Return the segment as it is stored. Latents, if it has any, take the place of keys and values."""
+    """Return the segment with the tensors that are stored: latents, if there are any, in place of keys and values."""
     if s.latents is None:
         return s
     return replace(s, k=s.latents[0], v=s.latents[1], latents=None, latent=True)
@@ -77,6 +77,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     ``lengths`` [heads] makes the result ragged: head h keeps only its first ``lengths[h]`` entries of ``index``.
     """
     s = as_stored(only_segment(cache))
+    # heads that all keep m slots are not stored as ragged ones
     if lengths is not None and bool((lengths != index.shape[1]).any()):
         return replace(cache, segments=(_select_ragged(s, index, lengths),))
     # index [1, m], and keys that several heads share, are repeated for each stored head
@@ -92,13 +93,14 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
         rows = max(index.shape[0], s.positions.shape[0])
         positions = _gather_slots(s.positions, per_head(index, rows))
     state = {name: select_slots(t) for name, t in s.state.items()}
+    # ``holding`` then replaces k and v, which may be exact or packed
     selected = Segment(s.k, s.v, positions, state=state, latent=s.latent)
     k, v = s.stored()
     return replace(cache, segments=(selected.holding(map_tensors(k, select_slots), map_tensors(v, select_slots)),))
 
 
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
-    """Return a ragged segment: for each head h the first ``lengths[h]`` slots of ``index`` [heads, m]."""
+    """Return a ragged segment with the first ``lengths[h]`` slots of row h of ``index`` [heads, m] for each head h."""
     heads = len(lengths)
     # head and slot are the (head, slot) pairs of all kept entries, one head after the other
     is_kept = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
@@ -111,6 +113,7 @@ def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
 
     state = {name: select_slots(t) for name, t in s.state.items()}
     k, v = s.stored()
+    # ``holding`` then replaces k and v, which may be exact or packed
     ragged = Segment(s.k, s.v, select_slots(s.positions), lengths.to(torch.int32), state=state)
     return ragged.holding(map_tensors(k, select_slots), map_tensors(v, select_slots))
 
@@ -125,6 +128,7 @@ def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache
     dropped = torch.arange(n, device=order.device) >= counts[:, None]
     # dropped slots sort behind all others; the clamp only keeps the padding of shorter heads in range
     index = order.masked_fill(dropped, n).sort(dim=-1).values[:, : int(counts.max())].clamp(max=n - 1)
+    # a single count holds for all heads, which are then not ragged
     lengths = counts if len(counts) > 1 else None
     selected = select(cache, index, lengths)
     return replace(selected, decided=tuple(counts.expand(cache.heads).tolist()))
@@ -138,14 +142,16 @@ def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
 def by_head(t: Tensor, lengths: Tensor) -> Tensor:
     """Return t [1, N, ...], whose ragged heads hold ``lengths`` [H] tokens, as [H, longest, ...] padded with zeros."""
     padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
-    padded[torch.arange(padded.shape[1], device=t.device) < lengths[:, None]] = t[0]
+    # True where a head has a token; row by row these places are in the order of t's tokens
+    is_filled = torch.arange(padded.shape[1], device=t.device) < lengths[:, None]
+    padded[is_filled] = t[0]
     return padded
 
 
 def expand(cache: LayerCache) -> LayerCache:
     """Return the cache with every segment's heads repeated to ``cache.heads``, as ``per=query_head`` stores them.
 
-    Latents stay one head, because that head stands for all.
+    Latents stay one head, because that head stands for all: ``cache.heads`` is then 1.
     """
 
     def widen(s: Segment) -> Segment:
@@ -174,7 +180,7 @@ def expand(cache: LayerCache) -> LayerCache:
 def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
     """Return the single segment in two parts: (the older slots, the last ``recent`` slots of every head).
 
-    Each part owns its storage.
+    The segment must hold exact tokens, none of them packed. Each part has ``cache.heads`` heads and owns its storage.
     """
     s = only_segment(expand(cache))
     if s.lengths is not None:

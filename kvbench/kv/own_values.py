@@ -36,9 +36,9 @@ def values_or_keys(keys: AsStored, values: AsStored) -> AsStored:
 
 @dataclass(frozen=True)
 class NoValues(Packed):
-    """The packed values of keys that are their own values: they are as many as the keys, and have no channels.
+    """The packed values of keys that are their own values: one value for each key, without channels.
 
-    marks: [..., L, 0], which counts tokens and takes no memory.
+    marks: [..., L, 0], a tensor that only counts tokens and takes no memory.
     """
 
     marks: Tensor
@@ -68,6 +68,7 @@ class NoValues(Packed):
         return replace(self, marks=self.marks.flatten(0, -3))
 
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
+        # new values have no channels either, so there is nothing to pack
         return NoValues(x)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:

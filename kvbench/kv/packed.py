@@ -33,8 +33,10 @@ from kvbench.base.numbers import ceil_div
 
 Layout = Literal["runs", "stream"]
 
-BITS = (1, 2, 3, 4, 8)  # methods use the quantisers below with these widths, and the GPU kernels read them
-SCALE_BYTES = 4  # a group stores its scale and its minimum (or zero point) in fp16 each
+BITS = (1, 2, 3, 4, 8)
+"""The widths of codes with which methods use the quantisers below. GPU kernels read these widths."""
+SCALE_BYTES = 4
+"""The bytes of a group's scale and minimum (or zero point), which are stored in fp16 each."""
 BLOCK = {"cpu": 2**21, "cuda": 2**26}
 """The number of elements that are dequantised together, by the type of device.
 
@@ -46,7 +48,8 @@ the call takes to launch, unless the blocks are large: these take 256 MiB of fp3
 def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     """Return how many bytes ``pack`` needs for m codes of ``bits`` bits, the padding of incomplete bytes included.
 
-    It depends on the layout: 10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``.
+    The number depends on the layout: 10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``. Raises
+    ValueError unless ``bits`` is 1 to 8.
     """
     # a plane of ``width`` bits takes ceil(m * width / 8) bytes
     return sum(ceil_div(m * width, 8) for width in _plane_widths(bits, layout))
@@ -64,6 +67,7 @@ def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Te
     Raises ValueError unless ``bits`` is 1 to 8.
     """
     widths = _plane_widths(bits, layout)
+    # codes may come as any type of whole numbers, or as floats
     codes = codes.to(torch.uint8)
     if len(widths) == 1:
         return _pack_plane(codes, bits, dim, layout)
@@ -136,7 +140,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
 
 
 def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -> Tensor:
-    """Return the m codes [..., m] that ``_pack_plane`` put into bytes along ``dim``."""
+    """Return the m codes [..., m] uint8 that ``_pack_plane`` put into bytes along ``dim``."""
     unit_codes, unit_bytes = _unit(bits)
     units = ceil_div(m, unit_codes)
     byte_at = _split_into_places(_pad_end(packed, units * unit_bytes, dim), unit_bytes, dim, layout)
@@ -188,17 +192,20 @@ def _pad_end(t: Tensor, size: int, dim: int) -> Tensor:
 class Levels:
     """Packed numbers in the form that most formats have: value = scale * table[code] + low.
 
-    Steps are single tokens, or groups of tokens that are coded together.
+    Steps are single tokens, or groups of tokens that are coded together. A run is the codes that are packed together.
 
     codes: [..., steps, bytes] uint8, or [..., steps, bytes, C] if a run holds the tokens of a channel.
-    bits, layout: how codes are packed (``pack``). run: how many codes are packed together.
+    scale: [..., steps, scales] fp32.
+    bits: the width of a code.
+    run: the number of codes in a run.
+    group: the number of channels that share one scale, unless ``by_channel``.
+    channels: C.
+    layout: the order of a run's codes in bytes (see ``pack``).
     by_channel: True if a run holds the tokens of a channel, and each channel has a scale. False if a run holds channels
     of a token, and each ``group`` of channels has a scale.
-    scale: [..., steps, scales] fp32.
-    low: the same; None: 0.
-    table: [2^bits] fp32; None: a code is its own number.
+    low: [..., steps, scales] fp32; None stands for 0.
+    table: [2^bits] fp32, the number of each code; None if a code is its own number.
     normed: True if a token's numbers are divided by their Euclidean norm before they are scaled.
-    channels: C.
     """
 
     codes: Tensor
@@ -228,12 +235,13 @@ def signed_levels(bits: int, offset: bool, device: torch.device) -> Tensor:
 
 
 def defined_together(cls: type, *methods: str) -> bool:
-    """Return True if one class defines all ``methods`` of ``cls``.
+    """Return True if ``cls`` takes all these ``methods`` from one class, itself or one that it derives from.
 
     A subclass that unpacks in another way, but inherits ``levels``, would be read as its parent.
     """
     definers = set()
     for method in methods:
+        # the first class in the order of resolution that defines the method
         definers.add(next(base for base in cls.__mro__ if method in vars(base)))
     return len(definers) == 1
 
@@ -241,10 +249,11 @@ def defined_together(cls: type, *methods: str) -> bool:
 class Packed(ABC):
     """Keys or values [..., L, C] held as codes.
 
-    frozen: scales [..., H, 1, 1] that heads settled once for all tokens. They count as overhead, not payload.
+    frozen: scales [..., H, 1, 1] that heads settled once for all tokens; None if there are none. They count as
+    overhead, not payload.
     step: the number of tokens that are coded together.
-    rotation: the basis [C, C'] in which values are coded; None: no rotation. Attention rotates its query into the
-    basis.
+    rotation: the basis [C, C'] in which values are coded; None if they are not rotated. Attention rotates its query
+    into the basis.
     """
 
     frozen: Tensor | None = None
@@ -259,7 +268,7 @@ class Packed(ABC):
     @property
     @abstractmethod
     def format(self) -> tuple[object, ...]:
-        """The settings that must be equal for two packed tensors to share one buffer."""
+        """The settings of the storage format. Packed tensors can share one buffer only if these are equal."""
 
     @abstractmethod
     def payload(self) -> Iterator[Tensor]:
@@ -310,13 +319,14 @@ class Packed(ABC):
     def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
         """Return new tokens x, packed in the same format and under the same frozen scales as these tokens.
 
-        x: the tokens of all rows of a batch, or only of ``rows``.
-        pack: the function that packs tokens in this format.
+        x: the tokens of all rows of a batch, or only those of ``rows``.
+        pack: the function that packs tokens in this format. With frozen scales it also takes them, as ``frozen``.
         """
         return pack(x)
 
     @property
     def device(self) -> torch.device:
+        """The device of the codes and scales."""
         return next(self.payload()).device
 
     def __getitem__(self, index: slice | Tensor | int) -> Self:
@@ -334,7 +344,7 @@ class Packed(ABC):
         return self.holding([fn(t) for t in self.payload()], self.frozen)
 
     def of_head(self, h: int) -> Self:
-        """Return the tokens with the frozen scales of head h alone. All the tokens must belong to this head."""
+        """Return the tokens with the frozen scales of head h alone. All these tokens must belong to head h."""
         if self.frozen is None:
             return self
         return self.holding(list(self.payload()), self.frozen[h : h + 1])
@@ -342,8 +352,9 @@ class Packed(ABC):
     def blocks(self, elements: int | None = None) -> Iterator[tuple[slice, slice, Self]]:
         """Yield (slice of heads, slice of tokens, packed part), each part of up to ``elements`` values.
 
-        [..., L, C] is read as [H, L, C]. A part has at least one ``step`` of tokens. On a CPU, values that are
-        dequantised and used part by part stay in the processor's cache: that is several times faster than all at once.
+        All leading axes of [..., L, C] count as one axis of heads. A part has at least one ``step`` of tokens. On a
+        CPU, values that are dequantised and used part by part stay in the processor's cache: that is several times
+        faster than all at once.
 
         elements: None takes the number that suits the device.
         """
@@ -351,7 +362,8 @@ class Packed(ABC):
             elements = BLOCK.get(self.device.type, BLOCK["cpu"])
         flat = self.flat()
         heads, tokens, channels = flat.shape
-        # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit
+        # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit; max()
+        # keeps values without tokens or channels from a division by 0
         fitting_tokens = min(tokens, elements // max(channels, 1))
         part_tokens = max(fitting_tokens // self.step * self.step, self.step)
         part_heads = max(elements // max(part_tokens * channels, 1), 1)
@@ -366,7 +378,7 @@ class Packed(ABC):
 class MinMax(Packed):
     """Quantised keys or values [..., L, C] as they are stored: value = scale * code + minimum, per group.
 
-    ``axis="token"``: a group is ``group`` consecutive channels of one token. The last group is shorter where ``group``
+    ``axis="token"``: a group is ``group`` consecutive channels of one token. The last group is shorter if ``group``
     does not divide C. Codes are [..., L, bytes], scale and low [..., L, groups].
 
     ``axis="channel"``: a group is ``group`` consecutive tokens of one channel. Codes are [..., L / G, bytes, C], scale
@@ -412,6 +424,7 @@ class MinMax(Packed):
         yield self.codes
 
     def holding(self, tensors: Sequence[Tensor], frozen: Tensor | None) -> Self:
+        # no scale of this format is frozen
         codes, scale, low = tensors
         return replace(self, codes=codes, scale=scale, low=low)
 
@@ -460,7 +473,7 @@ class MinMax(Packed):
         # the leading axes end before [L, bytes], or before [L / G, bytes, C]
         last_leading = -4 if self.axis == "channel" else -3
         codes = self.codes.flatten(0, last_leading)
-        return self.holding([codes, self.scale.flatten(0, -3), self.low.flatten(0, -3)], None)
+        return self.holding([codes, self.scale.flatten(0, -3), self.low.flatten(0, -3)], frozen=None)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
         scale, low = self.scale.float(), self.minimum()
@@ -472,6 +485,7 @@ class MinMax(Packed):
         x = _to_fp32(unpack(self.codes, self.bits, self.size), scratch)
         whole_groups = self.size // self.group
         rest = whole_groups * self.group
+        # a view of x [..., groups, G]: scaling it in place changes x
         grouped = x[..., :rest].unflatten(-1, (whole_groups, self.group))
         grouped.mul_(scale[..., :whole_groups, None]).add_(low[..., :whole_groups, None])
         if rest < self.size:
@@ -502,9 +516,10 @@ def quantise_tokens(x: Tensor, bits: int, group: int, constant_scale: float = 0.
     groups = ceil_div(channels, group)
     padding = groups * group - channels
     if padding:
-        # repeating the last element changes no minimum or maximum
+        # the last element is repeated, because that changes no minimum or maximum
         x = torch.cat([x, x[..., -1:].expand(*x.shape[:-1], padding)], dim=-1)
-    codes, scale, low = _quantise_groups(x.float().unflatten(-1, (groups, group)), bits, -1, constant_scale)
+    grouped = x.float().unflatten(-1, (groups, group))
+    codes, scale, low = _quantise_groups(grouped, bits, dim=-1, constant_scale=constant_scale)
     codes = codes.flatten(-2)[..., :channels]
     return MinMax(codes=pack(codes, bits), scale=scale, low=low, bits=bits, group=group, axis="token", size=channels)
 
@@ -516,9 +531,9 @@ def quantise_channels(x: Tensor, bits: int, group: int) -> MinMax:
     """
     if x.shape[-2] % group:
         raise ValueError(f"{x.shape[-2]} tokens are not whole groups of {group}")
-    # take minimum and maximum over the G tokens of a channel in [..., L / G, G, C]
+    # minimum and maximum are over the G tokens of a channel in [..., L / G, G, C]
     grouped = x.float().unflatten(-2, (x.shape[-2] // group, group))
-    codes, scale, low = _quantise_groups(grouped, bits, -2, constant_scale=0.0)
+    codes, scale, low = _quantise_groups(grouped, bits, dim=-2, constant_scale=0.0)
     return MinMax(
         codes=pack(codes, bits, dim=-2), scale=scale, low=low, bits=bits, group=group, axis="channel", size=group
     )
@@ -557,7 +572,8 @@ def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> t
     """
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
-    # the span begins at the stored minimum, so that codes reach the largest value although the minimum was rounded
+    # the span begins at the stored minimum, so that codes reach the largest value although the minimum was rounded;
+    # a minimum that was rounded up above all values leaves a span of 0
     span = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
     scale16 = (span / (2**bits - 1)).half()
     _check_finite(x, bits, scale16, low16)
@@ -570,7 +586,7 @@ def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> t
 
 
 def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:
-    """Raise KvbenchError with the reason if a scale or a minimum is not finite."""
+    """Raise KvbenchError with the reason if a scale or a minimum of the groups of x is not finite."""
     # test both at once: each number that the processor reads back from a GPU holds up a decode step
     if bool((scale.float() + low.float()).isfinite().all()):
         return

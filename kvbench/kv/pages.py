@@ -1,8 +1,8 @@
-"""The record of the pages that an inference engine could give back after a prompt is compressed.
+"""The shares of a prompt's pages that an inference engine could give back after compression.
 
 An engine holds a cache in pages of PAGE_TOKENS tokens, and a table lists the pages of each sequence (PagedAttention,
 arXiv 2309.06180, section 4). A method that drops tokens saves memory there only if whole pages become free.
-``audit.pages`` computes the record. This module does not import torch, because stored results are read without it.
+``audit.pages`` computes ``PagesFreed``. This module does not import torch, because stored results are read without it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class PagesFreed:
     A prompt of n tokens has ceil(n / PAGE_TOKENS) pages in each table. An engine either has a table for each stored
     head (heads apart) or one table for each layer (heads united). Under ``per=query_head`` each query head has a table.
 
-    apart, united: tokens stay where they were written. A page is free if no token of it is kept: by its head where
-    heads are apart, by any head where they are united.
-    apart_compacted, united_compacted: each head's kept tokens are moved together. A head needs ceil(kept / PAGE_TOKENS)
-    pages. Where heads are united, a layer needs as many as its head with most tokens.
+    apart, united: the shares if tokens stay where they were written. With heads apart, a head's page is free if the
+    head keeps none of its tokens. With heads united, a page is free if no head keeps any of its tokens.
+    apart_compacted, united_compacted: the shares if each head's kept tokens are moved together. A head then needs
+    ceil(kept / PAGE_TOKENS) pages. With heads united, a layer needs as many pages as the head with most tokens.
     """
 
     apart: float
@@ -35,9 +35,9 @@ class PagesFreed:
 
     @classmethod
     def mean(cls, records: Sequence[PagesFreed | None], weights: Sequence[float] | None = None) -> PagesFreed | None:
-        """Return the mean of each share over ``records``, weighted by ``weights`` if they are given.
+        """Return the mean of each share over ``records``, weighted by ``weights`` if there are any.
 
-        Return None if there are no records or one of them is None.
+        Return None if there are no records or one of them is None. Then some pages are unknown.
         """
         known = [record for record in records if record is not None]
         if not known or len(known) < len(records):

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from kvbench.kv.packed import Packed
 
-FOREVER = 2**62  # more tokens than any cache sees
-Values = Tensor | Packed  # keys or values in one storage format: exact or packed
+FOREVER = 2**62
+"""More tokens than any cache sees."""
+Values = Tensor | Packed
+"""Keys or values in one storage format: exact (Tensor) or packed."""
 
 
 @dataclass(frozen=True)
 class Residual:
     """The rule for how many of the newest tokens stay exact.
 
-    At least the last ``keep`` tokens stay exact, and at least those that do not fill a ``block``. The older tokens are
-    packed in whole units of ``unit`` tokens, and the rest of a unit stays exact as well. ``unit`` is the fewest tokens
-    that can be packed, and divides ``block``.
+    The older tokens are packed in whole units, and tokens that do not fill a unit stay exact as well.
+
+    keep: at least this many of the last tokens stay exact.
+    block: tokens that do not fill a block of this many stay exact.
+    unit: the fewest tokens that can be packed. It divides ``block``.
     """
 
     keep: int
@@ -38,12 +42,13 @@ class Residual:
     @property
     def most(self) -> int:
         """The largest number of exact tokens at a time, after all tokens that can be packed have been packed."""
+        # beside ``keep`` tokens at most unit - 1 do not fill a unit; otherwise at most block - 1 do not fill a block
         return max(self.keep + self.unit, self.block) - 1
 
     @classmethod
     def everything(cls) -> Residual:
         """Return the rule under which all tokens stay exact, however many come."""
-        return cls(FOREVER, 1, 1)
+        return cls(keep=FOREVER, block=1, unit=1)
 
     def at_least(self, keep: int) -> Residual:
         """Return the same rule with at least ``keep`` exact tokens."""
@@ -64,7 +69,7 @@ class Codes:
     v_counts: Tensor | None = None  # [H] int32
 
     def payload(self) -> Iterator[Tensor]:
-        """Yield the tensors of packed keys and values: codes and their scales."""
+        """Yield the tensors of the packed keys, then those of the packed values: codes and their scales."""
         yield from self.k.payload()
         yield from self.v.payload()
 
@@ -77,8 +82,9 @@ class Codes:
     def head(self, h: int, k: Tensor, v: Tensor, start: int, end: int) -> tuple[Codes, Tensor, Tensor]:
         """Return (codes, exact keys, exact values) of head h, as views.
 
-        k and v are the exact tokens of all heads. Ragged heads lie one after the other: this head's tokens are
-        ``start`` to ``end`` among all.
+        k, v: the exact tokens of all heads.
+        start, end: where ragged heads lie one after the other, the place of this head's tokens among all, packed and
+        exact.
         """
         if self.k_counts is None or self.v_counts is None:
             row = slice(h, h + 1)
@@ -88,7 +94,8 @@ class Codes:
             """Return (codes, exact tokens) of head h, from the keys or the values of all ragged heads."""
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
-            # earlier heads have ``start`` tokens: ``packed_start`` of them are packed, the others are exact
+            # earlier heads have ``start`` tokens: ``packed_start`` of them are packed, the others are exact; likewise
+            # for ``end`` and this head
             head_codes = packed.tokens(packed_start, packed_end).of_head(h)
             return head_codes, exact[:, start - packed_start : end - packed_end]
 
@@ -117,26 +124,28 @@ def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     the other.
     """
     payloads = [list(head.payload()) for head in heads]
-    # codes of all heads become one tensor, their scales another, and so on
+    # the codes of all heads become one tensor, their scales another, and so on
     tensors = [torch.cat(same_kind, dim=1) for same_kind in zip(*payloads, strict=True)]
     counts = torch.tensor([head.shape[1] for head in heads], dtype=torch.int32, device=tensors[0].device)
+    # in one format, either all heads have frozen scales or none
     scales = [head.frozen for head in heads if head.frozen is not None]
     frozen = torch.cat(scales) if scales else None
     return heads[0].holding(tensors, frozen), counts
 
 
 def allocate_buffers(rows: Sequence[Packed], room: Callable[[Tensor], Tensor]) -> Packed:
-    """Return buffers [B, H, ...] for the packed tokens of B ``rows``, with each row's frozen scales.
+    """Return buffers [B, H, ...] for the packed tokens of B ``rows``, all in one format, with each row's frozen scales.
 
-    ``room`` is a function that takes one row's tensor and returns the buffer for such tensors of all rows.
+    ``room`` is a function that takes a tensor of the first row and returns the buffer for this tensor in all rows.
     """
+    # in one format, either all rows have frozen scales or none
     scales = [row.frozen for row in rows if row.frozen is not None]
     frozen = torch.stack(scales) if scales else None
     return rows[0].holding([room(t) for t in rows[0].payload()], frozen)
 
 
 def map_tensors(x: Values, fn: Callable[[Tensor], Tensor]) -> Values:
-    """Return exact keys or values after ``fn``, or packed ones with ``fn`` applied to each tensor (``Packed.map``)."""
+    """Return exact keys or values with ``fn`` applied, or packed ones with ``fn`` applied to each of their tensors."""
     if isinstance(x, Packed):
         return x.map(fn)
     return fn(x)

@@ -1,4 +1,4 @@
-"""The factor of q.k, and what else a model does to its logits: a cap on them, and sinks that take attention.
+"""The factor of q.k, with a model's other changes to its logits: a cap on them, and sinks that take attention.
 
 A sink is a learned logit of a query head that stands for no token (gpt-oss). With l_j = scale q.k_j and the sink s:
 p_j = exp(l_j) / (exp(s) + sum_i exp(l_i)), so that the weights of all tokens add up to less than 1.
@@ -54,7 +54,10 @@ def is_plain(scale: float) -> bool:
 
 
 def capped(logits: Tensor, scale: float) -> Tensor:
-    """Return scaled logits under the cap of ``scale``: cap tanh(x / cap). Logits must not be masked yet."""
+    """Return logits x, already multiplied by ``scale``, under its cap: cap tanh(x / cap), or x itself without a cap.
+
+    The logits must not be masked yet.
+    """
     cap = cap_of(scale)
     if cap is None:
         return logits
@@ -63,9 +66,9 @@ def capped(logits: Tensor, scale: float) -> Tensor:
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return the softmax in fp32 of logits [..., Hq, T, S].
+    """Return the softmax in fp32 of logits [..., Hq, T, S]. Masked logits are -inf.
 
-    Each sink takes its share of a row's weights, and gets no column of its own.
+    Each of ``sinks`` [..., Hq, 1, 1] takes its share of a row's weights, and gets no column of its own.
     """
     if sinks is None:
         return logits.float().softmax(dim=-1)
@@ -77,7 +80,7 @@ def exponentials(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Overwrite fp32 logits l [..., w, m] by exp(l - top), where top is the largest of a row's logits and its sink.
 
     Return (the overwritten logits, their sum [..., w, 1]). The sum includes the sink's exp(s - top). The quotient of
-    the two is the softmax.
+    the two is the softmax. Masked logits are -inf. Without sinks, every row needs a logit that is not masked.
     """
     top = logits.amax(dim=-1, keepdim=True)
     if sinks is None:

@@ -21,8 +21,8 @@ from kvbench.kv.partly_packed import Codes, Values
 class Segment:
     """A run of stored tokens in one storage format, ascending in position.
 
-    ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` tensors have leading axes
-    [H, L] and are gathered with their tokens.
+    ``positions`` is [H, L], or [1, L] where all heads keep the same tokens. ``state`` has tensors by name, such as
+    running scores. They have leading axes [H, L] and are gathered with their tokens.
 
     ``lengths`` marks ragged heads: heads that hold different numbers of tokens. They are stored one after the other
     without padding, and every leading [H, L] becomes [1, N] with N = sum of ``lengths``.
@@ -72,9 +72,9 @@ class Segment:
         return self.lengths.tolist()
 
     def head(self, h: int) -> Segment:
-        """Return one stored head's tokens as a view [1, its tokens, ...], without ``latents`` and ``leads``.
+        """Return the tokens of stored head h as views [1, its tokens, ...], without ``latents`` and ``leads``.
 
-        Those belong to all heads together.
+        Latents and leads belong to all heads together.
         """
         start, end = 0, self.tokens
         if self.lengths is not None:
@@ -112,8 +112,10 @@ class Segment:
     def holding(self, k: Values, v: Values) -> Segment:
         """Return the segment with k and v as the keys and values of all its tokens, both exact or both packed."""
         if not isinstance(k, Packed) or not isinstance(v, Packed):
+            # a pair of one exact and one packed half is never given
             assert isinstance(k, Tensor) and isinstance(v, Tensor)
             return replace(self, k=k, v=v, codes=None)
+        # no token stays exact
         no_k = self.k.new_zeros(k.shape[0], 0, k.shape[2])
         no_v = self.k.new_zeros(v.shape[0], 0, v.shape[2])
         codes = Codes(k, v)
@@ -123,9 +125,9 @@ class Segment:
         return replace(self, k=no_k, v=no_v, codes=codes)
 
     def shapes(self) -> Segment:
-        """Return the segment with tensors that keep their shapes but hold no numbers.
+        """Return the segment with tensors that keep their shapes but hold no numbers, and without ``state``.
 
-        The token counts of ragged heads keep their numbers.
+        The token counts of ragged heads, the channel ids and ``leads`` keep their numbers.
         """
         codes, latents = self.codes, self.latents
         if codes is not None:
@@ -143,7 +145,7 @@ class Segment:
         )
 
     def payload(self) -> Iterator[Tensor]:
-        """Yield the stored tensors of keys and values."""
+        """Yield the tensors of keys and values: exact ones, and packed ones if there are any."""
         yield self.k
         yield self.v
         if self.codes is not None:
@@ -173,13 +175,13 @@ class LayerCache:
     seen: the number of tokens read so far. The next token has this position.
     heads: the number of heads for which tokens are stored: Hk, or Hq under ``per=query_head``.
     query_heads: Hq.
-    weight: this layer's weight for a stage that divides one budget over all layers; None: the layer takes no part.
+    weight: the layer's weight in a division of one budget over all layers; None: the layer takes no part.
     decided: how many of the prompt's tokens each stored head keeps. Stages whose count depends on the data record it.
     prompt: the prompt's length at compression; 0: ``seen``. Budgets refer to it for the whole generation.
     copy_from: for each query head, the head whose attention output it takes; None: all take their own.
     window: marks a local layer. It holds only the last ``window`` tokens read, and no method compresses it.
     chunked: True if tokens of a local layer attend their own chunk of ``window`` tokens, not the last ``window`` ones.
-    observed: the data for a method that chooses again while decoding, with the last queries.
+    observed: the last queries and other data for a method that chooses again while decoding; None for other methods.
     """
 
     segments: tuple[Segment, ...]
@@ -205,6 +207,7 @@ class LayerCache:
     @property
     def tokens(self) -> int:
         """The number of tokens of the longest stored head."""
+        # even segments add the same number to every head
         tokens = sum(s.tokens for s in self.segments if s.lengths is None)
         ragged = [s.lengths for s in self.segments if s.lengths is not None]
         if ragged:
@@ -240,12 +243,12 @@ class LayerCache:
 
     @property
     def stored_heads(self) -> int:
-        """The number of heads for which tokens are stored now."""
+        """The number of heads for which tokens are stored at present."""
         # a low-rank chain stores under one head, but its keys and values have all kv heads until latents replace them
         return max(self.heads, max((s.heads for s in self.segments), default=0))
 
     def even_positions(self) -> Tensor | None:
-        """Return positions [H, tokens], or [1, tokens] where all heads share them; None where heads are ragged."""
+        """Return all positions [H, tokens], or [1, tokens] if all heads share them; None if heads are ragged."""
         if any(s.lengths is not None for s in self.segments):
             return None
         heads = max(s.positions.shape[0] for s in self.segments)
@@ -281,7 +284,7 @@ class LayerCache:
 
 
 def _without_storage(t: Tensor) -> Tensor:
-    """Return a tensor of the same shape and dtype without storage."""
+    """Return a tensor of the same shape and dtype that takes no memory."""
     return torch.empty_like(t, device="meta")
 
 
@@ -311,6 +314,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     bytes_by_storage = {}
     for t in tensors:
         storage = t.untyped_storage()
-        # a storage without memory has no address; the address of its own object identifies it
+        # an empty storage has no address (0); the address of the storage object then identifies it
         bytes_by_storage[storage.data_ptr() or storage._cdata] = storage.nbytes()
     return sum(bytes_by_storage.values())

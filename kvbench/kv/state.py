@@ -14,7 +14,7 @@ from torch import Tensor
 FP32 = 4
 """The bytes of one number of a recurrent state, which transformers holds in fp32."""
 States = tuple[Tensor | None, ...]
-"""Tensors [1, ...] by their number in the layer; None for one that the layer does not have."""
+"""The state tensors [1, ...] of a layer, in the layer's order; None stands for a tensor that it does not have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The counts of the states' numbers, as (numbers of convolutions, recurrent numbers)."""
+        """The counts (numbers in the states of convolutions, numbers in the recurrent states)."""
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:
@@ -43,18 +43,19 @@ class LayerState:
 
 
 def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
-    """Return the bytes of a model's states, in which transformers holds two kinds of numbers.
+    """Return the bytes of a model's states.
 
-    conv: how many numbers the states of convolutions are. They have the model's dtype, of ``itemsize`` bytes.
-    recurrent: how many numbers the recurrent states are. They are in fp32.
+    conv: the count of numbers in the states of convolutions. They have the model's dtype, of ``itemsize`` bytes.
+    recurrent: the count of numbers in the recurrent states. transformers holds them in fp32.
     """
     return conv * itemsize + recurrent * FP32
 
 
 def _count(states: States) -> int:
+    """Return how many numbers the tensors hold together."""
     return sum(t.numel() for t in states if t is not None)
 
 
 def _on_meta(states: States) -> States:
-    """Return tensors of the same shapes and without numbers."""
+    """Return tensors of the same shapes that hold no numbers."""
     return tuple(t if t is None else torch.empty_like(t, device="meta") for t in states)

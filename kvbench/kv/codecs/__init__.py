@@ -22,7 +22,7 @@ NAMED: Mapping[str, Codec] = {
     "int4_plain": ZeroPointInt4(),
     "int4_symmetric": SymmetricInteger(bits=4, half=True),
     "q8_0": Blocks(),
-    # _h marks the Hadamard rotation that llama.cpp has added
+    # the suffix _h marks the Hadamard rotation that llama.cpp has added
     "q8_0_h": Blocks(rotate="hadamard"),
     "q4_0": Blocks(bits=4),
     "q4_0_h": Blocks(bits=4, rotate="hadamard"),

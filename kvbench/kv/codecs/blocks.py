@@ -44,7 +44,8 @@ class Blocks(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         x = in_blocks(x, self.group)
         # m, the value of the largest magnitude in each block, with its sign
-        extreme = x.gather(-1, x.abs().argmax(dim=-1, keepdim=True))
+        index_of_largest = x.abs().argmax(dim=-1, keepdim=True)
+        extreme = x.gather(-1, index_of_largest)
         if self.bits == 8:
             # d = |m| / 127, c = round(x / d)
             scale = extreme.abs() / 127
@@ -58,6 +59,7 @@ class Blocks(Codec):
         return {"codes": codes.flatten(-2), "scale": scale[..., 0].half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        # [..., blocks, 1]
         scale = tensors["scale"].float()[..., None]
         codes = tensors["codes"].unflatten(-1, (scale.shape[-2], -1))
         if self.bits == 4:
@@ -67,6 +69,7 @@ class Blocks(Codec):
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
         return Levels(
+            # codes of 8 bits are stored as int8
             codes=tensors["codes"].view(torch.uint8),
             scale=tensors["scale"].float(),
             bits=self.bits,

@@ -47,20 +47,24 @@ class Fp8Codec(Codec):
 
     def token_bytes(self, channels: int) -> int:
         if self.scale == "token_head":
-            return self.coded_channels(channels) + 4  # 4 bytes are an fp32 scale
+            # each token also has a scale of 4 bytes, in fp32
+            return self.coded_channels(channels) + 4
         return self.coded_channels(channels)
 
     @property
     def largest(self) -> float:
+        """The largest finite number of the type."""
         return torch.finfo(TYPES[self.kind]).max
 
     def settle(self, absmax: Tensor) -> Tensor:
         scale = absmax / (self.reach or self.largest)
-        return scale.masked_fill(scale == 0, 1.0)  # values that are all 0 come back as 0 under any scale
+        # values that are all 0 come back as 0 under any scale but 0
+        return scale.masked_fill(scale == 0, 1.0)
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         if self.scale == "token_head":
+            # the formula is that of settled scales, for each token
             scale = self.settle(x.abs().amax(dim=-1, keepdim=True))
             x = x / scale
             tensors["scale"] = scale
@@ -72,6 +76,7 @@ class Fp8Codec(Codec):
         return {"codes": codes.view(torch.uint8)} | tensors
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        # each token's own scale, or the one that the prompt settled; None stands for 1
         scale = tensors.get("scale", frozen)
         x = tensors["codes"].view(TYPES[self.kind]).float()
         if scale is None:

@@ -1,7 +1,7 @@
 """Integers of few bits with one scale for each token and head.
 
-They are int8 and int4 of vLLM (int8_per_token_head, int4_per_token_head, turboquant's values) and int8 of SGLang. Their
-kernels define the formats: https://github.com/vllm-project/vllm, https://github.com/sgl-project/sglang.
+They are formats of vLLM (int8_per_token_head, int4_per_token_head, turboquant's values) and of SGLang (int8). The
+engines' kernels define them: https://github.com/vllm-project/vllm, https://github.com/sgl-project/sglang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from kvbench.kv.coded import Codec
 from kvbench.kv.packed import Levels, pack, packed_bytes, signed_levels, unpack
 
-LEAST_SCALE = 1e-6  # vLLM's least scale: a token of zeros is divided by it
+LEAST_SCALE = 1e-6
+"""vLLM's least scale. A token of zeros is divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +34,25 @@ class SymmetricInteger(Codec):
 
     def token_bytes(self, channels: int) -> int:
         code_bytes = packed_bytes(self.coded_channels(channels), self.bits, "stream")
-        if self.half:
-            return code_bytes + 2
-        return code_bytes + 4
+        # the scale is in fp16 or in fp32
+        scale_bytes = 2 if self.half else 4
+        return code_bytes + scale_bytes
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        levels = 2 ** (self.bits - 1)
+        half_range = 2 ** (self.bits - 1)
         # s = absmax / (2^(bits-1) - 1) of a token
-        scale = self._token_scale(x.abs().amax(dim=-1, keepdim=True) / (levels - 1))
+        scale = self._stored_scale(x.abs().amax(dim=-1, keepdim=True) / (half_range - 1))
         # codes are computed with the stored scale, because a reader multiplies by that one
         steps = x / _infinity_for_zero(scale)
         steps = steps.trunc() if self.truncate else steps.round()
-        codes = steps.clamp(-levels, levels - 1).to(torch.int8)
+        codes = steps.clamp(-half_range, half_range - 1).to(torch.int8)
         if self.bits < 8:
             # packed codes are unsigned: code 2^(bits-1) stands for level 0
-            codes = pack(codes + levels, self.bits, layout="stream")
+            codes = pack(codes + half_range, self.bits, layout="stream")
         return {"codes": codes, "scale": scale}
 
-    def _token_scale(self, scale: Tensor) -> Tensor:
-        """Return a token's scale as it is stored: in fp16 under ``half``, else in fp32 and at least LEAST_SCALE."""
+    def _stored_scale(self, scale: Tensor) -> Tensor:
+        """Return the scales as they are stored: in fp16 under ``half``, else in fp32 and at least LEAST_SCALE."""
         if self.half:
             return scale.half()
         return scale.clamp(min=LEAST_SCALE)
@@ -72,11 +73,12 @@ class SymmetricInteger(Codec):
 class CentredInt8(Codec):
     """Store codes c = round((x - z) / s), read as c * s + z. z = (min + max) / 2 and s = (max - min) / 255 are fp16.
 
-    Codes are computed with the rounded s and z. min and max have the codes -127.5 and 127.5 before rounding, and
-    rounding s can make them larger: codes are clipped to -128 and 127.
+    Codes are computed with s and z as rounded to fp16. Before codes are rounded, those of min and max are -127.5 and
+    127.5, or beyond where rounding moved s or z: codes are clipped to -128 and 127.
     """
 
     def token_bytes(self, channels: int) -> int:
+        # scale and centre take 2 bytes each
         return self.coded_channels(channels) + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
@@ -109,6 +111,7 @@ class ZeroPointInt4(Codec):
     """
 
     def token_bytes(self, channels: int) -> int:
+        # the scale takes 4 bytes, and holds the zero point
         return packed_bytes(self.coded_channels(channels), 4, "stream") + 4
 
     def to_basis(self, x: Tensor) -> Tensor:
@@ -140,6 +143,7 @@ class ZeroPointInt4(Codec):
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
         scale, zero = _scale_and_zero(tensors["scale"])
         if self.rotate != "none":
+            # undo the factor sqrt(C') of ``to_basis``
             scale = scale / channels**0.5
         # (c - z) s = s c - z s
         return _token_levels(tensors["codes"], 4, channels, scale=scale, low=-zero * scale)
@@ -147,21 +151,22 @@ class ZeroPointInt4(Codec):
 
 @dataclass(frozen=True, kw_only=True)
 class MinMaxInteger(Codec):
-    """Store codes c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1), read as c * fp16(s) + fp16(min).
+    """Store codes c = clip(trunc((x - min) / s + 0.5), 0, 2^bits - 1), read as c * fp16(s) + fp16(min).
 
-    turboquant stores values in this format. s = max((max - min) / (2^bits - 1), 1e-8). Codes are computed with the
-    scale and the minimum before rounding.
+    turboquant stores values in this format. s = max((max - min) / (2^bits - 1), 1e-8). Codes are computed with s and
+    min in fp32, before they are rounded to fp16.
     """
 
     bits: int = 4
 
     def token_bytes(self, channels: int) -> int:
+        # scale and minimum take 2 bytes each
         return packed_bytes(self.coded_channels(channels), self.bits, "stream") + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
-        # s = max((max - min) / (2^bits - 1), 1e-8), c = clip(trunc((x - min) / s + .5), 0, 2^bits - 1)
+        # s = max((max - min) / (2^bits - 1), 1e-8), c = clip(trunc((x - min) / s + 0.5), 0, 2^bits - 1)
         scale = ((high - low) / top).clamp(min=1e-8)
         codes = ((x - low) / scale + 0.5).trunc().clamp(0, top)
         return {"codes": pack(codes, self.bits, layout="stream"), "scale": scale.half(), "low": low.half()}
@@ -176,7 +181,10 @@ class MinMaxInteger(Codec):
 
 
 def _scale_and_zero(stored: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (scale, zero point) of ``ZeroPointInt4``: the lowest 4 bits of the stored fp32 are the zero point."""
+    """Return (scale, zero point), both fp32, from scales as ``ZeroPointInt4`` stores them.
+
+    The lowest 4 bits of a stored scale are the zero point.
+    """
     bits = stored.contiguous().view(torch.int32)
     return (bits & ~15).view(torch.float32), (bits & 15).float()
 
@@ -186,10 +194,10 @@ def _token_levels(
 ) -> Levels:
     """Return as ``Levels`` the codes of a format that packs each token as one stream under one scale.
 
-    codes: [..., L, bytes], of C = ``channels`` codes of ``bits`` bits for each token.
-    scale: [..., L, 1].
-    low: the same shape; None stands for 0.
-    table: [2^bits], the number of each code; None if a code is its own number.
+    codes: [..., L, bytes]. Each token has C = ``channels`` codes of ``bits`` bits.
+    scale: [..., L, 1] fp32.
+    low: [..., L, 1] fp32; None stands for 0.
+    table: [2^bits] fp32, the number of each code; None if a code is its own number.
     """
     return Levels(
         codes=codes.view(torch.uint8),

@@ -1,4 +1,4 @@
-"""TurboQuant: rotate a unit vector and store each coordinate by the best scalar quantiser for a Gaussian.
+"""TurboQuant: rotate unit vectors and store each coordinate by the best scalar quantiser for a Gaussian.
 
 The paper (arXiv 2504.19874) takes a random rotation. For inner products it spends one bit on the signs of a sketch of
 the error. vLLM's turboquant formats (https://github.com/vllm-project/vllm) store keys this way, rotated by a plain
@@ -40,7 +40,9 @@ def _centroids_and_borders(bits: int, device: torch.device) -> tuple[Tensor, Ten
 @cache
 def sketch(channels: int, device: torch.device) -> Tensor:
     """Return the Gaussian matrix S [C, C]. ``LloydMax`` stores the signs of its products with the residual."""
-    return torch.randn(channels, channels, generator=torch.Generator().manual_seed(SEED + 1)).to(device)
+    # rotations are drawn from SEED, so S takes another seed; it is drawn on the CPU to be the same on every device
+    generator = torch.Generator().manual_seed(SEED + 1)
+    return torch.randn(channels, channels, generator=generator).to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,9 @@ class LloydMax(Codec):
     R is the rotation. Centroids are those of N(0, 1) divided by sqrt(C). Ties go to the upper centroid.
 
     normed: True scales a token's centroids to length 1 before they are multiplied by |x| (vLLM's norm correction).
-    inner: True spends one of ``bits`` on unbiased inner products, and codes have bits - 1. The residual r = y - y^ is
-    stored as the signs of S r, S Gaussian, and |r| in fp16. It is read as y^ + sqrt(pi / 2) / C * |r| * S' sign(S r).
+    inner: True spends one of ``bits`` on unbiased inner products, and codes have bits - 1. With the centroids y^, the
+    residual r = y - y^ is stored as the signs of S r, for a Gaussian matrix S, and |r| in fp16. y is then read as
+    y^ + sqrt(pi / 2) / C * |r| * S' sign(S r).
     """
 
     bits: int = 4
@@ -86,9 +89,9 @@ class LloydMax(Codec):
         if self.inner:
             # r = y - y^ is stored as the signs of S r, and |r|
             residual = y - centroids[codes] / root
-            signs = residual @ sketch(x.shape[-1], x.device).T >= 0
+            is_positive = residual @ sketch(x.shape[-1], x.device).T >= 0
             length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-            tensors["codes_signs"] = pack(signs, 1, layout="stream")
+            tensors["codes_signs"] = pack(is_positive, 1, layout="stream")
             tensors["residual_norm"] = length.half()
         return tensors
 
@@ -98,7 +101,7 @@ class LloydMax(Codec):
         codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")
         y = centroids[codes.long()] / channels**0.5
         if self.normed:
-            # the centroids of a token are scaled to length 1
+            # the centroids of a token are scaled to length 1; 1e-16 keeps a length of 0 from dividing by 0
             y = y / (y.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
         if self.inner:
             # bit 0 stands for the sign -1, bit 1 for +1
@@ -114,6 +117,7 @@ class LloydMax(Codec):
             return None
         centroids, _ = _centroids_and_borders(self.code_bits, tensors["codes"].device)
         scale = tensors["norm"].float()
+        # normed centroids have length 1 in any case; others are those of N(0, 1) divided by sqrt(C)
         if not self.normed:
             scale = scale / channels**0.5
         return Levels(

@@ -18,10 +18,14 @@ from kvbench.base.numbers import ceil_div
 from kvbench.kv.coded import Codec, in_blocks
 from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 
-LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the magnitudes of codes 0 to 7
-MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # half-way between neighbouring magnitudes
-LARGEST = 6.0  # the largest magnitude
-E4M3_MAX = 448.0  # the largest block scale that NVFP4 can store
+LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of codes 0 to 7."""
+MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""The numbers half-way between neighbouring magnitudes."""
+LARGEST = 6.0
+"""The largest magnitude."""
+E4M3_MAX = 448.0
+"""The largest block scale that NVFP4 can store."""
 
 
 @cache
@@ -29,7 +33,8 @@ def _values_and_borders(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values [16] of all codes, and the midpoints [7] between their magnitudes."""
     magnitudes = torch.tensor(LEVELS)
     # bit 3 of a code is the sign: codes 8 to 15 are the negative levels
-    return torch.cat([magnitudes, -magnitudes]).to(device), torch.tensor(MIDPOINTS).to(device)
+    values = torch.cat([magnitudes, -magnitudes])
+    return values.to(device), torch.tensor(MIDPOINTS).to(device)
 
 
 def encode_e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
@@ -39,10 +44,11 @@ def encode_e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
     """
     _, borders = _values_and_borders(x.device)
     magnitude = x.abs().contiguous()
-    # right=True returns the code above a border, right=False the code below it; between borders both are the same
+    # on a border, right=True takes the code above it and right=False the code below; elsewhere both are the same
     codes = torch.bucketize(magnitude, borders, right=True)
     if not ties_up:
         lower = torch.bucketize(magnitude, borders)
+        # of the two codes beside a border one is even
         codes = torch.where(lower % 2 == 0, lower, codes)
     return codes + 8 * (x < 0)
 
@@ -73,6 +79,7 @@ class MicroscaledFp4(Codec):
 
     def token_bytes(self, channels: int) -> int:
         blocks = ceil_div(self.coded_channels(channels), self.group)
+        # codes of 4 bits, and one byte of scale for each block
         return packed_bytes(blocks * self.group, 4, "stream") + blocks
 
     def allowed_channels(self, channels: int) -> str:
@@ -82,14 +89,16 @@ class MicroscaledFp4(Codec):
 
     def settle(self, absmax: Tensor) -> Tensor:
         g = absmax / (LARGEST * E4M3_MAX)
-        return g.masked_fill(g == 0, 1.0)  # values that are all 0 come back as 0 under any scale
+        # values that are all 0 come back as 0 under any scale but 0
+        return g.masked_fill(g == 0, 1.0)
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         x = in_blocks(x, self.group)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         if self.kind == "nv":
+            # this kind settles a scale on the prompt (``settles``)
             assert frozen is not None
-            codes, scale_bytes = self._encode_under_shared_scale(x, absmax, frozen[..., None])
+            codes, scale_bytes = self._encode_under_shared_scale(x, absmax, g=frozen[..., None])
         else:
             codes, scale_bytes = self._encode_under_powers_of_two(x, absmax)
         return {"codes": pack(codes.flatten(-2), 4, layout="stream"), "scale": scale_bytes[..., 0]}
@@ -100,10 +109,10 @@ class MicroscaledFp4(Codec):
         absmax: [..., blocks, 1], the largest magnitude of each block.
         g: the scale of the whole tensor, which all blocks share.
         """
-        # b = e4m3(absmax / (6 g))
+        # b = e4m3(absmax / (6 g)) puts the largest value of a block on level 6
         scale = _round_to_e4m3(absmax / (LARGEST * g))
         if self.four_over_six:
-            # absmax / 4 puts the largest value on level 4, and avoids the wide gap between levels 4 and 6
+            # absmax / 4 puts it on level 4, and avoids the wide gap between levels 4 and 6
             larger = _round_to_e4m3(absmax / (4 * g))
             larger_is_better = _squared_error(x, larger, g) < _squared_error(x, scale, g)
             scale = torch.where(larger_is_better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
@@ -112,7 +121,7 @@ class MicroscaledFp4(Codec):
     def _encode_under_powers_of_two(self, x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes, biased exponents) under ``ocp`` or ``sglang`` for blocks x [..., blocks, group].
 
-        absmax: [..., blocks, 1], the largest magnitude of each block.
+        absmax: [..., blocks, 1], the largest magnitude of each block. A byte holds the exponent plus 127.
         """
         # frexp gives absmax = mantissa * 2^exponent with a mantissa in [0.5, 1)
         if self.kind == "ocp":
@@ -122,6 +131,7 @@ class MicroscaledFp4(Codec):
             mantissa, power = torch.frexp((absmax / LARGEST).clamp(min=1e-10))
             # for ceil(log2), a power of two is its own ceiling: its mantissa is 0.5
             exponent = power - (mantissa == 0.5).to(power.dtype)
+        # the byte holds exponents from -127 on; a block of zeros takes the least
         exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
         # 2^-127 is below fp32's normal range, so the division runs in fp64
         codes = encode_e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
@@ -153,6 +163,7 @@ class MicroscaledFp4(Codec):
         ``frozen`` is the scale g of the whole tensor under ``nv``.
         """
         if self.kind == "nv":
+            # ``encode`` had the scale as well
             assert frozen is not None
             return stored.view(torch.float8_e4m3fn).float() * frozen
         return torch.exp2(stored.float() - 127)
@@ -165,6 +176,7 @@ def _round_to_e4m3(scale: Tensor) -> Tensor:
 
 def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
     """Return the codes of x / (b g), for block scales b and the scale g of all blocks, or 0 where b g is 0."""
+    # a number divided by infinity is 0
     step = block_scale.float() * g
     return encode_e2m1(x / step.masked_fill(step == 0, torch.inf))
 
