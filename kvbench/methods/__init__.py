@@ -2,5 +2,5 @@
 
 import os
 
-# further folders on the package's path: their files are modules kvbench.methods.NAME like kvbench's own
+# these folders join the package's path: their files become modules kvbench.methods.NAME, like kvbench's own
 __path__ += [os.path.abspath(folder) for folder in os.environ.get("KVBENCH_METHODS", "").split(os.pathsep) if folder]

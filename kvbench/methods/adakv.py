@@ -40,35 +40,38 @@ class AdaKV(SnapKV):
         if size >= n:
             return Expected.exactly(n, heads)
         window = self.capacity(n).window
-        # ``mixed`` grants each head its window and floor * B other tokens; ``safe`` grants floor * C tokens in all
-        least = window + int(self.floor * (size - window))
-        if self.floor_rule == "safe":
-            least = int(self.floor * size)
+        if self.floor_rule == "mixed":
+            # each head gets its window and floor * B other tokens
+            least = window + int(self.floor * (size - window))
+        else:
+            # each head gets floor * C tokens in all, and its window even if that is more
+            least = max(window, int(self.floor * size))
         # at most, one head wins all B * H tokens that the heads share
         most = min(n, window + (size - window) * heads)
-        return Expected((max(least, window),) * heads, (most,) * heads, size * heads)
+        return Expected(low=(least,) * heads, high=(most,) * heads, total=size * heads)
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, self._sizes(scores, budget))
 
     def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Return how many tokens each head keeps [H]. Their mean is ``budget``.
+        """Return how many tokens each head keeps [H]. The mean over heads is ``budget``.
 
         scores [H, n] are +inf for the tokens of the window, which always stay.
         """
         heads, n = scores.shape
-        protected = int(scores[0].isposinf().sum())
+        # every head has the same window, so the first head tells its size
+        window = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
             # each head's floor * C best tokens stay, whatever the scores of other heads
             scores = scores.scatter(-1, top_indices(scores, int(self.floor * budget)), torch.inf)
-        # entry h n + j of the flattened scores is token j of head h
+        # the C * H best tokens of the layer: entry h n + j of the flattened scores is token j of head h
         best_of_layer = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
-        # of the C * H best tokens of the layer, head h has B_h + w
+        # among them head h has B_h + w
         counts = torch.bincount(best_of_layer // n, minlength=heads)
         if self.floor_rule == "safe":
             return counts
         # algorithm 2: head h gets (1 - floor) * B_h + floor * B tokens beside its window, with B = C - w
-        budget_beside_window = budget - protected
-        shares = [(1 - self.floor) * (c - protected) + self.floor * budget_beside_window for c in counts.tolist()]
-        return protected + torch.tensor(round_shares(shares, budget_beside_window * heads), device=scores.device)
+        beside_window = budget - window
+        shares = [(1 - self.floor) * (count - window) + self.floor * beside_window for count in counts.tolist()]
+        return window + torch.tensor(round_shares(shares, beside_window * heads), device=scores.device)

@@ -57,8 +57,17 @@ class Asvd(LowRankStage):
     def recipe(self) -> Recipe | None:
         knobs: dict[str, object] = {"sensitivity": self.ranks_by == "sensitivity"}
         if self.ranks_by == "sensitivity":
+            # only the losses depend on these knobs; float() because alpha=1 and alpha=1.0 are the same measurement
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
-        return Recipe("asvd", 1, self.samples, tokens=self.tokens, each=False, knobs=knobs, longest=LONGEST)
+        return Recipe(
+            "asvd",
+            revision=1,
+            samples=self.samples,
+            tokens=self.tokens,
+            each=False,
+            knobs=knobs,
+            longest=LONGEST,
+        )
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
@@ -71,8 +80,9 @@ class Asvd(LowRankStage):
                     probes.append(window)
                 yield window
 
-        # sizes is the mean of |x| of each input channel x, over all tokens of all windows
+        # sizes [layers, d] are the means of |x_i| over all tokens; reading the windows also fills ``probes``
         sizes = mean_sizes(run.model, windows())
+        # ``shape`` has the fields of ProjectionShape in their order
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
             tensors["loss"] = self._losses(run, sizes, probes)
@@ -81,7 +91,7 @@ class Asvd(LowRankStage):
     def calibration_steps(self, model: PreTrainedModel) -> int:
         if self.ranks_by == "uniform":
             return 0
-        # there is a step for each projection, key and value, and each rank that is tried
+        # ``_losses`` takes one step for each projection, key and value, and each rank that is tried
         return 2 * ProjectionShape.of(model).layers * len(FRACTIONS)
 
     @property
@@ -94,30 +104,33 @@ class Asvd(LowRankStage):
         layers, even_rank = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
         # one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
         flat_ranks = [even_rank] * (2 * layers)
+        # with ratio 0 the even rank is the full rank already
         if self.ranks_by == "sensitivity" and self.ratio > 0:
             losses = self.tensor("loss").flatten(0, 1).tolist()
             # all ranks together must not be larger than if every projection had the even rank
-            flat_ranks = searched_ranks(losses, self._tried_ranks(self.full), self.full, even_rank * 2 * layers)
+            target = even_rank * 2 * layers
+            flat_ranks = searched_ranks(losses, self._tried_ranks(self.full), self.full, target)
         key_ranks, value_ranks = flat_ranks[::2], flat_ranks[1::2]
-        # all heads are one group, which has one rank
+        # each projection has a tuple of ranks, one for each group of heads; here all heads are one group
         return tuple(((key,), (value,)) for key, value in zip(key_ranks, value_ranks, strict=True))
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         pairs = []
         spectra_by_layer = self._spectra(model, self.tensor("mean_abs"))
         for (key_spectrum, value_spectrum), ranks in zip(spectra_by_layer, self.ranks, strict=True):
-            # all heads are one group, which has one rank
+            # all heads are one group, so each projection has one rank
             (key_rank,), (value_rank,) = ranks
             pairs.append((join_factors([key_spectrum.cut(key_rank)]), join_factors([value_spectrum.cut(value_rank)])))
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the diagonal of S [..., d] in fp64. ``sizes`` [..., d] has the mean of |x_i| of each channel i."""
-        # S_ii = (mean of |x_i|)^alpha
+        # S_ii = (mean of |x_i|)^alpha, at least 1e-6: ``Spectrum`` divides by S
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
     def _tried_ranks(self, full: int) -> list[int]:
-        """Return the ranks to try for a projection of the full rank ``full``: those at each of FRACTIONS."""
+        """Return the ranks to try for a projection of the full rank ``full``: those at each of FRACTIONS, ascending."""
+        # ``nearest_rank`` takes the fraction to remove, FRACTIONS are those that stay
         return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
 
     def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
@@ -126,10 +139,12 @@ class Asvd(LowRankStage):
         ``sizes`` [layers, d] are the means of |x_i| of the projections' inputs.
         """
         heads = ProjectionShape.of(model).heads
-        for attention, size in zip(attention_modules(model), sizes, strict=True):
+        for attention, layer_sizes in zip(attention_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
             (k, _), (v, _) = key_value_weights(attention, heads)
-            yield Spectrum.of(k, self.scale(size)), Spectrum.of(v, self.scale(size))
+            # both projections read the same input
+            scale = self.scale(layer_sizes)
+            yield Spectrum.of(k, scale), Spectrum.of(v, scale)
 
     def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
         """Return the model's losses [layers, 2, fractions], each the mean over the probes.
@@ -138,24 +153,30 @@ class Asvd(LowRankStage):
         exact. ``sizes`` [layers, d] are the means of |x_i|, ``probes`` the windows of token ids.
         """
         model, shape = run.model, ProjectionShape.of(run.model)
+        # the property ``full`` reads a finished calibration, which the stage does not have yet
         full = min(shape.heads * shape.head_dim, shape.hidden)
         # exact_layers has the uncut projections in the form that ``mean_loss`` takes
         exact_layers: list[tuple[Factors, Factors]] = []
         for attention in attention_modules(model):
-            k, v = (Factors(w.detach(), (None,), (w.shape[0],)) for w, _ in key_value_weights(attention, shape.heads))
-            exact_layers.append((k, v))
+            (k, _), (v, _) = key_value_weights(attention, shape.heads)
+            exact_layers.append((_uncut(k), _uncut(v)))
         losses = torch.zeros(shape.layers, 2, len(FRACTIONS))
-        for i, spectra in enumerate(self._spectra(model, sizes)):
-            exact_keys, exact_values = exact_layers[i]
-            for which, spectrum in enumerate(spectra):
+        for layer, spectra in enumerate(self._spectra(model, sizes)):
+            exact_keys, exact_values = exact_layers[layer]
+            for half, spectrum in enumerate(spectra):
                 for j, rank in enumerate(self._tried_ranks(full)):
                     # only this projection is cut, and all others stay exact
                     cut = join_factors([spectrum.cut(rank)])
-                    layers = list(exact_layers)
-                    if which == 0:
-                        layers[i] = (cut, exact_values)
+                    tried_layers = list(exact_layers)
+                    if half == 0:
+                        tried_layers[layer] = (cut, exact_values)
                     else:
-                        layers[i] = (exact_keys, cut)
-                    losses[i, which, j] = mean_loss(model, probes, layers)
+                        tried_layers[layer] = (exact_keys, cut)
+                    losses[layer, half, j] = mean_loss(model, probes, tried_layers)
                     run.tick()
         return losses
+
+
+def _uncut(weight: torch.Tensor) -> Factors:
+    """Return a weight [Hk D, d] as the factors of one group of full rank, whose latents are its outputs."""
+    return Factors(down=weight.detach(), ups=(None,), ranks=(weight.shape[0],))

@@ -1,6 +1,6 @@
-"""The imports of a method's file: classes to derive from, and statistics that score tokens.
+"""The names that a method's file imports: classes to derive from, and statistics that score tokens.
 
-A selector of tokens derives from ``Selector`` and has ``scores``. docs/own.md shows one in twelve lines.
+A selector of tokens derives from ``Selector`` and implements ``scores``. docs/own.md shows one in twelve lines.
 """
 
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector

@@ -74,7 +74,7 @@ class Cake(EvictingSelector):
         return Needs(last_q=self.window)
 
     def trigger(self, n: int) -> int:
-        """Return C + w, the length of the longest prompt that is kept whole (as in released code)."""
+        """Return C + w for a prompt of n tokens, which is kept whole unless it is longer (as in released code)."""
         return self.generation_budget(n) + self.capacity(n).window
 
     def keeps_all(self, n: int, layer: int) -> bool:
@@ -84,7 +84,8 @@ class Cake(EvictingSelector):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.keeps_all(n, layer):
             return Expected.exactly(n, heads)
-        return Expected((self.capacity(n).window,) * heads, (n,) * heads)
+        # B_l may be anything from 0 to n - w, and is the same for all heads
+        return Expected(low=(self.capacity(n).window,) * heads, high=(n,) * heads)
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         tokens = 0
@@ -104,10 +105,12 @@ class Cake(EvictingSelector):
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         window = self.capacity(obs.n).window
         # A [Hq, w, n], the attention of the last w queries
-        rows = window_rows(cache, obs, max(window, 1))
+        rows = window_rows(cache, obs, window)
         state: dict[str, torch.Tensor] = {}
         if self.decode_evict:
+            # the row of the prompt's last query; a view of it would keep all rows in memory
             state["row"] = group_mean(rows[:, -1], cache.heads).clone()
+        # a layer without a weight takes no part in the division of the budget
         weight = None
         if not self.keeps_all(obs.n, obs.layer):
             # [Hq, w, m]: the window's attention to the m = n - w tokens before it
@@ -125,34 +128,40 @@ class Cake(EvictingSelector):
     def preference(self, rows: torch.Tensor, variance: torch.Tensor) -> float:
         """Return the preference P = disp^(1/tau1) * var^(1/tau2) of a layer. A P that is not finite counts as 0.
 
-        rows [Hq, w, m] are the attention of the window to the m tokens before it, variance [Hq, m] their variance over
-        the queries.
+        rows: [Hq, w, m], the attention of the window to the m tokens before it.
+        variance: [Hq, m], the variance of ``rows`` over the queries.
         """
-        # disp = -sum_hij A[h, i, j] log A[h, i, j]; 1e-10 keeps log(0) finite, as in released code
-        dispersion = -(rows * (rows + 1e-10).log()).sum(dtype=torch.float64).clamp(max=0)
+        # 1e-10 keeps log(0) finite, as in released code
+        weighted_logs = rows * (rows + 1e-10).log()
+        # disp = -sum_hij A[h, i, j] log A[h, i, j]; a weight that rounding puts above 1 must not make it negative,
+        # because its powers would not be real
+        dispersion = -weighted_logs.sum(dtype=torch.float64).clamp(max=0)
         # var = sum_hj var_i A[h, i, j]
         total_variance = variance.sum(dtype=torch.float64)
         preference = float(dispersion) ** (1 / self.tau1) * float(total_variance) ** (1 / self.tau2)
         return preference if math.isfinite(preference) else 0.0
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        sharing = [i for i, c in enumerate(caches) if c.weight is not None]
-        if not sharing:
+        # the layers that share the budget, each with its preference
+        weights = {i: c.weight for i, c in enumerate(caches) if c.weight is not None}
+        if not weights:
             return list(caches)
+        # this runs after each layer, with the caches of all layers so far
         is_last_call = len(caches) == n_layers
-        n = caches[sharing[0]].seen
+        n = caches[0].prompt_tokens
         capacity = self.capacity(n)
         layers_to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
         # B_l = (C - w) L * P_l / (sum of P), at most n - w, over the L layers that share the budget; P is the weight
         most = n - capacity.window
-        total = (capacity.tokens - capacity.window) * (len(sharing) + layers_to_come)
-        shares = proportional_shares([caches[i].weight or 0.0 for i in sharing], total, most)
-        # a share only falls as more layers come in, so its present value is an upper bound
-        sizes = [min(most, math.ceil(share + NOISE)) for share in shares]
+        total = (capacity.tokens - capacity.window) * (len(weights) + layers_to_come)
+        shares = proportional_shares(list(weights.values()), total, most)
         if is_last_call:
             sizes = round_shares(shares, total)
+        else:
+            # a share only falls as more layers come in, so its present value is an upper bound
+            sizes = [min(most, math.ceil(share + NOISE)) for share in shares]
         trimmed = list(caches)
-        for i, size in zip(sharing, sizes, strict=True):
+        for i, size in zip(weights, sizes, strict=True):
             trimmed[i] = self._trim(caches[i], size + capacity.window, is_last_call)
         return trimmed
 
@@ -176,6 +185,7 @@ class Cake(EvictingSelector):
     def decode_limit(self, n: int, layer: int) -> int:
         if layer in self.frozen_layers or not self.keeps_all(n, layer):
             return super().decode_limit(n, layer)
+        # a prompt that was kept whole may grow to C + w tokens
         return self.trigger(n)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
@@ -185,15 +195,14 @@ class Cake(EvictingSelector):
         return cache.tokens
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        if self.kv_size is not None:
-            return {"window": self.window}
         return {"window": self.capacity(n).window}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         in_window = recent_slots(slots, "window")
-        # neighbouring sums share their large terms: fp32 rounding would decide between them, differently in each batch
-        older_rows = slots.state["row"].double().masked_fill(in_window | ~slots.valid, 0)
-        return pool_slots(older_rows, slots, self.kernel, "avg").masked_fill(in_window, torch.inf)
+        # fp64, because neighbouring means share their large terms: fp32 rounding would decide between them, differently
+        # in each batch. The window and free slots add nothing to their neighbours' means, as after the prompt
+        older_row = slots.state["row"].double().masked_fill(in_window | ~slots.valid, 0)
+        return pool_slots(older_row, slots, self.kernel, "avg").masked_fill(in_window, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         # the current query's row A[h, n, :] replaces the row of the query before it
@@ -201,7 +210,7 @@ class Cake(EvictingSelector):
 
 
 def variance_over_queries(rows: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased variance [H, m] of rows [H, w, m] over their queries, or 0 for a single query.
+    """Return the unbiased variance [H, m] of fp32 rows [H, w, m] over their queries, or 0 for a single query.
 
     It equals ``rows.var(dim=1)``, which takes more than ten times as long on a CPU.
     """

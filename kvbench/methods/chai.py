@@ -24,7 +24,7 @@ from kvbench.methods.core.recipe import CalibrationRun, Recipe
 OBSERVED = 5
 """The number of first tokens by which heads are compared (section 3)."""
 LONGEST = 64
-"""The most tokens of a calibration window. Only the first five of them decide the clusters."""
+"""The most tokens of a calibration window. Only its first five tokens decide the clusters."""
 # runs of numbers that several of the lists below share
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20) + (18,) * 6 + (24, 32)
@@ -72,14 +72,15 @@ class Chai(HeadSharer):
 
     def check(self) -> None:
         is_list = isinstance(self.clusters, (list, tuple))
-        is_list = is_list and all(is_whole(c) and c >= 1 for c in self.clusters)
-        self.require("clusters", is_list, "a list of whole numbers, 1 or more")
+        counts_are_whole = is_list and all(is_whole(c) and c >= 1 for c in self.clusters)
+        self.require("clusters", counts_are_whole, "a list of whole numbers, 1 or more")
+        # YAML gives a list; a frozen dataclass can set its own fields only by object.__setattr__
         object.__setattr__(self, "clusters", tuple(self.clusters))
-        # each of these three knobs alone decides how many heads lead
-        counting = [knob for knob in ("clusters", "like", "share") if getattr(self, knob) not in ((), None)]
-        if len(counting) > 1:
-            others = " and ".join(counting[1:])
-            self.require(counting[0], False, f"{others} says how many heads lead, too: give one of them")
+        # each of these three knobs alone decides how many heads lead, so at most one may be set
+        set_knobs = [name for name in ("clusters", "like", "share") if getattr(self, name) not in ((), None)]
+        if len(set_knobs) > 1:
+            first, *others = set_knobs
+            self.require(first, False, f"{' and '.join(others)} says how many heads lead, too: give one of them")
         has_no_list = not self.clusters and not self.like
         self.require(
             "counts",
@@ -90,7 +91,7 @@ class Chai(HeadSharer):
     def recipe(self) -> Recipe | None:
         if self.counts == "listed":
             return None
-        return Recipe("chai", 1, self.samples, tokens=self.tokens, longest=LONGEST)
+        return Recipe("chai", revision=1, samples=self.samples, tokens=self.tokens, longest=LONGEST)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         run.recipe.check(OBSERVED, "the first tokens, by which heads are compared")
@@ -100,17 +101,18 @@ class Chai(HeadSharer):
         return Needs(first_q=OBSERVED)
 
     def check_layers(self, n_layers: int) -> None:
-        counts, knob = self.listed_clusters()
-        self.require(knob, not counts or len(counts) == n_layers, f"the model has {n_layers} layers")
+        counts, name = self.listed_clusters()
+        # without a list there is nothing to check
+        self.require(name, not counts or len(counts) == n_layers, f"the model has {n_layers} layers")
 
     def check_heads(self, stored_heads: int, query_heads: int) -> None:
-        counts, knob = self.listed_clusters()
-        self.require(knob, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
+        counts, name = self.listed_clusters()
+        self.require(name, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 
     def listed_clusters(self) -> tuple[Sequence[int], str]:
-        """Return (the number of clusters of each layer as a knob lists them, the name of that knob).
+        """Return (the numbers of clusters, one for each layer, as a knob lists them; the name of that knob).
 
-        The numbers are () if no knob lists any.
+        The numbers are () if no knob lists any; the name is then "clusters".
         """
         if self.like:
             return LISTS[self.like], "like"
@@ -118,11 +120,12 @@ class Chai(HeadSharer):
 
     def leading_heads(self, n: int, layer: int, n_layers: int, query_heads: int, kv_heads: int) -> int:
         if n <= OBSERVED:
+            # such a prompt is left unchanged: every head leads
             return query_heads
         return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
 
     def cluster_counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
-        """Return how many clusters each layer of a model has (the paper's c), by its numbers of layers and heads.
+        """Return how many clusters each layer has (the paper's c), for a model of these numbers of layers and heads.
 
         Raises UsageError if c follows from a calibration that the stage does not have.
         """
@@ -133,6 +136,7 @@ class Chai(HeadSharer):
         if self.clusters:
             return self.clusters
         name = self.like
+        # without any knob, the model's shape decides
         if name is None and self.share is None:
             name = list_for_shape(n_layers, query_heads, kv_heads)
         if name is not None:
@@ -147,18 +151,19 @@ class Chai(HeadSharer):
         count = self.leading_heads(n, layer, n_layers, query_heads=heads, kv_heads=first_k.shape[0])
         if count == heads:
             return None
-        leads, _ = merge_clusters(first_q, first_k, scale, count=count)
-        return leads
+        lead_of_head, _ = merge_clusters(first_q, first_k, scale, count=count)
+        return lead_of_head
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if obs.first_q is None:
             raise ValueError("chai reads the first queries, which were not observed")
+        # another stage may have asked for more first queries than CHAI reads
+        first_q = obs.first_q[:, :OBSERVED]
         first_k = ops.only_segment(cache).k[:, :OBSERVED]
-        leads = self.leads(
-            obs.first_q[:, :OBSERVED], first_k, obs.n, layer=obs.layer, n_layers=obs.n_layers, scale=obs.scale
-        )
+        leads = self.leads(first_q, first_k, obs.n, layer=obs.layer, n_layers=obs.n_layers, scale=obs.scale)
         if leads is None:
             return cache
+        # under per=query_head each stored head gets keys and values of its own before keys are dropped
         cache = ops.expand(cache)
         # keys stay only for kv heads that a leading head reads; all heads keep their values
         return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
@@ -177,13 +182,15 @@ def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None
 def merge_clusters(
     first_q: torch.Tensor, first_k: torch.Tensor, scale: float, count: int
 ) -> tuple[torch.Tensor, list[float]]:
-    """Merge the query heads of a layer until ``count`` clusters are left, as ``Chai`` describes.
+    """Merge the query heads of a layer by average linkage until ``count`` clusters are left.
 
-    first_q, first_k: queries [Hq, m, D] and keys [Hk, m, D] of the first m tokens.
+    The distance of two heads is 1 - the cosine of their attention maps over the first m tokens.
+
+    first_q, first_k: queries [Hq, m, D] and keys [Hk, m, D] of these tokens.
     scale: the factor of q.k.
 
-    Return the lowest head of each head's cluster [Hq], and the distances at which clusters merged [Hq - count],
-    ascending. Everything is computed in fp64 on the CPU, so that all devices give the same result.
+    Return (the lowest head of each head's cluster [Hq], the distances at which clusters merged, ascending). There are
+    Hq - ``count`` such distances. Everything is computed in fp64 on the CPU, so that all devices give the same result.
     """
     q = first_q.detach().to("cpu", torch.float64).contiguous()
     k = first_k.detach().to("cpu", torch.float64).contiguous()
@@ -191,13 +198,14 @@ def merge_clusters(
     logits = q @ k.repeat_interleave(len(q) // len(k), dim=0).transpose(1, 2) * scale
     maps = capped(logits, scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
-    # the distance of two heads is 1 - cosine of their maps; infinity keeps a head from merging with itself
+    # the distance is 1 - cosine, and rounding must not make it negative; infinity keeps a head from merging with itself
     distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
     lead = torch.arange(len(q))
     merges: list[float] = []
     for _ in range(len(q) - count):
-        # (a, b) is the nearest pair of clusters, the first of equal distances; each cluster has its lowest head's row
-        a, b = sorted(divmod(int(distance.argmin()), len(q)))
+        # a cluster has its lowest head's row and column; argmin counts entries row by row, the first of equals
+        nearest = int(distance.argmin())
+        a, b = sorted(divmod(nearest, len(q)))
         merges.append(float(distance[a, b]))
         # average linkage: d(a + b, x) = (|a| d(a, x) + |b| d(b, x)) / (|a| + |b|)
         a_heads, b_heads = int((lead == a).sum()), int((lead == b).sum())
@@ -211,24 +219,27 @@ def merge_clusters(
 
 
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
-    """Return how many clusters each layer keeps. Over all layers, the fraction ``share`` of the query heads leads one.
+    """Return how many clusters each layer keeps, so that the fraction ``share`` of all query heads leads a cluster.
 
-    ``distances`` [layers, Hq - 1] are those at which the clusters of a layer merge down to one, ascending. The merges
-    with the smallest distances over all layers happen. They are the first merges of each layer, because distances
-    ascend.
+    ``distances`` [layers, Hq - 1], ascending in each layer, are the distances at which the heads of a layer merge one
+    after the other into a single cluster. The merges with the smallest distances over all layers happen. They are the
+    first merges of each layer, because distances ascend.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
     if heads == 1:
+        # a single head has nothing to merge with
         return [1] * layers
-    # each merge leaves one leading head less, so L Hq - share * L Hq merges happen over all layers
+    # each merge leaves one leading head less, so L Hq - share * L Hq merges happen over all layers; there are no more
+    # merges than distances, because every layer keeps one cluster
     merge_count = min(layers * heads - round(share * layers * heads), distances.numel())
-    # each merge among those with the smallest distances counts for its layer
-    merged_layers = distances.flatten().sort(stable=True).indices[:merge_count] // (heads - 1)
+    by_distance = distances.flatten().sort(stable=True).indices
+    # the layer of each merge that happens: a layer has heads - 1 consecutive entries
+    merged_layers = by_distance[:merge_count] // (heads - 1)
     return [heads - int((merged_layers == layer).sum()) for layer in range(layers)]
 
 
 def measure_distances(run: CalibrationRun) -> torch.Tensor:
-    """Return the distances [layers, Hq - 1] at which clusters merge in each layer: means over the windows of a run."""
+    """Return the distances [layers, Hq - 1] at which the heads of a layer merge: means over the windows of a run."""
     shape = from_config(run.model.config)
     total = torch.zeros(shape.layers, shape.query_heads - 1, dtype=torch.float64)
 

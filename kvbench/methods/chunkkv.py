@@ -70,7 +70,7 @@ class ChunkKV(SnapKV):
         share = self.kv_ratio
         if share is None:
             share = capacity.tokens / n
-        # 1e-9: a product that should be whole must not be cut to the next lower number
+        # 1e-9: a product that should be whole must not be cut to the number below
         return max(1, int(share * total + 1e-9)), total
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
@@ -79,20 +79,27 @@ class ChunkKV(SnapKV):
         count, total = self.chunks(n)
         window, length = self.capacity(n).window, self.length(n)
         if not count or (n - window) % length == 0:
+            # no chunk stays, or all chunks are of one length
             return Expected.exactly(window + count * length, heads)
         # the last chunk lacks ``short_by`` tokens, and its score decides whether it is among those that stay
         short_by = total * length - (n - window)
         least = max(0, count * length - short_by)
+        # if all chunks stay, the last one does
         most = least if count == total else count * length
-        return Expected((window + least,) * heads, (window + most,) * heads)
+        return Expected(low=(window + least,) * heads, high=(window + most,) * heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        window = min(self.window, obs.n - 1) if self.variant == "code" else capacity.window
+        window = capacity.window
+        if self.variant == "code":
+            # no window is protected here, but its queries score all the tokens before it, at least one
+            window = min(self.window, obs.n - 1)
         # SnapKV's scores [H, n] are 0 for the window
         received = super().scores(cache, obs, replace(capacity, window=window))
+        # the tokens before ``end`` are cut into chunks
         end = obs.n - window
         if self.variant == "code":
-            # the window's tokens get the highest score, and are cut into chunks like all others
+            # the window's tokens get the highest score, and are cut into chunks like all others; the clone is needed
+            # because other chains share SnapKV's scores
             received = received.clone()
             received[:, end:] = received.max()
             end = obs.n
@@ -113,13 +120,16 @@ class ChunkKV(SnapKV):
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         if not self.whole:
             return super().pick(cache, scores, budget)
-        n, window = scores.shape[1], int(scores[0].isposinf().sum())
+        n = scores.shape[1]
+        # the window is at +inf; scores [1, n] have one row, as all heads keep the same chunks
+        window = int(scores[0].isposinf().sum())
         length = self.length(n)
         count, _ = self.chunks(n)
         # every ``length``-th token is the first of a chunk, and carries the chunk's score
         best = top_indices(scores[:, : n - window : length], count)[0]
-        chunk_of = torch.arange(n, device=scores.device) // length
-        staying = torch.isin(chunk_of, best)
+        chunk_of_token = torch.arange(n, device=scores.device) // length
+        staying = torch.isin(chunk_of_token, best)
+        # the window stays in any case; the last chunk's number may reach into it, which changes nothing
         staying[n - window :] = True
         index = staying.nonzero()[:, 0]
         return replace(ops.select(cache, index[None]), decided=(len(index),) * cache.heads)
@@ -143,6 +153,7 @@ class ChunkKV(SnapKV):
         trimmed = list(caches)
         for i, cache in enumerate(caches):
             leader = caches[self._leader(i)]
+            # a layer that has the chunks of its leader already, or is its own leader, holds equally many tokens
             if cache.tokens > leader.tokens:
                 # this layer still holds the whole prompt, in which a token's index is its position
                 index = ops.only_segment(leader).positions.long()

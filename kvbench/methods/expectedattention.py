@@ -49,22 +49,24 @@ class ExpectedAttention(Selector):
         return Needs(last_q=n)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        segment, first = ops.only_segment(cache), capacity.sinks
+        segment, sinks = ops.only_segment(cache), capacity.sinks
 
         def compute() -> tuple[Segment, torch.Tensor]:
-            return segment, self._score_tokens(segment, cache.heads, obs, first)
+            """Return (the segment that was scored, its scores)."""
+            return segment, self._score_tokens(segment, cache.heads, obs, sinks)
 
         # budgets of one prompt share the scores, as long as they choose among the same keys and values
-        settings = (first, self.future, self.covariance, self.vnorm, self.epsilon, cache.heads)
+        settings = (sinks, self.future, self.covariance, self.vnorm, self.epsilon, cache.heads)
         scored, scores = obs.once(("expected scores", *settings), compute)
         if scored.k is segment.k and scored.v is segment.v:
             return scores
-        return self._score_tokens(segment, cache.heads, obs, first)
+        return self._score_tokens(segment, cache.heads, obs, sinks)
 
-    def _score_tokens(self, segment: Segment, heads: int, obs: Observation, first: int) -> torch.Tensor:
-        """Return the scores [heads, n] of all tokens. The ``first`` ones, which always stay, get 0."""
-        mean, cov = obs.once(("expected query", first, self.future), lambda: self._expected_query(obs, first))
-        keys = per_head(segment.k[:, first:].float(), obs.queries(1).shape[0])
+    def _score_tokens(self, segment: Segment, heads: int, obs: Observation, sinks: int) -> torch.Tensor:
+        """Return the scores [heads, n] of all tokens. The first ``sinks`` tokens, which always stay, get 0."""
+        mean, cov = obs.once(("expected query", sinks, self.future), lambda: self._expected_query(obs, sinks))
+        query_heads = len(mean)
+        keys = per_head(segment.k[:, sinks:].float(), query_heads)
         # log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2: first the mean of the logit, then half its variance
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
         if self.covariance:
@@ -72,26 +74,27 @@ class ExpectedAttention(Selector):
         scores = group_mean(logits.softmax(dim=-1), heads)
         if self.vnorm:
             # s_j = (a_j + epsilon) * ||v_j||_2
-            value_norms = segment.v[:, first:].float().norm(dim=-1)
+            value_norms = segment.v[:, sinks:].float().norm(dim=-1)
             scores = (scores + self.epsilon) * at_heads(value_norms, heads)
-        return torch.nn.functional.pad(scores, (first, 0))
+        return torch.nn.functional.pad(scores, (sinks, 0))
 
-    def _expected_query(self, obs: Observation, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _expected_query(self, obs: Observation, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean m [Hq, D] and the covariance S [Hq, D, D] of future queries.
 
-        They are estimated from the prompt's queries behind its ``first`` tokens.
+        They are estimated from the prompt's queries after its first ``sinks`` tokens. Raises ValueError for a model
+        without rotary positions.
         """
         if obs.inv_freq is None:
             raise ValueError("expectedattention undoes rotations, which were not observed")
         rotary = Rotary(obs.inv_freq)
-        q = obs.queries(obs.n)[:, first:].float()
-        # mean and covariance of the queries before rotation
-        unrotated = rotary.turn(q, obs.token_positions(q.device)[first:], 0)
+        q = obs.queries(obs.n)[:, sinks:].float()
+        # turned to position 0, queries are as before their rotation
+        unrotated = rotary.turn(q, start=obs.token_positions(q.device)[sinks:], end=0)
         mean = unrotated.mean(dim=1)
         centred = unrotated - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
-        future = torch.arange(obs.prompt_tokens, obs.prompt_tokens + self.future, device=q.device)
-        # R is the average rotation of future positions, and its row i is the image of axis i. Mean and covariance
-        # become mean R and R^T cov R
-        rotation = rotary.mean_turn(torch.eye(q.shape[2], device=q.device), future)
+        future_positions = torch.arange(obs.prompt_tokens, obs.prompt_tokens + self.future, device=q.device)
+        # R is the average rotation to future positions: its row i is the image of axis i. Mean and covariance become
+        # mean R and R^T cov R
+        rotation = rotary.mean_turn(torch.eye(q.shape[2], device=q.device), future_positions)
         return mean @ rotation, rotation.T @ cov @ rotation

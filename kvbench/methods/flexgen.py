@@ -37,6 +37,7 @@ class FlexGen(Quantiser):
     def prefill_key(self) -> str:
         if not self.code_prefill:
             return ""
+        # the knobs that decide which numbers the prompt's attention reads
         key = f"flexgen bits={self.bits} group={self.group}"
         if self.only:
             key += f" only={self.only}"
@@ -54,13 +55,16 @@ class FlexGen(Quantiser):
 
     def residuals(self) -> tuple[Residual, Residual]:
         # no token stays exact: each is packed by itself, at once
-        return Residual(0, 1, 1), Residual(0, 1, 1)
+        at_once = Residual(keep=0, block=1, unit=1)
+        return at_once, at_once
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
-        # c = round((x - min) / s), s = (max - min) / (2^bits - 1), for each group of channels of a token
+        # c = round((x - min) / s), s = (max - min) / (2^bits - 1), for each group of channels of a token; a group has
+        # at most all channels of a head
         return quantise_tokens(x, self.bits, min(self.group, x.shape[-1]), constant_scale=1.0)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
+        # FlexGen packs values as it packs keys
         return self.pack_keys(x)
 
     def key_bytes(self, tokens: int, channels: int) -> int:

@@ -18,7 +18,7 @@ from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.statistics import group_mean, group_rows, recent_slots, window_rows
 from kvbench.storage.roles import Slots
 
-# UNComp's baseline: of 512 tokens 4 are heavy hitters and 508 recent ones
+# the parts of variant=uncomp: of 512 tokens, 4 are heavy hitters and 508 are recent ones
 UNCOMP_HEAVY, UNCOMP_RECENT, UNCOMP_TOTAL = 4, 508, 512
 
 
@@ -67,6 +67,7 @@ class H2O(EvictingSelector):
         for name in ("code_mask", "evict_after"):
             self.require(name, not getattr(self, name) or self.variant == "orig", "an option of variant=orig only")
         self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
+        # this fills in a default kv_ratio, which ``require_one_budget`` then takes back
         super().check()
         if self.heavy_ratio is not None:
             self.require_one_budget("heavy_ratio")
@@ -80,7 +81,7 @@ class H2O(EvictingSelector):
         return self.variant in ("orig", "uncomp")
 
     def window_size(self) -> int:
-        # the evicting variants have their recent tokens from ``parts``
+        # the evicting variants divide their budget by ``parts``: at least one of its tokens is recent
         return 1 if self.evicts else self.window
 
     def needs(self, n: int) -> Needs:
@@ -94,13 +95,14 @@ class H2O(EvictingSelector):
         if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
-        # nothing is left to choose: only recent tokens stay
-        no_heavy = self.variant == "uncomp" and heavy == 0 and recent < n
-        return Capacity(min(heavy + recent, n), 0, min(recent, n), shrunk=no_heavy)
+        # without heavy hitters nothing is left to choose: only recent tokens stay
+        no_choice = self.variant == "uncomp" and heavy == 0 and recent < n
+        return Capacity(tokens=min(heavy + recent, n), sinks=0, window=min(recent, n), shrunk=no_choice)
 
     def parts(self, n: int) -> tuple[int, int]:
         """Return (heavy hitters, recent tokens) held while decoding after a prompt of n tokens."""
         if self.heavy_ratio is not None and self.recent_ratio is not None:
+            # the newest token is always a recent one
             return int(self.heavy_ratio * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
         if self.variant == "uncomp":
@@ -119,13 +121,16 @@ class H2O(EvictingSelector):
         return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        return {"recent": self.parts(n)[1] + self.spare}
+        _, recent = self.parts(n)
+        # under evict_after or code_mask one more token is stored: the newest one competes a step late
+        return {"recent": recent + self.spare}
 
     def unattended_distance(self, n: int) -> int | None:
         if not self.code_mask:
             return None
-        # for one step a query does not attend the token that has just left the recent ones
-        return self.parts(n)[1]
+        # for one step no query attends the token that has just left the recent ones
+        _, recent = self.parts(n)
+        return recent
 
     @property
     def state_bytes(self) -> int:
@@ -153,7 +158,7 @@ class H2O(EvictingSelector):
     def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
         """Return S [Hq, n], the attention that each token received from the queries that the variant counts.
 
-        ``window`` is the number of last queries that count under ``win``.
+        ``win`` counts the last ``window`` queries. All other variants count all queries.
         """
         if self.variant == "win":
             # S[h, j] = sum over the last w queries i of A[h, i, j]

@@ -1,4 +1,4 @@
-"""INT4 caches with a scale for each token and head: vLLM's int4_per_token_head (https://github.com/vllm-project/vllm)."""
+"""INT4 caches with a scale per token and head: vLLM's int4_per_token_head (https://github.com/vllm-project/vllm)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Int4(StorageFormat):
     def codecs(self) -> tuple[Codec, Codec]:
         if self.symmetric:
             # c = clip(round(x / s), -8, 7), s = absmax / 7
-            return (SymmetricInteger(bits=4, half=True, rotate=self.rotate),) * 2
+            symmetric = SymmetricInteger(bits=4, half=True, rotate=self.rotate)
+            return symmetric, symmetric
         # c = clip(round(y / s + z), 0, 15), s = (max - min) / 15, z = clip(round(-min / s), 0, 15)
-        return (ZeroPointInt4(rotate=self.rotate),) * 2
+        zero_point = ZeroPointInt4(rotate=self.rotate)
+        return zero_point, zero_point

@@ -36,6 +36,8 @@ class Int8(StorageFormat):
     def codecs(self) -> tuple[Codec, Codec]:
         if not self.symmetric:
             # c = round((x - z) / s), z = (min + max) / 2, s = (max - min) / 255
-            return (CentredInt8(rotate=self.rotate),) * 2
+            centred = CentredInt8(rotate=self.rotate)
+            return centred, centred
         # c = clip(round(x / s), -128, 127), s = absmax / 127
-        return (SymmetricInteger(truncate=self.round == "trunc", rotate=self.rotate),) * 2
+        symmetric = SymmetricInteger(truncate=self.round == "trunc", rotate=self.rotate)
+        return symmetric, symmetric

@@ -43,28 +43,36 @@ class KeyDiff(Selector, BlockReader):
         return f"keydiff.{self.revision}({self.knobs()})"
 
     def while_decoding(self) -> Selector:
-        # while decoding, the cached tokens and the new ones are ranked together
-        return super(KeyDiff, replace(self, variant="once")).while_decoding()
+        # while decoding, the cached tokens and the new ones are ranked together: there are no blocks of a prompt
+        ranking_once = replace(self, variant="once")
+        # the base class's method, because this one would call itself
+        return super(KeyDiff, ranking_once).while_decoding()
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         keys = ops.only_segment(cache).k
         if self.variant == "once":
+            # all chains that see this layer share the scores
             scores = obs.once(KeyDiff, lambda: distance_from_anchor(keys))
             return at_heads(scores, cache.heads)
-        # tokens that are kept after the last block score 1, all others 0
-        blocks = list(self.iterate_blocks(keys, min(cache.heads, len(keys)), capacity.tokens))
+        # tokens are chosen for each kv head, or for all of them at once if latents are stored as one head
+        choosing_heads = min(cache.heads, len(keys))
+        blocks = list(self.iterate_blocks(keys, choosing_heads, capacity.tokens))
         _, kept_tokens = blocks[-1]
-        scores = torch.zeros(kept_tokens.shape[0], obs.n, device=keys.device).scatter_(1, kept_tokens, 1.0)
+        # tokens that are kept after the last block score 1, all others 0
+        scores = torch.zeros(choosing_heads, obs.n, device=keys.device).scatter_(1, kept_tokens, 1.0)
         return at_heads(scores, cache.heads)
 
     def iterate_blocks(self, keys: torch.Tensor, heads: int, budget: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield for each block of the prompt (its first token, the earlier tokens [heads, m] that stay), as indices.
 
-        The last pair is (n, the tokens that stay in the end). keys [Hk, n, D] are those of one layer, and ``budget``
-        is C.
+        The last pair is (n, the tokens that stay in the end).
+
+        keys: [Hk, n, D], the keys of one layer.
+        heads: the number of heads that choose tokens, Hk or 1.
+        budget: C, less than n.
         """
         n = keys.shape[1]
-        # kvpress begins with C tokens, the paper with none
+        # variant ``block`` (kvpress) begins with C tokens, ``paper`` with none
         first = budget if self.variant == "block" else 0
         kept_tokens = torch.arange(first, device=keys.device).expand(heads, -1)
         for start in range(first, n, self.block):
@@ -84,9 +92,11 @@ class KeyDiff(Selector, BlockReader):
         budget = self.budget(n, layer, n_layers)
         if self.variant != "paper" or budget >= keys.shape[1]:
             return []
+        # tokens are chosen for each kv head, or for all of them at once if latents are stored as one head
+        choosing_heads = min(heads, len(keys))
         # the last entry is the end of the prompt and begins no block
-        blocks = list(self.iterate_blocks(keys, min(heads, len(keys)), budget))[:-1]
-        return [(start, per_head(index, len(keys))) for start, index in blocks]
+        blocks = list(self.iterate_blocks(keys, choosing_heads, budget))[:-1]
+        return [(start, per_head(kept_tokens, len(keys))) for start, kept_tokens in blocks]
 
 
 def distance_from_anchor(keys: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,8 @@ class KeyNorm(Selector):
         return self.protect_recent
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        norms = obs.once(KeyNorm, lambda: ops.only_segment(cache).k.float().norm(dim=-1))  # ||k_j||_2
+        # ||k_j||_2; all chains that see this layer share the norms
+        norms = obs.once(KeyNorm, lambda: ops.only_segment(cache).k.float().norm(dim=-1))
         if obs.partial:
             # While decoding, equal tokens of the text have equal norms in the first layer but for rounding, which
             # differs between batches. Norms are rounded to 12 bits, so that these errors decide nothing.

@@ -39,15 +39,17 @@ class Kivi(Quantiser):
         self.require("residual", fits, f"a multiple of group={self.group}, 1 or more")
 
     def residuals(self) -> tuple[Residual, Residual]:
-        # R * floor(N / R) of N tokens are packed as keys, and N - R as values
-        return Residual(0, self.residual, self.group), Residual(self.residual, 1, 1)
+        # of N tokens, the first R * floor(N / R) are packed as keys, and the first N - R as values
+        key_rule = Residual(keep=0, block=self.residual, unit=self.group)
+        value_rule = Residual(keep=self.residual, block=1, unit=1)
+        return key_rule, value_rule
 
     def pack_keys(self, x: torch.Tensor) -> Packed:
         # c = round((x - min) / s), s = (max - min) / (2^bits - 1), over ``group`` tokens of one channel (section 3.2)
         return quantise_channels(x, self.bits, self.group)
 
     def pack_values(self, x: torch.Tensor) -> Packed:
-        # the same over ``group`` channels of one token
+        # the same formula over ``group`` channels of one token
         return quantise_tokens(x, self.bits, self.group)
 
     def key_bytes(self, tokens: int, channels: int) -> int:

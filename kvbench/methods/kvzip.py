@@ -59,15 +59,20 @@ class KVzip(ReplayingSelector):
     def replay(self, n: int) -> Replay | None:
         if self.capacity(n).tokens >= n:
             return None
-        return Replay(self.chunk, self.sinks, self.instruction)
+        return Replay(chunk=self.chunk, sinks=self.sinks, instruction=self.instruction)
 
     def count_staying(self, pairs: int, n: int) -> int:
-        """Return how many of ``pairs`` competing pairs stay, for a prompt of n tokens."""
+        """Return how many of ``pairs`` competing pairs stay, for a prompt of n tokens.
+
+        Under ``level=head`` whole heads compete, and ``pairs`` is the number of heads.
+        """
         capacity = self.capacity(n)
-        # r is the fraction of pairs that stays: as the user gave it, or C / n
-        share = capacity.tokens / n
+        # share is r, the fraction of pairs that stays
         if self.kv_ratio is not None and not capacity.shrunk:
             share = self.kv_ratio
+        else:
+            # the budget is in tokens, or the fraction was too small for sinks and one token more
+            share = capacity.tokens / n
         if self.count == "code":
             # N - floor((1 - r) N)
             return pairs - int(pairs * (1 - share))
@@ -82,14 +87,16 @@ class KVzip(ReplayingSelector):
             return Expected.exactly(size, heads)
         # a head may keep any number of tokens between its sinks and all n
         sinks = self.capacity(n).sinks
+        # only ``layer`` fixes the sum over heads; a budget must at least hold the sinks of the heads
         total = None
         if self.level == "layer":
             total = max(self.count_staying(heads * n, n), heads * sinks)
-        return Expected((sinks,) * heads, (n,) * heads, total)
+        return Expected(low=(sinks,) * heads, high=(n,) * heads, total=total)
 
     def expected_sum(self, n: int, n_layers: int, heads: int) -> int | None:
         frozen = sum(i < n_layers for i in self.frozen_layers)
         sharing = n_layers - frozen
+        # where every layer keeps all tokens, ``expected`` fixes them; under count=paper they depend on equal scores
         if self.capacity(n).tokens >= n or not sharing or self.count == "paper":
             return None
         sinks = self.capacity(n).sinks
@@ -101,10 +108,11 @@ class KVzip(ReplayingSelector):
             return frozen_tokens + sink_tokens + full_heads * (n - sinks)
         if self.level == "pair":
             return frozen_tokens + max(self.count_staying(sharing * heads * n, n), sink_tokens)
-        # levels ``layer`` and ``uniform`` declare the tokens of each layer
+        # under the levels ``layer`` and ``uniform``, ``expected`` fixes the tokens of each layer
         return None
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
+        # ``rebalance`` chooses, once the passes of ``replay`` have scored all layers
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
@@ -112,22 +120,25 @@ class KVzip(ReplayingSelector):
         # scores are final after the passes of ``replay``, and pairs compete over all layers
         if not scored or len(caches) < n_layers:
             return list(caches)
-        compressed = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
+        # nothing reads the scores after this choice
+        without_scores = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
         sharing = [i for i in scored if i not in self.frozen_layers]
         if not sharing:
-            return compressed
+            return without_scores
         capacity = self.capacity(caches[0].prompt_tokens)
         # scores are [L, H, n] over the L layers that share the budget
         scores = torch.stack([ops.only_segment(caches[i]).state["score"] for i in sharing])
+        trimmed = list(without_scores)
         for i, staying in zip(sharing, self.staying_pairs(scores, capacity), strict=True):
             # the staying pairs of a head come first, in order of position
             order = (~staying).int().sort(dim=-1, stable=True).indices
-            compressed[i] = ops.select_first(compressed[i], order, staying.sum(dim=-1))
-        return compressed
+            trimmed[i] = ops.select_first(without_scores[i], order, staying.sum(dim=-1))
+        return trimmed
 
     def staying_pairs(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
         """Return a mask [L, H, n] of the pairs that stay, by their scores [L, H, n] over the L layers that compress."""
         layers, heads, n = scores.shape
+        # the sinks always stay; the caller's scores are left as they are
         scores = scores.clone()
         scores[..., : capacity.sinks] = torch.inf
         if self.count == "paper":
@@ -147,7 +158,8 @@ class KVzip(ReplayingSelector):
         total = self.count_staying(competing.shape[1], n)
         if self.level == "uniform":
             total = capacity.tokens
-        # a budget must at least hold the sinks of its heads
-        total = max(total, layers * heads // rows * capacity.sinks)
+        # a budget must at least hold the sinks of the heads that share it
+        heads_per_row = layers * heads // rows
+        total = max(total, heads_per_row * capacity.sinks)
         best = competing.sort(dim=-1, descending=True, stable=True).indices[:, :total]
         return torch.zeros_like(competing, dtype=torch.bool).scatter_(1, best, True).view_as(scores)

@@ -20,7 +20,7 @@ class Magnitude(ChannelPruner):
     for this criterion.
     """
 
-    # the order of the norm
+    # subclasses set the order of the norm
     p: ClassVar[int]
 
     rounding: str = "paper"

@@ -36,6 +36,6 @@ class MxFp4(StorageFormat):
     def codecs(self) -> tuple[Codec, Codec]:
         # e = floor(log2 absmax) - 2 of a block of 32 (OCP), or ceil(log2(absmax / 6)) of a block of 16 (SGLang)
         block = 32 if self.variant == "ocp" else 16
-        group = self.group or block
         # c = e2m1(x / 2^e), read as c * 2^e
-        return (MicroscaledFp4(kind=self.variant, group=group, rotate=self.rotate),) * 2
+        codec = MicroscaledFp4(kind=self.variant, group=self.group or block, rotate=self.rotate)
+        return codec, codec

@@ -37,4 +37,5 @@ class NvFp4(StorageFormat):
     def codecs(self) -> tuple[Codec, Codec]:
         # c = e2m1(x / (b g)) with b = e4m3(absmax of the block / (6 g)) and g = absmax of the prompt / (6 * 448),
         # read as c * b * g
-        return (MicroscaledFp4(group=self.group, four_over_six=self.four_over_six, rotate=self.rotate),) * 2
+        codec = MicroscaledFp4(group=self.group, four_over_six=self.four_over_six, rotate=self.rotate)
+        return codec, codec

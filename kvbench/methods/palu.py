@@ -31,10 +31,10 @@ from kvbench.models.lowrank_statistics import measure_moments, moments_bytes
 class Palu(LowRankStage):
     """Replace the weight W of each group of heads by the pair of rank r with the nearest outputs over calibration text.
 
-    Let S S^T = sum of x x^T over the inputs x of the text (S by Cholesky), and W S = U diag(s) V^T. The pair is
+    Let S S^T = mean of x x^T over the inputs x of the text (S by Cholesky), and W S = U diag(s) V^T. The pair is
     down = sqrt(diag(s_r)) V_r^T S^-1 and up = U_r sqrt(diag(s_r)), with the r largest singular values. The cache holds
-    down x. Where the sum has no Cholesky factor, the least of 1e-10, 1e-9, ... of its mean diagonal that gives it one
-    is added to its diagonal, and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
+    down x. Where the mean has no Cholesky factor, the least of 1e-10, 1e-9, ... of its diagonal's average that gives it
+    one is added to its diagonal, and recorded in the calibration as ``damping`` per layer. All is computed in fp64.
 
     ranks_by: ``fisher`` divides the remaining rank over all groups of all layers, in proportion to sqrt(E[g^2]) of
     their weights and capped at the full rank. g is the gradient of a window's mean loss, E the mean over windows, and
@@ -49,26 +49,36 @@ class Palu(LowRankStage):
     ranks_by: str = knob("fisher", one_of("fisher", "fisher_uniform", "uniform"))
 
     def recipe(self) -> Recipe | None:
+        # both ways of ``fisher`` read the same statistics
         knobs = {"fisher": self.ranks_by != "uniform"}
-        return Recipe("palu", 1, self.samples, tokens=self.tokens, each=False, knobs=knobs, longest=LONGEST)
+        return Recipe(
+            "palu",
+            revision=1,
+            samples=self.samples,
+            tokens=self.tokens,
+            each=False,
+            knobs=knobs,
+            longest=LONGEST,
+        )
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
-        # the sum of x x^T [d, d] over fewer tokens has no full rank
+        # the mean of x x^T [d, d] over fewer tokens has no full rank
         run.recipe.check(shape.hidden, "the hidden size")
-        # sums [layers, d, d] of x x^T, and sqrt(E[g^2]) [layers, 2, heads] where ranks follow Fisher information
-        sums, fisher = measure_moments(run.model, run.windows(), self.ranks_by != "uniform")
+        # moments [layers, d, d] are means of x x^T; fisher [layers, 2, heads] is sqrt(E[g^2]), or None for even ranks
+        moments, fisher = measure_moments(run.model, run.windows(), fisher=self.ranks_by != "uniform")
         tensors = {
+            # the fields of ProjectionShape in their order
             "shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]),
-            "moments": sums,
-            "damping": torch.tensor([damping_needed(m) for m in sums], dtype=torch.float64),
+            "moments": moments,
+            "damping": torch.tensor([damping_needed(m) for m in moments], dtype=torch.float64),
         }
         if fisher is not None:
             tensors["fisher"] = fisher
         return tensors
 
     def calibration_bytes(self, model: PreTrainedModel) -> tuple[int, int]:
-        return moments_bytes(model, self.ranks_by != "uniform")
+        return moments_bytes(model, fisher=self.ranks_by != "uniform")
 
     @property
     def heads_per_group(self) -> int:
@@ -78,6 +88,7 @@ class Palu(LowRankStage):
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         shape, heads = self.shape, self.heads_per_group
+        # the full rank of a group's weight, and the number of groups
         full, groups = min(heads * shape.head_dim, shape.hidden), shape.heads // heads
         if self.ranks_by == "uniform":
             even = (nearest_rank(full, self.ratio, self.multiple),) * groups
@@ -85,21 +96,23 @@ class Palu(LowRankStage):
         # [layers, 2, groups], the mean over the heads of a group
         fisher = self.tensor("fisher").double().unflatten(2, (groups, heads)).mean(dim=3)
         if self.ranks_by == "fisher_uniform":
-            # one rank for each projection, [layers * 2], which all its groups get
-            ranks = divided_ranks(fisher.mean(dim=2).flatten().tolist(), full, self.ratio, self.multiple)
-            ranks = torch.tensor(ranks).repeat_interleave(groups).tolist()
+            # one rank for each projection, [layers * 2], which all groups of the projection get
+            weights = fisher.mean(dim=2).flatten().tolist()
+            projection_ranks = torch.tensor(divided_ranks(weights, full, self.ratio, self.multiple))
+            ranks = projection_ranks.repeat_interleave(groups)
         else:
-            ranks = divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple)
-        table = torch.tensor(ranks).view(shape.layers, 2, groups).tolist()
-        return tuple((tuple(k), tuple(v)) for k, v in table)
+            ranks = torch.tensor(divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple))
+        by_layer = ranks.view(shape.layers, 2, groups).tolist()
+        return tuple((tuple(key_ranks), tuple(value_ranks)) for key_ranks, value_ranks in by_layer)
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         # a group's weight has one row for each channel of its heads
         shape, rows = self.shape, self.heads_per_group * self.shape.head_dim
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
-            # S, with S S^T = sum of x x^T (Cholesky), section 3.2
-            whitening = whitening_factor(self.tensor("moments")[i].to(model.device), float(self.tensor("damping")[i]))
+            # S, with S S^T = mean of x x^T (Cholesky), section 3.2
+            moments, damping = self.tensor("moments")[i], float(self.tensor("damping")[i])
+            whitening = whitening_factor(moments.to(model.device), damping)
             pair: list[Factors] = []
             # first the key projection, then the value projection
             for (weight, _), ranks in zip(key_value_weights(attention, shape.heads), self.ranks[i], strict=True):
@@ -107,5 +120,6 @@ class Palu(LowRankStage):
                 # W S = U diag(s) V^T, truncated to r, for each group of heads
                 cuts = [Spectrum.of(w, whitening).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
                 pair.append(join_factors(cuts))
-            pairs.append((pair[0], pair[1]))
+            key_factors, value_factors = pair
+            pairs.append((key_factors, value_factors))
         return tuple(pairs)

@@ -35,6 +35,7 @@ class PyramidKV(SnapKV):
         mean = capacity.tokens - capacity.window
         # frozen layers are no part of the pyramid: L and i count the layers that compress
         compressing = n_layers - sum(frozen < n_layers for frozen in self.frozen_layers)
+        # prompts near the budget get C everywhere, as in KVCache-Factory; a single layer has no line to lie on
         if capacity.tokens >= n or n < 2 * mean or compressing == 1:
             return capacity.tokens
         # high = 2 (C - w) - (C - w) / beta (section 4), but no more than the tokens before the window
@@ -49,10 +50,10 @@ class PyramidKV(SnapKV):
 
 
 def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
-    """Return the whole number at ``rank`` of a line from ``high`` (rank 0) to ``low`` (rank ``steps``).
+    """Return the number at ``rank`` on a line from ``high`` (rank 0) to ``low`` (rank ``steps``), as a whole number.
 
-    The numbers of all ranks add up to the sum of the line. Each number is rounded down first. The units that are then
-    missing go to the ranks with the largest fractions, the lower rank first among equals.
+    Each number is rounded down first. The units that the sum over all ranks then lacks go to the ranks with the largest
+    fractions, the lower rank first among equals.
     """
     # at rank i the line is high - i (high - low) / steps, and its fraction in units of 1 / steps is the remainder below
     fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]

@@ -91,7 +91,7 @@ class QHitter(EvictingSelector, Packer):
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.v_alias:
             return k, v
-        # in released code the prompt's own attention reads Q(v), because the values are quantised in place
+        # in released code the prompt's own attention reads Q(v), because that code quantises the values in place
         return k, self.pack_values(v).dequantise(v.dtype)
 
     @property
@@ -105,6 +105,7 @@ class QHitter(EvictingSelector, Packer):
         return quantise_zero_point(x, self.bits)
 
     def window_size(self) -> int:
+        # ``parts`` divides the budget: at least one of its tokens is recent
         return 1
 
     def needs(self, n: int) -> Needs:
@@ -112,12 +113,13 @@ class QHitter(EvictingSelector, Packer):
 
     def capacity(self, n: int) -> Capacity:
         by_attention, by_score, recent = self.parts(n)
-        return Capacity(min(by_attention + by_score + recent, n), 0, min(recent, n))
+        return Capacity(tokens=min(by_attention + by_score + recent, n), sinks=0, window=min(recent, n))
 
     def parts(self, n: int) -> tuple[int, int, int]:
         """Return (tokens kept by attention alone, tokens kept by score, recent tokens) after a prompt of n tokens."""
         share = self.attention_share
         if self.heavy_ratio is not None and self.recent_ratio is not None:
+            # the newest token is always a recent one
             return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
         heavy = total * HEAVY // PARTS
@@ -129,12 +131,14 @@ class QHitter(EvictingSelector, Packer):
         return sum(self.parts(n))
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        first, _, recent = self.parts(n)
-        return {"first": first, "recent": recent + self.spare}
+        by_attention, _, recent = self.parts(n)
+        # under evict_after one more token is stored: the newest one competes a step late
+        return {"first": by_attention, "recent": recent + self.spare}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
         (block,) = blocks
-        size = block.slots * run_bytes(head_dim, self.bits, head_dim)
+        # all channels of a token are one group
+        size = block.slots * run_bytes(head_dim, self.bits, group=head_dim)
         # fp32 numbers for each slot: S and the friendliness, or S, e_K and e_V
         numbers = 2 if self.variant == "code" else 3
         return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
@@ -143,13 +147,13 @@ class QHitter(EvictingSelector, Packer):
         segment = ops.only_segment(cache)
         state = {"mass": group_mean(obs.received(), cache.heads)}
         # released code normalises the prompt's errors [Hk, n] over all heads and tokens
-        for name, values in self._token_state(segment.k, segment.v, (0, 1)).items():
+        for name, values in self._token_state(segment.k, segment.v, dims=(0, 1)).items():
             state[name] = per_head(values, cache.heads).clone()
         return state
 
     def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
         # released code normalises the errors [B, H, T] of new tokens over the heads of each token
-        return self._token_state(k, v, (1,))
+        return self._token_state(k, v, dims=(1,))
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]
         cache = ops.expand(super().choose(cache, obs, modifiers))
@@ -162,16 +166,22 @@ class QHitter(EvictingSelector, Packer):
         state = {name: t[None] for name, t in ops.only_segment(cache).state.items()}
         positions = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
         older = positions < obs.n - capacity.window
-        first_count = torch.tensor(min(self.parts(obs.prompt_tokens)[0], obs.n), device=positions.device)
-        scores = self._scores(state, torch.ones_like(older), older, positions=positions, first_count=first_count)
+        by_attention, _, _ = self.parts(obs.prompt_tokens)
+        scores = self._scores(
+            state,
+            valid=torch.ones_like(older),
+            older=older,
+            positions=positions,
+            first_count=torch.tensor(min(by_attention, obs.n), device=positions.device),
+        )
         return scores[0]
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         older = ~recent_slots(slots, "recent")
         scores = self._scores(
             slots.state,
-            slots.valid,
-            older & slots.valid,
+            valid=slots.valid,
+            older=older & slots.valid,
             positions=slots.positions,
             first_count=slots.counts["first"],
         )
@@ -240,6 +250,7 @@ def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | Non
 
     Minimum and maximum are those of the entries marked in ``among``, by default of all.
     """
+    # ``among`` restricts the minimum and the maximum, not the result
     for_minimum, for_maximum = x, x
     if among is not None:
         # an entry of +inf is never the minimum, and one of -inf never the maximum

@@ -58,13 +58,15 @@ class Random(Selector):
 
     def capacity(self, n: int) -> Capacity:
         if self.keep_prompt:
-            return Capacity(n, 0, 0)
+            return Capacity(tokens=n, sinks=0, window=0)
         return super().capacity(n)
 
     def while_decoding(self) -> Selector:
+        # the copy has no ``decode_budget``, and ``check`` refuses keep_prompt without one
         plain = super(Random, replace(self, keep_prompt=None)).while_decoding()
         if not self.keep_prompt and not self.keep_window:
             return plain
+        # the same fields, in a class that also protects tokens of the prompt
         values = {f.name: getattr(plain, f.name) for f in fields(plain)}
         return _RandomAgain(**values, whole_prompt=bool(self.keep_prompt))
 
@@ -77,9 +79,9 @@ class Random(Selector):
         return super().choose(cache, obs, modifiers)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        # hashed, because the numbers of neighbouring seeds start alike
+        # the seed is hashed, because the numbers of neighbouring seeds start alike
         digest = hashlib.blake2b(f"{self.seed}/{obs.prompt}/{obs.layer}".encode(), digest_size=4).digest()
-        # drawn on the CPU, because devices draw differently
+        # the noise is drawn on the CPU, because devices draw differently
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
         # score[h, j] ~ U(0, 1): the C largest are C tokens without replacement
         noise = torch.rand(cache.heads, obs.n, generator=generator)
@@ -103,9 +105,10 @@ class _RandomAgain(Random):
         noise = super().scores(cache, obs, capacity)
         window = self.keep_window or 0
         if capacity.tokens <= window:
-            # a share of all tokens may be too small for the window: it gets half of it, as after the prompt
+            # a share of all tokens may be too small for the window, which then gets half of it, as after the prompt
             window = capacity.tokens // 2
-        first = 0 if self.whole_prompt else cache.prompt_tokens - window
+        first_protected = 0 if self.whole_prompt else cache.prompt_tokens - window
         positions = only_segment(cache).positions
+        is_protected = (positions >= first_protected) & (positions < cache.prompt_tokens)
         # a token at +inf always stays
-        return noise.masked_fill((positions >= first) & (positions < cache.prompt_tokens), torch.inf)
+        return noise.masked_fill(is_protected, torch.inf)

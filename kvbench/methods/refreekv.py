@@ -85,7 +85,7 @@ class ReFreeKV(TokenSelector):
             return Expected.exactly(n, heads)
         # ``code`` always keeps the first m tokens and one more; under eq. 1 the first m compete
         least = self.m + 1 if self.mode == "code" else 1
-        return Expected((least,) * heads, (n,) * heads)
+        return Expected(low=(least,) * heads, high=(n,) * heads)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if self.keeps_all(obs.n, obs.layer):
@@ -97,6 +97,7 @@ class ReFreeKV(TokenSelector):
         # a[h, j] = mean over these queries i of A[h, i, j]
         attention = window_sums(cache, obs, count) / seen_by
         counts = self._counts(attention[:, order].double(), cache.heads)
+        # one order for all heads; a single count keeps the same tokens in all of them
         return ops.select_first(cache, order.expand(len(counts), -1), counts)
 
     def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
@@ -106,14 +107,15 @@ class ReFreeKV(TokenSelector):
             after_first = torch.arange(obs.n - 1, self.m - 1, -1, device=device)
         else:
             # the attention that token j received, as the mean over all heads and over the n - j queries that see it
-            received = obs.received().mean(dim=0) / torch.arange(obs.n, 0, -1, device=device)
+            seen_by = torch.arange(obs.n, 0, -1, device=device)
+            received = obs.received().mean(dim=0) / seen_by
             after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), after_first])
 
     def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
         """Return how many tokens are kept: one number for the layer [1], or one for each stored head [heads].
 
-        attention [Hq, n] is in the order of the ranking.
+        attention [Hq, n] is in the order of the ranking, with n above m.
         """
         n = attention.shape[1]
         if self.mode == "code":
@@ -122,13 +124,14 @@ class ReFreeKV(TokenSelector):
             # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
             losses = (norms[-1] - norms) / norms[-1]
             too_few = losses > self.T
-            # entry i - 1 of ``too_few`` is for i tokens: the first m stay, and one token more than are too few
+            # losses fall with i, so the sum is the largest number that is too few; beside the first m, one more stays
             return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
             attention = attention.mean(dim=0, keepdim=True)
         elif self.reduce == "per_head":
             attention = group_mean(attention, heads)
         if self.order == "sinks_last":
+            # the first m tokens move behind all others
             attention = attention.roll(-self.m, dims=1)
         # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
         squares = attention.square().cumsum(dim=1)
@@ -137,6 +140,7 @@ class ReFreeKV(TokenSelector):
         if self.order == "sinks_first":
             # the number of tokens is one more than the 0-based place of the last of them
             counts = counts + 1
+        # ``sinks_last`` may count 0, but at least one token stays
         counts = counts.clamp(1, n)
         if self.reduce == "max_heads":
             return counts.amax(dim=0, keepdim=True)

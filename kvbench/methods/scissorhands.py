@@ -67,12 +67,13 @@ class Scissorhands(EvictingSelector):
     def capacity(self, n: int) -> Capacity:
         tokens = super().capacity(n).tokens
         if self.half_ratio is not None:
+            # C = 2 floor(h n), at least 2: one token to choose and one recent token;
             # 1e-9: a product that should be whole must not be cut to the number below
             tokens = max(2, 2 * int(self.half_ratio * n + 1e-9))
         if tokens > self.recent:
-            return Capacity(min(tokens, n), 0, self.recent)
-        # a budget without room for the recent tokens keeps half of it for them
-        return Capacity(min(tokens, n), 0, tokens // 2, shrunk=tokens < n)
+            return Capacity(tokens=min(tokens, n), sinks=0, window=self.recent)
+        # without room for all recent tokens, they get half of the budget
+        return Capacity(tokens=min(tokens, n), sinks=0, window=tokens // 2, shrunk=tokens < n)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         # the answer fills a budget in tokens, so all recent tokens are protected even behind a short prompt
@@ -89,9 +90,9 @@ class Scissorhands(EvictingSelector):
 
     @property
     def state_bytes(self) -> int:
+        # a slot has S in fp32, or under ``paper`` the attention from each of w queries
         if self.variant == "code":
             return 4
-        # w rows in fp32
         return 4 * self.window
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
@@ -107,11 +108,11 @@ class Scissorhands(EvictingSelector):
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def _received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return S, the attention that each token has received, from the running state of the variant.
+        """Return S, the attention that each token has received, from the variant's running ``state``.
 
-        It has the shape of the state without the ring's axis: [heads, n] of a prompt, [B, H, S] of slots.
+        S is [heads, n] for the tokens of a prompt and [B, H, S] for slots.
         """
         if self.variant == "code":
             return state["mass"]
-        # the sum over the last w queries, one in each column of the ring
+        # sum over the last w queries, each of which has one column of the ring
         return state["ring"].sum(dim=-1)

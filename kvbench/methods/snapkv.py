@@ -44,5 +44,5 @@ class SnapKV(Selector):
             smooth = pool(group_mean(received, cache.heads), self.kernel, self.pooling)
             return torch.nn.functional.pad(smooth, (0, capacity.window))
 
-        # the scores are the same for every budget, so chains with other budgets share them
+        # chains of other budgets share the scores, which depend on nothing but the layer and this key
         return obs.once((SnapKV, capacity.window, self.kernel, self.pooling, cache.heads), pooled)

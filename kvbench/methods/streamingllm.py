@@ -34,11 +34,13 @@ class StreamingLLM(EvictingSelector):
     mode: str = knob("static", one_of("static", "mask", "rolled"))
 
     def check(self) -> None:
+        # YAML reads true as a boolean; null is no contradiction, because mode=rolled decides then
         contradiction = self.mode == "rolled" and str(self.positions).lower() == "true"
         self.require("positions", not contradiction, "mode=rolled is rolled positions, mode=mask keeps true ones")
         super().check()
         if self.rolled:
-            # mode=rolled and mode=mask with positions=rolled are one method, under one identity
+            # mode=rolled and mode=mask with positions=rolled are one method, under one identity; a frozen dataclass can
+            # set its own fields only by object.__setattr__
             object.__setattr__(self, "mode", "rolled")
             object.__setattr__(self, "positions", None)
 
@@ -58,11 +60,8 @@ class StreamingLLM(EvictingSelector):
         return torch.arange(obs.n, device=cache.segments[0].k.device)[None]
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        # the answer fills a budget in tokens, so all sinks are protected even behind a short prompt
-        if self.kv_size is not None:
-            return {"first": self.sinks}
         return {"first": self.capacity(n).sinks}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        # the oldest token behind the sinks has the lowest position and goes first
+        # the oldest token behind the sinks has the lowest position and goes first; fp64 holds every position exactly
         return slots.positions.double().masked_fill(slots.positions < slots.counts["first"], torch.inf)

@@ -32,6 +32,7 @@ class Think(ChannelPruner):
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
         q = obs.queries(self.observed).float()
-        stacked = q.reshape(cache.heads, -1, q.shape[-1])  # [H, group * w, D]
+        # the queries of a group are stacked: [H, group * w, D]
+        stacked = q.reshape(cache.heads, -1, q.shape[-1])
         # ||Q[:, j] K[:, j]^T||_F = ||Q[:, j]||_2 ||K[:, j]||_2
         return stacked.norm(dim=1) * keys.norm(dim=1)

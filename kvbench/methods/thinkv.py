@@ -42,8 +42,9 @@ class ThinkV(Think):
         k, v, positions = (pad_heads(t, segment.lengths, heads) for t in (segment.k, segment.v, segment.positions))
         # filled [H, L]: slots behind the last token of a ragged head are padding
         slots = torch.arange(k.shape[1], device=k.device)
-        filled = slots < torch.tensor(head_lengths(cache), device=k.device)[:, None]
-        # visible [H, w, L]: the retained tokens that each of the w queries sees
+        token_counts = torch.tensor(head_lengths(cache), device=k.device)
+        filled = slots < token_counts[:, None]
+        # visible [H, w, L]: the retained tokens that each of the w queries sees; the queries are the layer's last ones
         query_positions = obs.token_positions(k.device)[obs.n - q.shape[1] :]
         visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]
         # A = softmax(scale q k^T) over the tokens seen, [H, group, w, L]

@@ -41,10 +41,12 @@ class TOVA(EvictingSelector):
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         # A[h, n, :], the attention of the prompt's last query; [None] makes the prompt a batch of one
-        return {"row": self._newest_row(window_rows(cache, obs, 1)[None], cache.heads)[0]}
+        rows = window_rows(cache, obs, window=1)[None]
+        return {"row": self._newest_row(rows, cache.heads)[0]}
 
     @property
     def state_bytes(self) -> int:
+        # each slot has one fp32 number: its entry in the newest query's row
         return 4
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
@@ -60,11 +62,13 @@ class TOVA(EvictingSelector):
         return {"row": self._newest_row(probs, slots.positions.shape[1])}
 
     def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the last of the attention rows [B, Hq, T, S] as [B, heads, S], averaged over query heads.
+        """Return the row of the newest query, the last of ``rows`` [B, Hq, T, S], averaged over query heads.
+
+        The result is [B, heads, S], with a row for each of ``heads`` stored heads.
 
         The mean is over all heads of the layer, or under ``per_head`` over those that share a stored head.
         """
-        # A[h, n, :], the row of the newest query
+        # A[h, n, :], with the axis of queries kept for ``group_rows``
         newest_row = rows[:, :, -1:]
         if not self.per_head:
             # 1/Hq * sum over heads h of A[h, n, :], the same for all stored heads (section 3.2)

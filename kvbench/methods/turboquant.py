@@ -54,7 +54,7 @@ class TurboQuant(StorageFormat):
             # keys: the nearest centroids of R k / |k|, normed to length 1, and |k|
             keys = LloydMax(bits=key_bits, normed=True, rotate=self.rotate or "hadamard")
             return keys, MinMaxInteger(bits=value_bits)
-        # the paper's R is random, and ``prod`` spends one of the key's bits on the signs of its error's sketch
+        # the paper's R is random, and ``prod`` spends one of the key's bits on the signs of a sketch of the key's error
         rotate = self.rotate or "haar"
         keys = LloydMax(bits=key_bits, inner=self.variant == "prod", rotate=rotate)
         return keys, LloydMax(bits=value_bits, rotate=rotate)

@@ -54,20 +54,21 @@ class Twilight(Mask):
         x = keys.float()
         low, high = x.aminmax(dim=-1, keepdim=True)
         step = (high - low) / (2**self.bits - 1)
+        # a token of equal numbers has step 0 and codes 0, whatever it is divided by
         codes = ((x - low) / step.masked_fill(step == 0, 1)).round()
         return (low + codes * step).to(keys.dtype)
 
     def mask(self, weights: torch.Tensor) -> torch.Tensor:
         if self.p == 1:
             return weights > 0
-        # the smallest set of largest weights whose sum reaches p; the last of them is the threshold
+        # the set takes the largest weights until their sum reaches p; its smallest weight is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
         # if an attention sink takes a part of the weights, p is a share of what is left for tokens; without a sink
         # the weights of tokens add up to 1 but for rounding
         total = weights.sum(dim=-1, keepdim=True)
         reached = torch.where(total < 1 - SUM_ROUNDS, self.p * total, torch.full_like(total, self.p))
         too_small = ordered.cumsum(dim=-1) < reached
-        # rounding may leave even the sum of all weights below p: then the smallest weight is the threshold
+        # rounding may leave even the sum of all weights below p: then the smallest of all weights is the threshold
         threshold_index = too_small.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
         threshold = ordered.gather(-1, threshold_index)
         return (weights >= threshold) & (weights > 0)

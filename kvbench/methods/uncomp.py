@@ -111,23 +111,23 @@ class UNCompGroup(EvictingSelector):
     def capacity(self, n: int) -> Capacity:
         if self.high is not None and self.low is not None:
             mean = (int(self.scale * self.high) + int(self.scale * self.low)) // 2
-            return Capacity(min(mean, n), 0, self.window)
+            return Capacity(tokens=min(mean, n), sinks=0, window=self.window)
         capacity = super().capacity(n)
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
     def extremes(self, n: int) -> HeadBudgets:
-        """Return the budgets of the first and the last group of heads, and their mean, after a prompt of n tokens.
+        """Return the budgets while decoding of the first and the last group of heads, and their mean.
 
-        They hold while decoding. With a single group, or with ``delete``, every stored head has the mean.
+        n is the number of the prompt's tokens. With a single group, or with ``delete``, every stored head has the mean.
         """
         if self.high is not None and self.low is not None:
             high, low = int(self.scale * self.high), int(self.scale * self.low)
-            return HeadBudgets(high, low, mean=(high + low) // 2)
+            return HeadBudgets(high=high, low=low, mean=(high + low) // 2)
         mean = int(self.scale * self.generation_budget(n))
         # low = 2/3 C, rounded to the nearest number, and at least one token beside the window
         low = min(mean, max((2 * mean + 1) // 3, self.token_counts(n)["window"] + 1))
         # high = 2 C - low = 4/3 C, so that their mean is C
-        return HeadBudgets(2 * mean - low, low, mean)
+        return HeadBudgets(high=2 * mean - low, low=low, mean=mean)
 
     def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many tokens each head may hold while decoding after a prompt of n tokens; 0: it is not stored."""
@@ -156,9 +156,9 @@ class UNCompGroup(EvictingSelector):
         if self.unbound:
             # any grouping gives the same bounds and the same sum, so they are known before the calibration
             sizes = tuple(replace(self, grouping="random").after_prompt(n, layer, heads))
-            return Expected((min(sizes),) * heads, (max(sizes),) * heads, sum(sizes))
+            return Expected(low=(min(sizes),) * heads, high=(max(sizes),) * heads, total=sum(sizes))
         sizes = tuple(self.after_prompt(n, layer, heads))
-        return Expected(sizes, sizes, sum(sizes))
+        return Expected(low=sizes, high=sizes, total=sum(sizes))
 
     def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
         """Return the group of each stored head, out of ``count`` groups. Group 0 keeps the most tokens."""
@@ -169,15 +169,15 @@ class UNCompGroup(EvictingSelector):
 
     def deleted_heads(self, layer: int, heads: int) -> list[int]:
         """Return the indices of the heads that are not stored, ascending."""
-        order = self.head_rank(layer, heads, 2).sort(descending=True, stable=True).indices.tolist()
-        # the heads that rank lowest, or under the ablation ``reversed`` those that rank highest
-        deleted = order[heads - self.delete :]
+        # the heads rank as for two groups
+        order = self.head_rank(layer, heads, count=2).sort(descending=True, stable=True).indices.tolist()
         if self.grouping == "reversed":
-            deleted = order[: self.delete]
-        return sorted(deleted)
+            # under this ablation those that rank highest are deleted
+            return sorted(order[: self.delete])
+        return sorted(order[heads - self.delete :])
 
     def head_rank(self, layer: int, heads: int, count: int) -> torch.Tensor:
-        """Return the numbers [heads] that rank the stored heads of a layer for ``count`` groups, the largest first.
+        """Return the numbers [heads] by which the stored heads of a layer rank for ``count`` groups, the largest first.
 
         Raises UsageError if the groups are to be calibrated and the stage is not.
         """
@@ -185,9 +185,10 @@ class UNCompGroup(EvictingSelector):
             # every layer has a draw of its own; the prime keeps (seed, layer) pairs apart
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
             return torch.randperm(heads, generator=generator).float()
+        # each tensor is [L, Hq], see ``measure_entropy``
         measured = self.measured("the groups of its heads")
         if heads < measured["entropy"].shape[1]:
-            # per=kv_head: the mean H_k of the query heads that share a stored head
+            # under per=kv_head, the mean H_k of the query heads that share a stored head
             return group_mean(measured["entropy"][layer], heads)
         if count == 2:
             return measured["counts"][layer]
@@ -204,6 +205,7 @@ class UNCompGroup(EvictingSelector):
 
     @property
     def state_bytes(self) -> int:
+        # a slot has one fp32 number for each of w queries: the attention from that query
         return 4 * self.window
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -213,6 +215,7 @@ class UNCompGroup(EvictingSelector):
         ring = ring_of_rows(group_mean(attention, cache.heads), obs.prompt_tokens, self.window)
         cache = ops.with_state(cache, ring=ring)
         sizes = torch.tensor(self.after_prompt(obs.prompt_tokens, obs.layer, cache.heads), device=ring.device)
+        # budgets refer to the whole prompt, of which this layer may have read fewer tokens
         sizes = sizes.clamp(max=obs.n)
         if self.delete and obs.layer not in self.frozen_layers:
             cache = replace(cache, copy_from=self.output_sources(attention.sum(dim=1), keys, obs.layer))
@@ -227,13 +230,13 @@ class UNCompGroup(EvictingSelector):
         return ops.select_first(cache, order, sizes)
 
     def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return [H] int16: the head whose attention output each head takes.
+        """Return, for each head, the head whose attention output it takes: [H] int16.
 
         A stored head takes its own. A deleted head takes that of the stored head with the most similar features
         (cosine, see ``similarity``).
 
         received: [H, n], the attention that tokens received from the last queries.
-        keys: [Hk, n, D].
+        keys: [Hk, n, D], the prompt's keys.
         """
         heads = received.shape[0]
         # heads are compared by the attention that tokens received (paper), or by their last keys (released code)
@@ -246,6 +249,7 @@ class UNCompGroup(EvictingSelector):
         deleted = self.deleted_heads(layer, heads)
         cosine[:, deleted] = -torch.inf
         sources = torch.arange(heads, device=cosine.device)
+        # of equally similar heads, the stable sort takes the lowest
         sources[deleted] = cosine[deleted].sort(dim=-1, descending=True, stable=True).indices[:, 0]
         return sources.to(torch.int16)
 
@@ -270,14 +274,11 @@ class UNCompGroup(EvictingSelector):
         return self.head_sizes(cache.prompt_tokens, layer, cache.heads)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
-        # a budget in tokens fills up while decoding, so the whole window is protected even behind a short prompt
-        if self.kv_size is not None or self.high is not None:
-            return {"window": self.window}
-        return {"window": super().capacity(n).window}
+        return {"window": self.capacity(n).window}
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         in_window = recent_slots(slots, "window")
-        # sum over the last w queries i of A[h, i, j]; -inf keeps the window out of its neighbours' maximum
+        # sum over the last w queries i of A[h, i, j]; -inf keeps window and free slots out of their neighbours' maximum
         sums = slots.state["ring"].sum(dim=-1).masked_fill(in_window | ~slots.valid, -torch.inf)
         return pool_slots(sums, slots, self.kernel, "max").masked_fill(in_window, torch.inf)
 
@@ -286,17 +287,20 @@ class UNCompGroup(EvictingSelector):
 
 
 def interpolate_sizes(high: int, low: int, count: int) -> list[int]:
-    """Return ``count`` whole numbers on the line from ``high`` to ``low``. Their mean is the mean of the two ends."""
+    """Return ``count`` whole numbers on the line from ``high`` to ``low``. Their mean is that of ``high`` and ``low``.
+
+    An odd ``count`` has a middle number, which is rounded down. The mean may then be less by a fraction.
+    """
     if count == 1:
         return [(high + low) // 2]
-    # the upper half: high - i (high - low) / (count - 1), rounded to the nearest number
+    # the upper half, with the middle: high - i (high - low) / (count - 1), rounded to the nearest number
     steps = count - 1
     upper = []
     for i in range((count + 1) // 2):
         fall = (i * (high - low) + steps // 2) // steps
         upper.append(high - fall)
     if count % 2:
-        # the middle number
+        # the middle number is half of high + low, rounded down
         upper[-1] = (high + low) // 2
-    # the lower half mirrors it, so that each pair adds up to high + low whatever was rounded
+    # the lower half mirrors the upper one, so that each pair adds up to high + low whatever was rounded
     return upper + [high + low - size for size in reversed(upper[: count // 2])]

@@ -69,6 +69,7 @@ class UncompStage(HiddenPruner):
             starts = list(self.starts)
             ascends_from_0 = starts == sorted(set(starts)) and (not starts or starts[0] == 0)
         self.require("starts", ascends_from_0, "an ascending list of layers that starts with 0")
+        # YAML gives a list; a frozen dataclass can set its own fields only by object.__setattr__
         object.__setattr__(self, "starts", tuple(self.starts))
         self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
         no_other_groups = self.epsilon is None or (self.schedule == "relative" and not self.starts)
@@ -96,7 +97,7 @@ class UncompStage(HiddenPruner):
         return Needs(last_q=self.window)
 
     def first_layers(self, n_layers: int) -> tuple[int, ...]:
-        """Return where each group of layers begins: the numbers of the first layers, in a model of ``n_layers`` layers.
+        """Return the number of the first layer of each group, in a model of ``n_layers`` layers.
 
         Raises UsageError if ``epsilon`` decides the groups and the stage is not calibrated.
         """
@@ -115,16 +116,17 @@ class UncompStage(HiddenPruner):
         return tuple(ceil_div(i * n_layers, groups) for i in range(groups))
 
     def group_tokens(self, n: int, groups: int) -> list[int]:
-        """Return for each of ``groups`` groups of layers how many of a prompt's n tokens its layers read.
+        """Return for each of ``groups`` groups of layers how many of a prompt's n tokens these layers read.
 
-        ``sizes`` then limits them to at least ``last`` and at most n.
+        ``sizes`` then limits the numbers to at least ``last`` and at most n.
         """
         if self.schedule == "relative":
             if groups == 1:
                 return [n]
-            # group i of g: n * (1 - (1 - least) * i / (g - 1)), from n to least * n;
+            # group i of g has the share 1 - (1 - least) * i / (g - 1) of n, from 1 to ``least``
+            shares = [1 - (1 - self.least) * i / (groups - 1) for i in range(groups)]
             # 1e-9: a product that should be whole must not be cut to the number below
-            return [int(n * (1 - (1 - self.least) * i / (groups - 1)) + 1e-9) for i in range(groups)]
+            return [int(n * share + 1e-9) for share in shares]
         if groups == 1:
             return [self.most]
         # from S_max to S_min in steps of (S_max - S_min) / (g - 1), cut to a whole number (section 3.3)
@@ -144,16 +146,19 @@ class UncompStage(HiddenPruner):
         tokens = self.group_tokens(n, len(starts))
         sizes = []
         for layer in range(n_layers):
+            # the layer's group is the last one that begins at or before the layer
             group = bisect_right(starts, layer) - 1
             sizes.append(min(n, max(self.last, tokens[group])))
-        # nothing can have dropped a token before layer 0
+        # no layer before layer 0 can have dropped a token
         sizes[0] = n
         return sizes
 
     def keep_hidden(self, keys: torch.Tensor, obs: Observation) -> torch.Tensor:
+        # the number of tokens that the next layer reads
         size = self.sizes(obs.prompt_tokens, obs.n_layers)[obs.layer + 1]
         # a[j] = sum over heads h and the last queries i of A[h, i, j]
         received = causal_softmax(obs.queries(self.window), keys, obs.scale).sum(dim=(0, 1))
         # without the final token there is nothing to predict from
         received[-self.last :] = torch.inf
+        # ``top_indices`` takes a row for each head: here one row stands for all heads
         return top_indices(received[None], size)[0]

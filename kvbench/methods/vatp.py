@@ -53,6 +53,7 @@ class Vatp(Modifier):
         return scores * at_heads(self.norms(ops.only_segment(cache).v), cache.heads)
 
     def slot_bytes(self, itemsize: int) -> int:
+        # one norm, in the precision of the values
         return itemsize
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
