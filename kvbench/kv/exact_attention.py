@@ -68,7 +68,7 @@ def row_blocks(
 def column_sums(
     query: Tensor, keys: Tensor, scale: float, block_bytes: int | None = None, lse: Tensor | None = None
 ) -> Tensor:
-    """Return the attention [Hq, m] fp32 that each token receives from all queries: its column's sum of softmax rows.
+    """Return the attention [Hq, m] fp32 that each token receives from the queries: column sums of their softmax rows.
 
     query [Hq, w, D] are the queries of the last w of m tokens; keys are [Hk, m, D]. A CPU takes as many kv heads at a
     time as it has threads. It computes the rows in blocks of ``block_bytes``, which stay in the processor's cache.

@@ -390,7 +390,8 @@ def from_config(config: Any) -> Shape:
     """
     local, with_keys = local_layers(config), key_layers(config)
     latent = latent_width(config)
-    # the first layer of each kind, compressed or local, stands for all: ``traits.check_served`` refuses other models
+    # the first layer of each kind, compressed or local, stands for all: ``traits.check_served`` refuses other models.
+    # layer 0 takes the place of a missing one until ``Shape`` refuses a model that has no layer to compress
     first_compressed = next((i for i in with_keys if i not in local), 0)
     expanded = 0
     if latent:

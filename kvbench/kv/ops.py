@@ -84,6 +84,7 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     index_by_head = per_head(index, cache.heads)
 
     def select_slots(t: Tensor) -> Tensor:
+        """Return each stored head's slots of t [H', L, ...], in which a head may stand for several stored heads."""
         return _gather_slots(per_head(t, cache.heads), index_by_head)
 
     # positions stay one row as long as all heads keep the same tokens
@@ -96,7 +97,8 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
     # ``holding`` then replaces k and v, which may be exact or packed
     selected = Segment(s.k, s.v, positions, state=state, latent=s.latent)
     k, v = s.stored()
-    return replace(cache, segments=(selected.holding(map_tensors(k, select_slots), map_tensors(v, select_slots)),))
+    selected = selected.holding(map_tensors(k, select_slots), map_tensors(v, select_slots))
+    return replace(cache, segments=(selected,))
 
 
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
@@ -108,8 +110,9 @@ def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
     slot = index[is_kept]
 
     def select_slots(t: Tensor) -> Tensor:
-        # t may have one row for several stored heads: head h reads row h // (heads per row)
-        return t[head // (heads // t.shape[0]), slot][None]
+        """Return the kept entries [1, N, ...] of t [H', L, ...], in which a row may stand for several stored heads."""
+        heads_per_row = heads // t.shape[0]
+        return t[head // heads_per_row, slot][None]
 
     state = {name: select_slots(t) for name, t in s.state.items()}
     k, v = s.stored()
@@ -126,8 +129,10 @@ def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache
     """
     n = order.shape[1]
     dropped = torch.arange(n, device=order.device) >= counts[:, None]
-    # dropped slots sort behind all others; the clamp only keeps the padding of shorter heads in range
-    index = order.masked_fill(dropped, n).sort(dim=-1).values[:, : int(counts.max())].clamp(max=n - 1)
+    # the slots that stay, in order of position; dropped ones become n and sort behind them
+    ascending = order.masked_fill(dropped, n).sort(dim=-1).values
+    # the clamp only keeps the padding of shorter heads in range
+    index = ascending[:, : int(counts.max())].clamp(max=n - 1)
     # a single count holds for all heads, which are then not ragged
     lengths = counts if len(counts) > 1 else None
     selected = select(cache, index, lengths)
@@ -188,6 +193,7 @@ def split_recent(cache: LayerCache, recent: int) -> tuple[Segment, Segment]:
     cut = max(s.tokens - recent, 0)
 
     def copy_slots(span: slice) -> Segment:
+        """Return a segment that owns the slots ``span`` of every head."""
         state = {name: t[:, span].clone() for name, t in s.state.items()}
         return Segment(s.k[:, span].clone(), s.v[:, span].clone(), s.positions[:, span].clone(), state=state)
 
@@ -206,14 +212,15 @@ def _split_ragged(s: Segment, lengths: Tensor, recent: int) -> tuple[Segment, Se
 
     def copy_tokens(mask: Tensor, counts: Tensor) -> Segment:
         """Return the tokens in ``mask`` [N]; head h has ``counts[h]`` of them."""
-        # heads that now hold equally many tokens are stored as an even [H, L] segment
-        shape = (1, int(counts.sum()))
-        new_lengths: Tensor | None = counts.to(torch.int32)
+        new_lengths: Tensor | None
         if bool((counts == counts[0]).all()):
-            shape = (len(counts), int(counts[0]))
-            new_lengths = None
+            # heads that now hold equally many tokens are stored as an even [H, L] segment
+            shape, new_lengths = (len(counts), int(counts[0])), None
+        else:
+            shape, new_lengths = (1, int(counts.sum())), counts.to(torch.int32)
 
         def copy_part(t: Tensor) -> Tensor:
+            """Return these tokens of t [1, N, ...] in the new shape."""
             return t[0, mask].view(*shape, *t.shape[2:])
 
         state = {name: copy_part(t) for name, t in s.state.items()}

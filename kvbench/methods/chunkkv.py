@@ -105,10 +105,10 @@ class ChunkKV(SnapKV):
             end = obs.n
         length = self.length(obs.prompt_tokens)
         # all heads keep the same chunks, so scores are averaged over heads
-        tokens = received[:, :end].mean(dim=0)
+        token_scores = received[:, :end].mean(dim=0)
         # the score of a chunk is the sum over its tokens / chunk length, with zeros padding the last chunk
         missing = -end % length
-        sums = F.pad(tokens, (0, missing)).view(-1, length).sum(dim=1)
+        sums = F.pad(token_scores, (0, missing)).view(-1, length).sum(dim=1)
         sizes = torch.full_like(sums, length)
         if self.variant != "paper":
             # only the paper divides a shorter last chunk by the full length as well

@@ -124,8 +124,8 @@ class QHitter(EvictingSelector, Packer):
         total = self.generation_budget(n)
         heavy = total * HEAVY // PARTS
         # first_ratio * n tokens, but at most the share first_ratio / 0.15 of the heavy hitters (our choice)
-        first = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
-        return first, heavy - first, total - heavy
+        by_attention = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
+        return by_attention, heavy - by_attention, total - heavy
 
     def competing(self, n: int) -> int:
         return sum(self.parts(n))

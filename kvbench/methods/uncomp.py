@@ -145,7 +145,7 @@ class UNCompGroup(EvictingSelector):
         return [group_sizes[group] for group in self.group_of_heads(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
-        """Return how many tokens of a prompt of n each stored head keeps."""
+        """Return how many of a prompt's n tokens each head keeps; 0: the head is not stored."""
         sizes = self.head_sizes(n, layer, heads)
         if n > self.extremes(n).mean:
             return [min(n, size) for size in sizes]
@@ -161,7 +161,7 @@ class UNCompGroup(EvictingSelector):
         return Expected(low=sizes, high=sizes, total=sum(sizes))
 
     def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
-        """Return the group of each stored head, out of ``count`` groups. Group 0 keeps the most tokens."""
+        """Return the group of each stored head, out of ``count`` groups. Group 0 has the largest budget."""
         groups = assign_groups(self.head_rank(layer, heads, count), count)
         if self.grouping == "reversed":
             return [count - 1 - group for group in groups]
@@ -240,8 +240,9 @@ class UNCompGroup(EvictingSelector):
         """
         heads = received.shape[0]
         # heads are compared by the attention that tokens received (paper), or by their last keys (released code)
-        features = received
-        if self.similarity == "code":
+        if self.similarity == "paper":
+            features = received
+        else:
             features = per_head(keys[:, -self.window :], heads).flatten(1).float()
         unit = F.normalize(features, dim=-1)
         cosine = unit @ unit.T
