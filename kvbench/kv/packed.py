@@ -362,8 +362,8 @@ class Packed(ABC):
             elements = BLOCK.get(self.device.type, BLOCK["cpu"])
         flat = self.flat()
         heads, tokens, channels = flat.shape
-        # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit; max()
-        # keeps values without tokens or channels from a division by 0
+        # a part takes as many tokens of one head as fit, in whole steps, and then as many heads as still fit;
+        # max(..., 1): values may have no channels (``kv.own_values``)
         fitting_tokens = min(tokens, elements // max(channels, 1))
         part_tokens = max(fitting_tokens // self.step * self.step, self.step)
         part_heads = max(elements // max(part_tokens * channels, 1), 1)

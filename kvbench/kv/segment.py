@@ -83,6 +83,7 @@ class Segment:
             start = end - int(self.lengths[h])
 
         def slice_head(t: Tensor) -> Tensor:
+            """Return the head's tokens of t [H or 1, L, ...] as a view."""
             # a single row holds ragged heads one after the other, or positions that all heads share
             row = 0 if t.shape[0] == 1 else h
             return t[row : row + 1, start:end]
