@@ -39,9 +39,9 @@ TEXTS = {"reference": "reference text", "greedy": "full cache's answer"}
 SMOOTH, SMOOTH_LONG = 8, 32
 """Each drawn point is the mean over a run of so many positions; SMOOTH_LONG is for long texts."""
 RUNNING = 8
-"""A running mean over a long text goes over one part in so many of the text."""
+"""A running mean over a long text goes over an eighth of the text: one part in RUNNING."""
 Place = dict[str, str | float]
-"""Some columns of a row of the data, by name: those that say what the row is about, or its numbers."""
+"""Values of a row of the data by the names of their columns."""
 ROWS = 16
 """So many caches with one compressed layer each are compared in one batch."""
 
@@ -55,6 +55,7 @@ def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, 
         for point, group, cell in sweep_run.cells():
             if point.series == FULL:
                 continue
+            # a refused cell can have older samples, but they are not shown
             if sweep_run.run.store.refusal(cell.id) is not None:
                 continue
             samples = list(sweep_run.run.samples(group, cell).values())
@@ -66,7 +67,7 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each point, task and kind of text, with its interval, beside tokens and bytes.
 
     kept, bytes: tokens kept, and bytes held at 16 bits, in per cent of the full cache's.
-    kl, low, high: the mean divergence in nats a token, and its 95 % interval.
+    kl, low, high: the mean divergence in nats a token, and its 95 % interval, NaN with too few texts.
     floor: the divergence that rounding alone makes.
     n: the number of texts.
     """
@@ -79,12 +80,13 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
             # a method that the user named stands at the share of tokens that it kept, with two digits
             x = float(f"{kept:.2g}")
         bytes_held = share(
-            sum(sample.payload16 for sample in samples),
-            sum(sample.overhead16 for sample in samples),
-            sum(sample.full16 for sample in samples),
+            payload16=sum(sample.payload16 for sample in samples),
+            overhead16=sum(sample.overhead16 for sample in samples),
+            full16=sum(sample.full16 for sample in samples),
         )
         for kind, text in TEXTS.items():
             summary = summarise_texts(_texts_of_kind(samples, kind))
+            # no sample of the task was compared on this kind of text
             if summary is None:
                 continue
             low, high = summary.ci or (math.nan, math.nan)
@@ -112,11 +114,11 @@ def _texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
 
 
 def by_position(measured: MeasuredFigure) -> pd.DataFrame:
-    """Return the mean divergence over prompts for each run of SMOOTH positions after the prompt, with its interval.
+    """Return the mean divergence over texts for each run of SMOOTH positions after the prompt, with its interval.
 
     There is a row for each point, task, kind of text and run of positions.
 
-    position: the middle of the run.
+    position: the middle of the run. The first token after the prompt has position 1.
     n: the number of texts that are long enough to reach the run.
     """
     rows: list[Place] = []
@@ -138,7 +140,10 @@ def _longest_text(texts: Sequence[TextFidelity]) -> int:
 
 
 def _middle_position(start: int, smooth: int) -> float:
-    """Return the middle of the positions start + 1 to start + smooth. ``start`` counts from 0, positions from 1."""
+    """Return the middle of a run of ``smooth`` positions: start + 1 to start + smooth.
+
+    start: the index of the run's first position, from 0. Positions count from 1.
+    """
     return start + (smooth + 1) / 2
 
 
@@ -170,11 +175,12 @@ def _prompt_divergences(
 ) -> Iterator[tuple[str, str, int, float]]:
     """Yield (series, kind of text in words, layer, mean divergence) of one prompt.
 
-    Layers are those of ``_layer_divergences``: each alone, then -1 for all at once.
+    There is an item for each layer compressed alone, and one with the layer -1 for all layers at once.
 
     chains: the chain of each of ``series``, in the same order.
     """
     encoded = host.encode(example, task)
+    # a question that a run withholds until the cache is compressed is a part of the prompt here
     ids = list(encoded.ids) + list(encoded.question)
     # one pass over the prompt fills the full cache and that of each method
     caches = host.prefill(ids, [Chain()] + list(chains))
@@ -192,7 +198,7 @@ def _prompt_divergences(
 def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
     """Return the mean divergence over prompts, with its interval, for each combination of the other columns.
 
-    A row of ``data`` is one prompt, and ``kl`` is its divergence.
+    data: a row for each prompt and combination, with the prompt's mean divergence in the column ``kl``.
     """
     by = [column for column in data if column != "kl"]
     means: list[Place] = []
@@ -214,13 +220,14 @@ def _layer_divergences(
     single = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []
     for start in range(0, len(single), ROWS):
+        # the second result is the divergence by rounding alone, which this figure does not show
         forced_texts, _ = diverge(model, full, single[start : start + ROWS], tokens)
         for forced in forced_texts:
-            if forced.divergence is not None:
-                means.append(float(forced.divergence.kl.mean()))
+            # ``diverge`` compares every cache that it is given
+            assert forced.divergence is not None
+            means.append(float(forced.divergence.kl.mean()))
     # all layers at once can diverge by more, or by less, than the sum of the single ones
     (all_layers,), _ = diverge(model, full, [cache], tokens)
-    # ``diverge`` compares every result
     assert all_layers.divergence is not None
     return list(enumerate(means)) + [(-1, float(all_layers.divergence.kl.mean()))]
 
@@ -243,18 +250,23 @@ def with_samples(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_rounding(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with columns for texts: ``samples``, and ``rounding``, the divergence by rounding alone."""
+    """Return the data with two columns for the note above the figure.
+
+    samples: the number of texts in words, such as ``n = 4 to 8 texts``.
+    rounding: the largest divergence that rounding alone makes, as text.
+    """
     return with_samples(data.assign(rounding=f"{data['floor'].max():.0e}"))
 
 
 def with_methods(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with columns for the figure's texts.
+    """Return the data with columns for the panels' titles and the note above the figure.
 
-    method: the method of the series, without the budget that may stand in its name.
+    method: the first word of the series: its method, without the budget that may follow.
     tokens: the number of positions that a running mean goes over.
     samples: the number of texts in words, such as ``n = 4 to 8 texts``.
     """
     n_runs = data["position"].nunique()
+    # "snapkv, budget" and "h2o orig" are series of snapkv and of h2o
     method = data["series"].str.partition(",")[0].str.split().str[0]
     return with_samples(data.assign(method=method, tokens=_runs_in_mean(n_runs) * SMOOTH_LONG))
 
@@ -265,19 +277,20 @@ def single_layers(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield facts by kind of text and method.
+    """Yield three facts by kind of text and method.
 
-    They are the layer that diverges most if it alone is compressed, its divergence, and that of all layers together.
+    They are the layer that diverges most if it alone is compressed, the divergence with this layer compressed, and the
+    divergence with all layers compressed.
     """
     # by_layer has all layers together as layer -1
     single, all_layers = single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
     yield Fact("Layer that alone diverges most", worst.set_index(["text", "series"])["layer"].astype(float), "{:.0f}")
-    yield Fact("Its divergence in nats", _with_intervals(worst, ["text", "series", "layer"]), "{}", "layer {:g}")
-    yield Fact("All layers together", _with_intervals(all_layers, ["text", "series", "n"]), "{}", "n = {:g}")
+    yield Fact("Its divergence in nats", _interval_texts(worst, ["text", "series", "layer"]), "{}", "layer {:g}")
+    yield Fact("All layers together", _interval_texts(all_layers, ["text", "series", "n"]), "{}", "n = {:g}")
 
 
-def _with_intervals(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
+def _interval_texts(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
     """Return each row's divergence in nats as text, such as ``0.12 [0.1, 0.15]``, indexed by the columns ``by``."""
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
@@ -306,7 +319,7 @@ def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
         rows = data[data["position"] == position]
         yield Fact(
             f"Nats over the {label} {SMOOTH} positions",
-            _with_intervals(rows, ["text", "series", "n"]),
+            _interval_texts(rows, ["text", "series", "n"]),
             "{}",
             "n = {:g}",
         )
@@ -318,8 +331,9 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
     There is a row for each point, task and run.
 
     kl: the mean over the run.
-    running: the mean over an eighth of all positions around the run. Its interval is in ``low`` and ``high``, and the
-    number of its texts in ``n``.
+    running: the mean over an eighth of all positions, around the run.
+    low, high: the 95 % interval of ``running``, NaN with too few texts.
+    n: the number of texts behind ``running``.
     held: the most tokens of prompt and continuation that any head held; 0 if nothing was decoded.
     """
     rows = []
@@ -328,8 +342,9 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
         texts = _texts_of_kind(samples, "reference")
         starts = range(0, _longest_text(texts), SMOOTH_LONG)
         # a running mean goes over the run itself, ``before`` positions in front of it, and about as many behind it
-        before = _runs_in_mean(len(starts)) // 2 * SMOOTH_LONG
-        after = _runs_in_mean(len(starts)) * SMOOTH_LONG - before
+        runs_in_mean = _runs_in_mean(len(starts))
+        before = runs_in_mean // 2 * SMOOTH_LONG
+        after = runs_in_mean * SMOOTH_LONG - before
         for start in starts:
             run = mean_divergence(texts, start, start + SMOOTH_LONG)
             running = mean_divergence(texts, max(0, start - before), start + after)
@@ -340,14 +355,17 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
                 "task": group.task.id,
                 "text": TEXTS["reference"],
                 "held": most_held,
+                "position": _middle_position(start, SMOOTH_LONG),
             }
-            place |= {"position": _middle_position(start, SMOOTH_LONG)}
             rows.append(place | _mean_numbers(running) | {"kl": run.kl, "running": running.kl})
     return pd.DataFrame(rows)
 
 
 def _runs_in_mean(runs: int) -> int:
-    """Return how many runs of positions a running mean goes over: an eighth of the text's ``runs``, at least one."""
+    """Return how many runs of positions a running mean goes over: an eighth of all runs, at least one.
+
+    runs: the number of runs in the longest text.
+    """
     return max(1, round(runs / RUNNING))
 
 
@@ -356,8 +374,8 @@ def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
     The last fact is the number of texts.
     """
-    # cut the positions into four intervals of equal length
-    quarter = pd.cut(data["position"], 4, labels=["first", "second", "third", "last"])
+    # cut the range of positions into four intervals of equal length
+    quarter = pd.cut(data["position"], bins=4, labels=["first", "second", "third", "last"])
     for label, rows in data.groupby(quarter, observed=True):
         means = rows.groupby("series", sort=False)["kl"].mean()
         yield Fact(f"Nats over the {label} quarter", means, "{:.3g}")

@@ -59,6 +59,7 @@ class Fact:
         values = pd.Series(self.values).dropna()
         if values.empty:
             return ""
+        # the values of a list, and a single number, have no names
         if not isinstance(self.values, pd.Series | dict):
             return f"{self.label}: {', '.join(self.form.format(value) for value in values)}"
         if values.index.nlevels == 1:
@@ -138,8 +139,8 @@ class Figure:
     def captioned(self, csv_facts: Mapping[str, object]) -> Figure:
         """Return the figure with the texts that fit the data of a CSV with these facts.
 
-        For data of methods that the user named, the caption is ``own``, and there is no claim, because the paper claims
-        nothing of those methods. For all other data it is the figure itself.
+        For data of methods that the user named, the caption is ``own``. The paper says nothing about those methods, so
+        ``claim`` and ``unsaid`` are ''. For all other data it is the figure itself.
         """
         if OWN_METHODS not in csv_facts:
             return self
@@ -147,12 +148,13 @@ class Figure:
 
     @property
     def paper(self) -> str:
-        """Return the first part of the id: the paper's name, as in conf/preset."""
+        """The first part of the id: the paper's name, as in conf/preset, or the topic of kvbench's own figure."""
         return self.id.partition("/")[0]
 
     def draw(self, data: pd.DataFrame, csv_facts: Mapping[str, str]) -> Canvas:
-        """Return the drawing of a CSV, from its data and its facts."""
+        """Return the drawing of a CSV, from the CSV's data and its facts by key."""
         prepared = self.prepare(data)
+        # str.capitalize would lower all other letters, as those of KL
         heading = self.title[:1].upper() + self.title[1:]
         return self.picture.draw(prepared, heading, self._note(data, prepared, csv_facts))
 
@@ -161,26 +163,23 @@ class Figure:
 
         prepared: the data as ``prepare`` returns them.
         """
-        facts = dict(csv_facts)
-        parts = [names.find_model(facts), names.find_texts(facts), names.find_tasks(data)]
+        # each text is '' if the figure has no such thing
+        parts = [names.find_model(csv_facts), names.find_texts(csv_facts), names.find_tasks(data)]
         if "samples" in prepared:
             parts.append(str(prepared["samples"].iloc[0]))
         if "low" in data:
-            intervals = "too few for intervals"
-            if data["low"].notna().any():
-                intervals = "95 % intervals"
-            parts.append(intervals)
+            has_intervals = data["low"].notna().any()
+            parts.append("95 % intervals" if has_intervals else "too few for intervals")
         elif "samples" in prepared:
+            # a figure of activations has no samples either, and its note says nothing about intervals
             parts.append("no intervals")
-        first = prepared.iloc[0]
-        parts.append(self.note.format(**{str(column): value for column, value in first.items()}))
+        first_row = prepared.iloc[0]
+        parts.append(self.note.format(**{str(column): value for column, value in first_row.items()}))
         unbroken = []
         for part in parts:
-            # no-break spaces keep a short part in one line
-            if len(part) < SHORT:
-                part = part.replace(" ", "\xa0")
             if part:
-                unbroken.append(part)
+                # no-break spaces keep a short part in one line
+                unbroken.append(part.replace(" ", "\xa0") if len(part) < SHORT else part)
         return " · ".join(unbroken)
 
     def finding(self, data: pd.DataFrame) -> str:
@@ -207,13 +206,14 @@ class Figure:
         data = self.parse(text)
         with styled():
             canvas = self.draw(data, facts_of(text))
+            # gives the figure a renderer, which measures texts for the layout
             FigureCanvasAgg(canvas)
             # the layout takes most of the time, so it is computed once and kept for both files
             canvas.draw_without_rendering()
             canvas.set_layout_engine("none")
             for ax in canvas.axes:
                 # the last bits of a position depend on what was drawn before, and ids in an SVG depend on positions
-                left, bottom, width, height = (round(x, 6) for x in ax.get_position(original=True).bounds)
+                left, bottom, width, height = (round(share, 6) for share in ax.get_position(original=True).bounds)
                 ax.set_position((left, bottom, width, height))
             title = f"{self.id}: {self.title}"
             # None leaves out matplotlib's date and version, so that equal data give equal bytes
@@ -240,7 +240,11 @@ class Figure:
 
 
 def own_folder(results: Path | str, model: str) -> Path:
-    """Return the folder for figures on a model with the user's own methods or settings."""
+    """Return the folder for figures on a model with the user's own methods or settings.
+
+    results: the folder of results.
+    model: a name, a folder or a hub id. Its last part names the folder.
+    """
     return Path(results) / "own" / Path(model).name / "figures"
 
 
@@ -251,9 +255,9 @@ def figure_folder(results: Path | str, model: str) -> Path:
     return Path(results) / "figures"
 
 
-def percent_text(x: float) -> str:
+def percent_text(fraction: float) -> str:
     """Return a fraction in per cent as text: 0.12 is ``12 %``."""
-    return f"{100 * x:.0f} %"
+    return f"{100 * fraction:.0f} %"
 
 
 def facts_of(text: str) -> dict[str, str]:
@@ -269,7 +273,10 @@ def facts_of(text: str) -> dict[str, str]:
 
 
 def read_csv(path: Path) -> tuple[str, str]:
-    """Return (id of the figure, text of the file) for a figure's CSV. Raises UsageError for any other file."""
+    """Return (id of the figure, text of the file) of a figure's CSV.
+
+    Raises UsageError for a file that cannot be read or does not begin as a figure's CSV does.
+    """
     text = read_text(path, f"--from-csv {path}")
     facts = facts_of(text)
     if "figure" not in facts:
@@ -285,8 +292,8 @@ def _save_drawing(canvas: Canvas, path: Path, metadata: Mapping[str, str | None]
 
     metadata: entries of the file's head by name. None leaves out an entry that matplotlib would write.
     """
-    buffer = io.BytesIO()
     # drawing in memory first leaves no half-written file if it fails
+    buffer = io.BytesIO()
     canvas.savefig(buffer, format=path.suffix[1:], metadata=dict(metadata))
     _save_file(path, buffer.getvalue())
 

@@ -29,7 +29,8 @@ class Head:
 
     @property
     def height(self) -> float:
-        """Return the height in inches of both texts and the space below them; 0 without texts."""
+        """The height in inches of both texts and the space below them; 0 without texts."""
+        # the note's lines count as lines of the heading, since ``write`` reserves them so
         lines = len(self.heading) + len(self.note)
         if not lines:
             return 0.0
@@ -42,13 +43,14 @@ class Head:
             return
         # 0.04 inches from the left edge, as a share of the width
         left = 0.04 / fig.get_size_inches()[0]
-        # matplotlib keeps room for one text at the top, so empty lines in the heading reserve that of the note
+        # matplotlib keeps room for one text at the top, so empty lines in the heading reserve the room of the note
         room = "\n" * len(self.note)
         text = fig.suptitle("\n".join(self.heading) + room, x=left, ha="left", fontsize=HEADING, fontweight="bold")
         text.set_linespacing(1.2)
-        below = Annotation(
+        # the note begins at the heading's upper left corner, moved down by the heading's lines
+        note = Annotation(
             "\n".join(self.note),
-            (0, 1),
+            xy=(0, 1),
             xycoords=text,
             xytext=(0, -1.3 * HEADING * len(self.heading)),
             textcoords="offset points",
@@ -58,12 +60,13 @@ class Head:
             color="#555555",
             annotation_clip=False,
         )
-        below.set_in_layout(False)
-        fig.add_artist(below)
+        # the heading's empty lines already keep the room
+        note.set_in_layout(False)
+        fig.add_artist(note)
 
 
 def _wrap(text: str, size: float, width: float) -> tuple[str, ...]:
     """Return a text broken into lines, with letters of ``size`` points, for a figure of ``width`` inches."""
-    # a letter is about half as wide as it is high
+    # a letter is about half as wide as it is high, and an inch has 72 points
     letters = int(72 * width / (0.56 * size))
     return tuple(textwrap.wrap(text, letters))

@@ -96,7 +96,8 @@ class SweepRun:
     def frame(self) -> pd.DataFrame:
         """Return the scores of the sweep: a row for each point and task, and one for each point's mean over tasks.
 
-        Refused cells and cells without any answer are left out. There is no mean unless all tasks are measured.
+        Refused cells and cells without any answer are left out. There is a mean if there are several tasks and all of
+        them are measured.
 
         score, low, high: the score as printed, with its 95 % interval.
         relative, relative_low, relative_high: the score in per cent of the full cache's over the same examples.
@@ -111,46 +112,56 @@ class SweepRun:
                 continue
             x = point.x
             if math.isnan(x):
+                kept = _held([result.means for result in measured])["kept"]
                 # a method that the user named stands at the share of tokens that it kept, with two digits
-                x = float(f"{_held([result.means for result in measured])['kept']:.2g}")
+                x = float(f"{kept:.2g}")
             place: Row = {"series": point.series, "x": x}
             for result in measured:
                 task = _task_name(result.group, several=len(cells) > 1)
                 rows.append(place | {"task": task} | _task_numbers(result))
             # a mean over some of the tasks would compare with none of the other points
-            if len(measured) == len(cells) > 1:
+            if len(cells) > 1 and len(measured) == len(cells):
                 rows.append(place | {"task": MEAN} | _mean_numbers(measured))
+        # reindex: rows may lack columns, and without any row there would be no columns at all
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
     def gains(self, stage: str) -> pd.DataFrame:
         """Return how many points ``stage`` adds to the score of each method that was measured with and without it.
 
         There is a row for each point with the stage and each task, and one for the point's mean over tasks. The gain is
-        a mean of paired differences: each example's score with the stage minus its score without, as printed. Fewer
-        than stats.FEWEST examples have no interval.
+        a mean of paired differences: each example's score with the stage minus its score without, as printed. The ends
+        of its interval are NaN with fewer than stats.FEWEST examples. Tasks that are measured as perplexity have no
+        row.
         """
         cells_of = {(point.series, point.x): cells for point, cells in self.points()}
         rows: list[Row] = []
         for (series, x), cells in cells_of.items():
+            if not series.endswith(f"+{stage}"):
+                continue
             # a chain is named after its stages in order: h2o+vatp has h2o as its base
             base_cells = cells_of.get((series.removesuffix(f"+{stage}"), x))
-            if not series.endswith(f"+{stage}") or base_cells is None:
+            if base_cells is None:
                 continue
             place: Row = {"series": series, "x": x}
-            without = {result.group.task.id: result.scores for result in self._results(base_cells)}
-            tasks: list[list[float]] = []
+            without_stage = {result.group.task.id: result.scores for result in self._results(base_cells)}
+            differences_by_task: list[list[float]] = []
             for result in self._results(cells):
-                scale = metric(result.group.task.metric).scale
-                base_scores = without.get(result.group.task.id, {})
-                differences = [score - base_scores[e] for e, score in result.scores.items() if e in base_scores]
+                task_metric = metric(result.group.task.metric)
+                scale = task_metric.scale
+                base_scores = without_stage.get(result.group.task.id, {})
+                differences = []
+                for example, score in result.scores.items():
+                    if example in base_scores:
+                        differences.append(scale * (score - base_scores[example]))
                 # differences of log losses are no points, since a log loss is printed as a perplexity
-                if not differences or metric(result.group.task.metric).shown:
+                if not differences or task_metric.shown:
                     continue
-                tasks.append([scale * difference for difference in differences])
+                differences_by_task.append(differences)
                 task = _task_name(result.group, several=len(cells) > 1)
-                rows.append(place | {"task": task} | _gain_numbers(tasks[-1:], scale))
-            if len(tasks) == len(cells) > 1:
-                rows.append(place | {"task": MEAN} | _gain_numbers(tasks, scale))
+                rows.append(place | {"task": task} | _gain_numbers([differences], scale))
+            # all metrics but perplexities have one scale, so the scale of the last task will do
+            if len(cells) > 1 and len(differences_by_task) == len(cells):
+                rows.append(place | {"task": MEAN} | _gain_numbers(differences_by_task, scale))
         return pd.DataFrame(rows).reindex(columns=[*ROW, *GAINS]).astype(dict.fromkeys(("x", *GAINS), float))
 
     def _results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
@@ -169,7 +180,8 @@ class SweepRun:
         full_cell = next((c for c in group.cells if not c.chain.stages), cell)
         scores = stored_scores(self.run.store, group, cell)
         full_scores = stored_scores(self.run.store, group, full_cell)
-        pairs = [(score, full_scores[e]) for e, score in scores.items() if e in full_scores]
+        pairs = [(score, full_scores[example]) for example, score in scores.items() if example in full_scores]
+        # without pairs the array still needs its two columns
         return np.array(pairs, dtype=float).reshape(-1, 2)
 
     def left_out(self) -> list[str]:
@@ -178,6 +190,7 @@ class SweepRun:
         for _, group, cell in self.cells():
             reason = self._why_left_out(group, cell)
             if reason is not None:
+                # the name of a column tells grids of one task apart, which the task's id does not
                 reasons.append(f"{cell.label} on {group.column}: {reason}")
         return reasons
 
@@ -188,7 +201,8 @@ class SweepRun:
         refusal = store.refusal(cell.id)
         if refusal is not None:
             return refusal
-        measured = store.samples(cell.id).keys() & {e.id for e in group.examples}
+        # the store may have samples of examples that this run leaves out
+        measured = store.samples(cell.id).keys() & {example.id for example in group.examples}
         if not measured:
             return store.status(cell.id).reason or "not measured"
         if len(measured) < len(group.examples):
@@ -209,40 +223,45 @@ class MeasuredFigure:
 
         ``SweepRun.frame`` explains the columns.
         """
-        return pd.concat([r.frame() for r in self.runs], ignore_index=True)
+        return pd.concat([sweep_run.frame() for sweep_run in self.runs], ignore_index=True)
 
     def gains(self, stage: str) -> pd.DataFrame:
         """Return how many points of score ``stage`` adds to each method, for all sweeps in one table.
 
         Only methods that were measured with and without the stage have rows.
         """
-        return pd.concat([r.gains(stage) for r in self.runs], ignore_index=True)
+        return pd.concat([sweep_run.gains(stage) for sweep_run in self.runs], ignore_index=True)
 
     def measure(self, quiet: bool = False) -> None:
-        """Measure the answers that the store does not have yet."""
+        """Measure the answers that the store does not have yet. ``quiet``: True to show no progress."""
         for sweep_run in self.runs:
-            experiment.measure(sweep_run.run, quiet)
+            experiment.measure(sweep_run.run, quiet=quiet)
 
     def facts(self) -> dict[str, Any]:
-        """Return the origin of the data by key, for the head of the CSV: settings, weights, examples, missing cells."""
+        """Return the origin of the data by key, for the head of the CSV: settings, weights, examples, missing cells.
+
+        A figure that is computed from formulas has no runs, and no facts.
+        """
         if not self.runs:
             return {}
+        # the keys are the different settings of the runs, in order
         settings: dict[str, None] = {}
         own_methods: list[str] = []
-        counts: set[int] = set()
+        example_counts: set[int] = set()
         omissions: list[str] = []
         for sweep_run in self.runs:
             settings[of_run.describe_settings(sweep_run.run).removesuffix(".")] = None
             # methods that the user named have nan in place of a declared x
             own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
-            counts.update(len(group.examples) for group in sweep_run.run.groups)
+            example_counts.update(len(group.examples) for group in sweep_run.run.groups)
             omissions += sweep_run.left_out()
-        examples = f"{min(counts)}"
-        if len(counts) > 1:
-            examples += f" to {max(counts)}"
+        examples = f"{min(example_counts)}"
+        if len(example_counts) > 1:
+            examples += f" to {max(example_counts)}"
         facts = {"runs": " | ".join(settings)}
         if own_methods:
             facts[OWN_METHODS] = ", ".join(own_methods)
+        # all runs of a figure are on one model
         facts["weights"] = self.runs[0].run.source.fingerprint
         facts["examples"] = f"{examples} of each task"
         if omissions:
@@ -284,26 +303,31 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
 
 
 def _is_within(name: str, dataset: str) -> bool:
-    """Tell whether ``name`` is the dataset or one of its tasks."""
+    """Return True if ``name`` is the dataset or one of its tasks."""
     return name == dataset or name.startswith(f"{dataset}/")
 
 
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
-    """Plan the run of one sweep on a model. ``options`` are the user's, and name the datasets to read."""
+    """Plan the run of one sweep on a model.
+
+    options: the user's options, with the datasets to read under ``dataset``.
+    """
     tiny = model == stand_ins.MODEL
     cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
         # the user's methods replace the figure's; the full cache has no stages and is no point of its own
-        chain_configs = [c for c in cfg.chains if c.chain.stages]
-        points = _own_points([c.label for c in chain_configs], several="x" in figure.columns)
-        chains = tuple(c.chain for c in chain_configs)
+        chain_configs = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
+        labels_of_methods = [chain_config.label for chain_config in chain_configs]
+        # a figure with an x axis draws several budgets of a method as one line
+        points = _own_points(labels_of_methods, several="x" in figure.columns)
+        chains = tuple(chain_config.chain for chain_config in chain_configs)
         return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
-    values: Mapping[str, object] = {}
+    preset_values: Mapping[str, object] = {}
     if sweep.preset:
         # a preset can have values for single models of conf/model; a folder or hub id gets the values for any model
-        values = presets.values(sweep.preset, model if model in entries("model") else "")
-    small = replace(stand_ins.TINY, of=sweep.length) if tiny else None
-    chains = tuple(_build_chain(point, values, small) for point in sweep.points)
+        preset_values = presets.values(sweep.preset, model if model in entries("model") else "")
+    stand_in = replace(stand_ins.TINY, of=sweep.length) if tiny else None
+    chains = tuple(_build_chain(point, preset_values, stand_in) for point in sweep.points)
     # scaling can make two points one chain, which is measured once
     labels: dict[Chain, str] = {}
     for point, chain in zip(sweep.points, chains, strict=True):
@@ -313,7 +337,10 @@ def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, 
 
 
 def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings of a sweep's run: the user's ``options`` replace the figure's."""
+    """Return the settings of a sweep's run: the user's ``options`` replace the figure's.
+
+    options: the user's options, with the datasets to read under ``dataset``.
+    """
     merged: dict[str, object] = {"model": model, "limit": figure.each}
     arguments = list(sweep.arguments)
     if model != stand_ins.MODEL:
@@ -325,6 +352,7 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
             merged[key] = value
     if sweep.preset:
         merged["preset"] = sweep.preset
+    # a run needs a method; the chains of the sweep's points replace it, unless the user names methods
     merged |= {"method": "full", "baseline": sweep.baseline}
     return merged | dict(options)
 
@@ -347,53 +375,57 @@ def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _build_chain(point: Point, values: Mapping[str, object], small: row_knobs.StandIn | None) -> Chain:
+def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: row_knobs.StandIn | None) -> Chain:
     """Build the chain of a point.
 
-    values: the values of the sweep's preset by full key.
-    small: the tiny model, to which windows and sizes are scaled; None for any other model.
+    preset_values: the values of the sweep's preset by full key.
+    stand_in: the tiny model, to which windows and sizes are scaled; None for any other model.
     """
     entry: dict[str, Any] = {"method": point.method}
-    if small is not None:
-        scaled = row_knobs.scaled_windows(values, registry.split(point.method), small)
+    if stand_in is not None:
+        scaled = row_knobs.scaled_windows(preset_values, registry.split(point.method), stand_in)
         entry |= {key: int(value) for key, value in scaled.items()}
+    # the point's own knobs win over the preset's scaled windows
     entry |= point.knobs
     # a figure states kv_size in tokens of the paper's prompts, as its preset does
-    if small is not None and "kv_size" in entry:
-        entry["kv_size"] = small.tokens(entry["kv_size"])
-    return chain_of(entry, preset=values)
+    if stand_in is not None and "kv_size" in entry:
+        entry["kv_size"] = stand_in.tokens(entry["kv_size"])
+    return chain_of(entry, preset=preset_values)
 
 
 def _task_name(group: Group, several: bool) -> str:
     """Return the name of a task in a figure's data. ``several``: True if the run has more than one task."""
-    task = group.task.id
+    task_id = group.task.id
     if several:
-        # a task is named dataset/part if its dataset has several; a dataset with one task has no parts
-        return task.partition("/")[2] or task
-    return task
+        # an id is dataset/part if the dataset has several tasks; a dataset with one task has no parts
+        return task_id.partition("/")[2] or task_id
+    return task_id
 
 
-def _gain_numbers(tasks: Sequence[Sequence[float]], scale: float) -> Row:
+def _gain_numbers(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:
     """Return the columns GAINS: the mean over tasks of paired differences as printed, with its interval.
 
-    tasks: the differences of each task's examples.
+    differences_by_task: for each task, the differences of its examples.
     scale: the best score minus the worst, as printed, which bounds a difference.
     """
-    gain, interval = stats.mean_over_tasks(tasks, bounds=(-scale, scale))
+    gain, interval = stats.mean_over_tasks(differences_by_task, bounds=(-scale, scale))
     low, high = interval or (None, None)
     return {"gain": gain, "gain_low": low, "gain_high": high}
 
 
-def _held(cells: Sequence[CellSummary]) -> dict[str, float]:
-    """Return the columns kept and bytes over all prompts of ``cells``, in per cent of the full cache's, at 16 bits."""
+def _held(summaries: Sequence[CellSummary]) -> dict[str, float]:
+    """Return the columns kept and bytes over all prompts of cells, in per cent of the full cache's, at 16 bits.
+
+    summaries: the means of each cell.
+    """
 
     def total(field_name: str) -> float:
-        """Return the sum of a field over all prompts. The field of a cell is the mean over the cell's n prompts."""
-        return float(sum(cell.n * getattr(cell, field_name) for cell in cells))
+        """Return the sum of a field over all prompts. A summary has the field's mean over its n prompts."""
+        return float(sum(summary.n * getattr(summary, field_name) for summary in summaries))
 
     return {
         "kept": 100 * total("kept") / total("prompt_tokens"),
-        "bytes": share(total("payload16"), total("overhead16"), total("full16")),
+        "bytes": share(payload16=total("payload16"), overhead16=total("overhead16"), full16=total("full16")),
     }
 
 
@@ -408,8 +440,8 @@ def _task_numbers(result: _TaskResult) -> Row:
 def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
     """Return the columns of the mean over tasks, in which every task has the same weight.
 
-    The score is left out if a task has no score, or is measured as perplexity. Its interval comes from the spread of
-    the scores within each task.
+    The columns of scores are left out if a task has no score, or is measured as perplexity. The interval of the score
+    comes from the spread of the scores within each task.
     """
     means = [result.means for result in results]
     names = {task_means.metric for task_means in means}
@@ -424,10 +456,8 @@ def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
     scale = metric(name).scale
     # scores are stored from 0 to 1, and shown in the metric's unit
     score, interval = stats.mean_over_tasks([result.pairs[:, 0] for result in results])
-    row["score"] = scale * score
-    row |= {"low": None, "high": None}
-    if interval is not None:
-        row |= {"low": scale * interval[0], "high": scale * interval[1]}
+    low, high = stats.scaled(interval, scale) or (None, None)
+    row |= {"score": scale * score, "low": low, "high": high}
     return row | _relative_numbers([result.pairs for result in results], name)
 
 
@@ -435,8 +465,8 @@ def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
     """Return the columns relative, relative_low and relative_high: the mean score in per cent of the full cache's.
 
     tasks: for each task the scores [n, 2] of the method and of the full cache.
-    name: the name of the metric. A perplexity has no such share, and its columns are None.
+    name: the name of the metric. A perplexity has no share of the full cache's, so its columns are None.
     """
-    relative = stats.share_of_full(tasks) if not metric(name).shown else stats.Share()
+    relative = stats.Share() if metric(name).shown else stats.share_of_full(tasks)
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -59,6 +60,7 @@ def name_task(task: str) -> str:
     # pg19/token is the text pg19, measured by token
     if len(parts) > 1 and parts[-1] in UNITS:
         parts.pop()
+    # its last part alone would name the model, not the prompts
     if parts == ["fidelity", "tiny"]:
         return "prompts of the tiny suite"
     return TASKS.get(parts[-1], parts[-1])
@@ -69,7 +71,7 @@ def name_text(text: str) -> str:
     return TASKS.get(text.partition("/")[0], text)
 
 
-def find_model(facts: dict[str, str]) -> str:
+def find_model(facts: Mapping[str, str]) -> str:
     """Return the printed name of the model that the facts of a CSV name; '' if they name none."""
     # measured scores have the fact runs: "Model NAME, float32; dataset ..."
     # figures of activations have the fact model: "NAME (fingerprint), float32"
@@ -79,10 +81,11 @@ def find_model(facts: dict[str, str]) -> str:
     return name_model(found.group(1).strip())
 
 
-def find_texts(facts: dict[str, str]) -> str:
+def find_texts(facts: Mapping[str, str]) -> str:
     """Return in words what a figure of activations read, from the facts of its CSV; '' for any other figure.
 
-    It is the names of the texts or tasks, the number of prompts and their lengths.
+    The words are the names of the texts or tasks (of more than three, their number), the number of prompts and the
+    lengths of the prompts.
     """
     if "texts" not in facts:
         return ""
@@ -99,7 +102,7 @@ def find_texts(facts: dict[str, str]) -> str:
 
 
 def find_tasks(data: pd.DataFrame) -> str:
-    """Return the printed names of a figure's tasks, or the number of many tasks; '' for data without tasks."""
+    """Return the printed names of a figure's tasks; of more than four, their number. '' for data without tasks."""
     if "task" not in data:
         return ""
     tasks = list(dict.fromkeys(name_task(task) for task in data["task"] if task != "mean"))

@@ -76,12 +76,14 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
     """
     if panel.kind == "heat":
         return
+    # the level is a line across the panel, so the x of its rows must not decide the limits
     if panel.level:
         everything = everything[~mask_of(everything, panel.level)]
     # limits are those of all data, so that panels can be compared
     values = everything[panel.y].dropna()
     _set_scales(ax, panel, everything[panel.x].dropna(), values)
     _set_ticks(ax, panel, sorted(everything[panel.x].unique()))
+    # panels with a shared x axis turn it together, and a second call would turn it back
     if panel.reverse and not ax.xaxis_inverted():
         ax.invert_xaxis()
     highest = values.max()
@@ -107,6 +109,7 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
         ax.set_xlim(right=panel.right)
     if panel.shade:
         ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
+    # a line outside of the panel's own data would widen the axis
     if panel.at_x is not None and rows[panel.x].min() <= panel.at_x <= rows[panel.x].max():
         ax.axvline(panel.at_x, color=style.GREY, lw=0.6, ls=":")
         if panel.at_text:
@@ -148,7 +151,7 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
     # minor ticks of a logarithmic axis would stand between those that are set
     ax.xaxis.set_minor_locator(NullLocator())
     if panel.ticks == "even":
-        indices, _ = style.integer_ticks(xs, 9)
+        indices, _ = style.integer_ticks(xs, most=9)
         ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in indices]))
         return
     if panel.ticks == "powers":
@@ -167,7 +170,11 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
 
 
 def _thin_out(values: Sequence[float]) -> list[float]:
-    """Return those of the ascending values whose labels have room on a logarithmic axis: a factor of 1.2 apart."""
+    """Return those of the ascending values whose labels have room on a logarithmic axis.
+
+    They are the first value, and each that is more than 1.2 times the one returned before it.
+    """
+    # a slice, so that no values give no ticks
     ticks = list(values[:1])
     for value in values[1:]:
         if value > 1.2 * ticks[-1]:

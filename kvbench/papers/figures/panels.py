@@ -79,12 +79,12 @@ class Picture:
         fig = style.canvas(self.width, self.base + self.height * rows_of_places + head.height)
         head.write(fig)
         if self.beside is None:
-            self._fill(fig, data, 0)
+            self._fill(fig, data, first_letter=0)
         else:
             halves: Any = fig.subfigures(1, 2, width_ratios=[self.share, 1])
             # the letters of the second picture go on where those of the first end
-            letters_used = self._fill(halves[0], data, 0)
-            self.beside._fill(halves[1], data, letters_used)
+            letters_used = self._fill(halves[0], data, first_letter=0)
+            self.beside._fill(halves[1], data, first_letter=letters_used)
         _draw_legend(fig, self.legend, self.legend_columns)
         if any(panel.direct for panel in self.panels):
             # the names of lines keep clear of points, whose positions are known only once the figure is laid out
@@ -95,6 +95,7 @@ class Picture:
 
     def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
         """Return the places of the grid, row by row: {column: value} with the values that the rows of a place have."""
+        # rows that a place does not show, such as those of the picture beside, may have no value in these columns
         data = data[mask_of(data, self.panels[0].where)]
         places: list[dict[str, object]] = [{}]
         for column in (self.rows, self.columns):
@@ -112,6 +113,7 @@ class Picture:
 
     def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:
         """Return how many places stand beside each other in a row of the grid, at most ``wrap``."""
+        # without a column there is one place in a row: its value is None
         count = len({place.get(self.columns) for place in places})
         if not self.wrap or count <= self.wrap:
             return count
@@ -140,7 +142,10 @@ class Picture:
         images: dict[int, list[tuple[Axes, Any, str]]] = {}
         for i, place in enumerate(places):
             row, column = divmod(i, places_across)
+            in_last_row = i + places_across >= len(places)
+            last_row_has_gaps = len(places) % places_across > 0
             for j, panel in enumerate(self.panels):
+                # the place's first panel in the grid of panels, and from there the j-th, downwards or to the right
                 down, across = row * panels_down, column * panels_across
                 if panels_down > 1:
                     down += j
@@ -153,19 +158,21 @@ class Picture:
                     continue
                 image = KINDS[panel.kind](ax, rows, panel, everything)
                 set_axes(ax, rows, panel, everything)
-                first = _with_printed_names(rows.iloc[0])
+                first_row = _with_printed_names(rows.iloc[0])
                 if panel.title:
-                    titles.append((ax, panel.title.format(**first)))
+                    titles.append((ax, panel.title.format(**first_row)))
                 # x is labelled below the last row of the grid, or everywhere if that row has gaps; y only at the left
-                if i + places_across >= len(places) or len(places) % places_across:
-                    ax.set_xlabel(panel.xlabel.format(**first))
-                if panels_down == 1 or (j == len(self.panels) - 1 and i + places_across >= len(places)):
+                if in_last_row or last_row_has_gaps:
+                    ax.set_xlabel(panel.xlabel.format(**first_row))
+                # a shared x axis hides the numbers of upper panels: show those of unstacked panels, and the lowest ones
+                if panels_down == 1 or (in_last_row and j == len(self.panels) - 1):
                     ax.tick_params(labelbottom=True)
                 if column == 0:
-                    ax.set_ylabel(panel.ylabel.format(**first))
+                    ax.set_ylabel(panel.ylabel.format(**first_row))
                 if image is not None:
                     bar = i if self.bars == "each" else 0
-                    images.setdefault(bar, []).append((ax, image, panel.bar.format(**first)))
+                    images.setdefault(bar, []).append((ax, image, panel.bar.format(**first_row)))
+        # places that the grid has beyond those of the data
         for ax in axes.flat:
             if not ax.has_data():
                 ax.set_axis_off()
@@ -173,6 +180,7 @@ class Picture:
         max_characters = 15 * self.width / (places_across * panels_across)
         self._write_titles(titles, first_letter, max_characters, stacked=panels_down > 1)
         for drawn in images.values():
+            # one map and its label stand for all maps of the bar
             _, image, label = drawn[-1]
             bar_axes = fig.colorbar(image, ax=[ax for ax, _, _ in drawn], aspect=20, pad=0.01, label=label)
             bar_axes.outline.set_visible(False)
@@ -191,7 +199,7 @@ class Picture:
         first_letter: the number of the first letter, 0 for a.
         stacked: True if panels stand below each other within a place of the grid.
         """
-        lettered = first_letter or len(titles) > 1 or self.beside
+        lettered = first_letter > 0 or len(titles) > 1 or self.beside is not None
         longest = max((len(title) + PREFIX for _, title in titles), default=0)
         for i, (ax, title) in enumerate(titles):
             text = title
@@ -214,17 +222,17 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
     rows: the data of this panel.
     everything: the data of all panels of the picture, so that a name has one look in all of them.
     """
-    is_level = pd.Series(False, index=rows.index)
-    curves = everything
     if panel.level:
         is_level = mask_of(rows, panel.level)
         curves = everything[~mask_of(everything, panel.level)]
+    else:
+        is_level = pd.Series(False, index=rows.index)
+        curves = everything
     level_rows = rows[is_level].dropna(subset=[panel.y])
     fails = panel.fails and _write_failure(ax, level_rows, panel)
     if len(level_rows) and not fails:
         level = float(level_rows[panel.y].iloc[0])
         ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
-    # names are those of all panels, so that each has one look in all of them
     names = list(dict.fromkeys(curves[panel.hue]))
     crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
     of_methods = panel.hue in METHOD_COLUMNS
@@ -239,9 +247,11 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
         if fails:
             # NaN draws no points, but keeps the curve's entry in the legend
             curve_rows = curve_rows.assign(**{panel.y: np.nan, panel.low: np.nan, panel.high: np.nan})
+        # there are more than MOST_BANDS names here, so the division is possible
         if dodged:
-            curve_rows = _dodge(curve_rows, curves[panel.x], i / (len(names) - 1) - 0.5, panel)
-        look = _line_look(panel, name, names, len(curve_rows), method_looks)
+            side = i / (len(names) - 1) - 0.5
+            curve_rows = _dodge(curve_rows, curves[panel.x], side, panel)
+        look = _line_look(panel, name, names, points=len(curve_rows), method_looks=method_looks)
         if crowded or name in panel.quiet:
             look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
         units: Iterable[tuple[object, pd.DataFrame]] = [(0, curve_rows)]
@@ -263,8 +273,10 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
             keywords: style.LineKeywords = {"label": label} | look
             (curve,) = ax.plot(line[panel.x], line[panel.y], **keywords)
             if panel.low and not (panel.first_band and name != names[0]):
+                # points without a line have nothing that a band could go along
                 with_band = look.get("linestyle") != "none" and not has_bars
-                _draw_band(ax, line.dropna(subset=[panel.low, panel.high]), panel, curve.get_color(), with_band)
+                bounded = line.dropna(subset=[panel.low, panel.high])
+                _draw_intervals(ax, bounded, panel, color=curve.get_color(), with_band=with_band)
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
@@ -279,14 +291,15 @@ def _line_look(
     points: the number of points of the line.
     method_looks: the looks of methods by name, for panels whose lines are methods.
     """
-    # a name with keywords of its own takes no marker or colour from the others
+    # a name with keywords of its own takes no marker or colour from the others: they are numbered without it
     unstyled = [other for other in names if other not in panel.looks]
     number = unstyled.index(name) if name in unstyled else 0
     look = style.series(number, points)
     if panel.hue in METHOD_COLUMNS:
         look = style.of_look(method_looks[str(name)], points)
     if panel.shades:
-        look = {"color": style.shades(len(names))[number], "linestyle": style.LINES[number % 4], "lw": 0.8}
+        line_style = looks.LINES[number % len(looks.LINES)]
+        look = {"color": style.shades(len(names))[number], "linestyle": line_style, "lw": 0.8}
     # the panel's own keywords win over the defaults, and a line's own over the panel's
     look |= panel.look
     look |= panel.looks.get(str(name), {})
@@ -336,7 +349,7 @@ def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) 
     return rows.assign(**{panel.x: rows[panel.x] + DODGED * side * (xs.max() - xs.min())})
 
 
-def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band: bool) -> None:
+def _draw_intervals(ax: Axes, rows: pd.DataFrame, panel: Panel, *, color: Any, with_band: bool) -> None:
     """Draw a line's intervals from ``low`` to ``high``, as a band or as error bars.
 
     rows: the points of the line that have an interval.
@@ -353,7 +366,7 @@ def _draw_band(ax: Axes, rows: pd.DataFrame, panel: Panel, color: Any, with_band
 
 
 def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """Draw a panel with a point for each row, coloured by ``value``. Return it for a colour bar."""
+    """Draw a panel with a point for each row, coloured by ``value``. Return the points, for a colour bar."""
     return ax.scatter(rows[panel.x], rows[panel.y], c=rows[panel.value], s=11, linewidths=0.3, edgecolors="black")
 
 
@@ -367,7 +380,9 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
 
 
 def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
-    """Draw a map of the mean ``value`` of each x and y, x to the right and y downwards. Return it for a colour bar.
+    """Draw a map of the mean ``value`` of each x and y, x to the right and y downwards.
+
+    Return matplotlib's image of the map, for a colour bar.
 
     everything: the data of all panels of the picture, whose values are the range of a logarithmic map's colours.
     """
@@ -421,7 +436,8 @@ def _with_printed_names(row: pd.Series) -> dict[str, Any]:
 
 
 def _write_line_names(ax: Axes) -> None:
-    """Write the name of each line of a panel beside its highest point."""
+    """Write the name of each line of a panel beside the line's highest point. The figure must be laid out."""
+    # (x, y, name, colour) of each line
     highest: list[tuple[float, float, str, str]] = []
     points: list[list[float]] = []
     for line in ax.get_lines():
@@ -431,7 +447,7 @@ def _write_line_names(ax: Axes) -> None:
         if label.startswith("_") or not positions or line.get_marker() in ("", "None"):
             continue
         points += positions
-        x, y = max(positions, key=lambda place: place[1])
+        x, y = max(positions, key=lambda position: position[1])
         highest.append((x, y, label, str(line.get_color())))
     style.write_names(ax, highest, points)
 
@@ -442,15 +458,15 @@ def _draw_legend(fig: Any, where: str, columns: int) -> None:
     where: ``below`` or ``right``; '' for no legend.
     columns: the most columns of a legend below.
     """
+    # lines of one label look alike in all panels, so any of them stands for the label
     handles = {}
     for ax in fig.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles[label] = handle
+    # False sorts before True
     labels = sorted(handles, key=lambda label: handles[label].get_zorder() == BEHIND)
-    if not where or not labels:
-        return
-    if len(labels) == 1:
-        # one line needs no legend: the heading names it
+    # one line needs no legend: the heading names it
+    if not where or len(labels) <= 1:
         return
     entries = [handles[label] for label in labels]
     if where == "below":

@@ -34,16 +34,21 @@ class Place:
 
     @classmethod
     def of(cls, options: Mapping[str, str], results: str, model: str) -> Place:
-        """Return the place for a command's ``options`` by key, and its results folder and model."""
+        """Return the place for the figures of a command.
+
+        options: the command's options by key.
+        results, model: the command's results folder and model, given or by default.
+        """
         settings = tuple(f"{key}={value}" for key, value in options.items() if key not in SAME_FIGURE)
         return cls(Path(results), model, options.get("output", ""), settings)
 
     def folder(self, figure: Figure, facts: Mapping[str, object]) -> Path:
         """Return the folder for a figure whose CSV has these facts.
 
-        A figure with its declared settings goes to the folder of results. Figures of the user's methods and figures
-        with other settings go to the folder of the user's own figures. So does a figure that would replace one with
-        other facts. A message says where the last two go.
+        With ``output=`` this is always the folder that the user named. Without it, a figure with its declared settings
+        goes to the folder of results. Figures of the user's methods and figures with other settings go to the folder
+        of the user's own figures. So does a figure that would replace one with other facts. A message says where the
+        last two go.
         """
         if self.output:
             return Path(self.output)
@@ -71,7 +76,7 @@ class Place:
 
 
 def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
-    """Tell whether a figure with the facts ``new`` may take the place of the figure with the facts ``old``.
+    """Return True if a figure with the facts ``new`` may take the place of the figure with the facts ``old``.
 
     Both must show the same, and the new figure may lack measurements only if the old figure does.
     """
@@ -81,7 +86,7 @@ def _can_replace(old: Mapping[str, str], new: Mapping[str, object]) -> bool:
 
 
 def _normalise(facts: Mapping[str, object]) -> dict[str, str]:
-    """Return facts as texts for comparison, without brackets, spaces and the fact on missing measurements."""
+    """Return facts as texts by key, for comparison: without brackets, spaces and the fact on missing measurements."""
     texts = {}
     for key, value in facts.items():
         if key != LEFT_OUT:

@@ -48,7 +48,7 @@ class Coarse(Stage):
 
     @property
     def prefill_key(self) -> str:
-        """Return a key that differs from the exact stages' key, so that no pass is shared with them."""
+        """A text that no stage with exact keys and values has, so that no pass is shared with such stages."""
         return f"coarse bits={self.bits}"
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,8 @@ def measure_shifts(reading: Reading) -> pd.DataFrame:
     widths = reading.knobs.get("bits") or WIDTHS
     rows: list[tuple[str, int, int, int, float]] = []
     for prompt in reading.prompts:
-        ids = reading.ids(prompt, round(1 / CRITICAL), f"{percent_text(CRITICAL)} of its tokens are to be at least one")
+        why = f"{percent_text(CRITICAL)} of its tokens are to be at least one"
+        ids = reading.ids(prompt, least=round(1 / CRITICAL), why=why)
         rows += _measure_shifts(reading, ids, widths)
         reading.tick()
     data = pd.DataFrame(rows, columns=["kind", "bits", "layer", "head", "overlap"])
@@ -108,7 +109,7 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
 
     reading.read(ids, Needs(colsums=True, colsums_bits=frozenset(widths)), keep_exact)
     for bits in widths:
-
+        # the default value keeps this pass's bits
         def keep_coarse(obs: Observation, k: Tensor, v: Tensor, bits: int = bits) -> None:
             """Keep the attention that a layer's tokens received with the keys and values of all layers at ``bits``."""
             assert obs.colsums is not None
@@ -124,7 +125,10 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
 
 
 def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean overlaps of each kind by width, over all layers and over the first and last third of layers."""
+    """Yield, for each kind of quantisation, the mean overlaps by width and the share of heads with less than 50 %.
+
+    The means are over all layers, over the first third of layers and over the last third.
+    """
     # either end has a third of the layers, at least one
     order = sorted(data["layer"].unique())
     third = max(1, len(order) // 3)
@@ -147,7 +151,7 @@ def measure_errors(reading: Reading) -> pd.DataFrame:
     attention: the sum of attention that the token receives from all queries, as a mean over query heads.
     k_error, v_error: ||x - Quant(x)||_2 of the token's key and of its value, over all kv heads.
     """
-    # ``bits`` lists the widths of figure 2; figure 3 shows the first of them
+    # bits= is a list, since figure 2 shows several widths; for figure 3 ``plot`` allows only one
     widths = reading.knobs.get("bits") or (4,)
     bits = widths[0]
     layers = reading.layers(DEPTHS)
@@ -193,8 +197,10 @@ def _mark_tokens(data: pd.DataFrame, error: str) -> pd.DataFrame:
     groups = data.groupby(["prompt", "layer"])
     attention_rank = groups["attention"].rank(ascending=False, method="first")
     error_rank = groups[error].rank(ascending=False, method="first")
-    size = (CRITICAL * groups["token"].transform("size")).astype(int).clip(lower=1)
-    return data.assign(outlier=data["attention"] > OUTLIER, both=(attention_rank <= size) & (error_rank <= size))
+    # the number of top tokens in each row's prompt and layer, as in ``overlap``
+    top_count = (CRITICAL * groups["token"].transform("size")).astype(int).clip(lower=1)
+    in_both = (attention_rank <= top_count) & (error_rank <= top_count)
+    return data.assign(outlier=data["attention"] > OUTLIER, both=in_both)
 
 
 def by_half(data: pd.DataFrame) -> pd.DataFrame:
@@ -218,7 +224,8 @@ def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
     for error, name in ROWS.items():
         marked = _mark_tokens(data, error)
         quantiles = 100 * marked.groupby(["prompt", "layer"])[error].rank(pct=True)
-        yield Fact(f"Their quantile by the error of {name} (median)", quantiles[marked["outlier"]].median(), "{:.0f} %")
+        median = quantiles[marked["outlier"]].median()
+        yield Fact(f"Their quantile by the error of {name} (median)", median, "{:.0f} %")
         # if attention and error were independent, 20 % of 20 % of the tokens would be in both
         both = 100 * marked.groupby("layer")["both"].mean()
         label = f"Tokens in the top {percent_text(CRITICAL)} by both (chance: {percent_text(CRITICAL**2)})"

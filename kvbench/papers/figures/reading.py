@@ -53,7 +53,7 @@ class Reading:
 
     @property
     def shape(self) -> Shape:
-        """Return the model's numbers of layers, heads and channels."""
+        """The model's numbers of layers, heads and channels."""
         return from_config(self.model.config)
 
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
@@ -115,7 +115,11 @@ class Reading:
         return self._check_numbers("heads", self.knobs.get("heads") or default, count)
 
     def _check_numbers(self, knob: str, numbers: Sequence[int], count: int) -> list[int]:
-        """Return layer or head numbers ascending, each once. Raises UsageError for a number of ``count`` or more."""
+        """Return layer or head numbers ascending, each once. Raises UsageError for a number of ``count`` or more.
+
+        knob: the key by which the user chooses the numbers, for the error.
+        numbers: none is negative, since ``plot`` refuses them.
+        """
         absent = [number for number in numbers if number >= count]
         if absent:
             raise UsageError(

@@ -48,7 +48,8 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
     else:
         code = CODE[name]
         sweeps = None
-    # the keys that are left in the entry are names of the figure's fields
+    # the keys that are left in the entry are names of the figure's fields; code.compute is never None here: _score_code
+    # extends code of measured scores without it, and code of activations has it
     return Figure(
         id=name,
         columns=columns,
@@ -84,7 +85,7 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
 def _build_picture(entry: dict[str, Any]) -> Picture:
     """Build a picture from its YAML entry, and the picture to its right if the entry has one under ``beside``.
 
-    Keys are removed from the entry as they are read.
+    Keys are removed from the entry as they are read. Those that are left are names of the picture's fields.
     """
     beside_entry = entry.pop("beside", None)
     beside = _build_picture(beside_entry) if beside_entry else None
@@ -93,7 +94,9 @@ def _build_picture(entry: dict[str, Any]) -> Picture:
 
 
 def _build_sweep(entry: dict[str, Any]) -> Sweep:
-    """Build a sweep from its YAML entry. Keys are removed from the entry as they are read.
+    """Build a sweep from its YAML entry.
+
+    Keys are removed from the entry as they are read. Those that are left are names of the sweep's fields.
 
     An ``x`` of the whole entry is the default for its grids of points.
     """
@@ -121,16 +124,16 @@ def _points_of_grid(
     series: the name of the points' series, by default the method.
     """
     methods = [method] if isinstance(method, str) else method
-    lists = []
+    value_lists = []
     for values in knobs.values():
         if isinstance(values, list):
-            lists.append(values)
+            value_lists.append(values)
         else:
             # a knob with one value is a list of one
-            lists.append([values])
+            value_lists.append([values])
     for name in methods:
-        for i, values in enumerate(product(*lists)):
-            point_knobs = dict(zip(knobs, values, strict=True))
+        for i, combination in enumerate(product(*value_lists)):
+            point_knobs = dict(zip(knobs, combination, strict=True))
             position: float = i
             if isinstance(x, str):
                 position = times * point_knobs[x]
@@ -150,11 +153,11 @@ def select_figures(names: Sequence[str]) -> list[Figure]:
     """
     figures: dict[str, Figure] = {}
     for name in names:
-        matches = {id_: figure for id_, figure in FIGURES.items() if name in (id_, figure.paper, "all")}
+        matches = {figure.id: figure for figure in FIGURES.values() if name in (figure.id, figure.paper, "all")}
         if not matches:
             papers = {figure.paper for figure in FIGURES.values()}
-            names = list(FIGURES) + list(papers) + ["all"]
-            raise unknown("figure", name, names, listed_by="kvbench list figures")
+            known_names = list(FIGURES) + list(papers) + ["all"]
+            raise unknown("figure", name, known_names, listed_by="kvbench list figures")
         figures |= matches
     return list(figures.values())
 
@@ -177,11 +180,9 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
         figure = FIGURES.get(name)
         if figure is not None:
             csv = path.with_suffix(".csv")
-            csv_text, finding = "", ""
-            if csv.exists():
-                csv_text = csv.read_text(encoding="utf-8")
-            if csv_text:
-                finding = figure.finding(figure.parse(csv_text))
+            # a picture whose CSV is gone is shown without a finding
+            csv_text = csv.read_text(encoding="utf-8") if csv.exists() else ""
+            finding = figure.finding(figure.parse(csv_text)) if csv_text else ""
             facts = facts_of(csv_text)
             figure = figure.captioned(facts)
             texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}

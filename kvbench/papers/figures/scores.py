@@ -74,10 +74,11 @@ def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     only one task, its rows are returned in any case.
     """
     names = tasks_of(data)
-    # a single task has no rows of a mean, so its own rows take their place
-    mean_task, over = names[0], names[0]
     if len(names) > 1:
         mean_task, over = MEAN, "mean over tasks"
+    else:
+        # a single task has no rows of a mean, so its own rows take their place
+        mean_task, over = names[0], names[0]
     # the full cache keeps all tokens and would raise the mean share
     share = data[data["series"] != FULL].groupby("task")["kept"].mean()
     shown = data.assign(samples=samples_text(data), over=over)
@@ -121,13 +122,19 @@ def with_front(data: pd.DataFrame) -> pd.DataFrame:
     The front ends at 100 % of the bytes with its last score. The column ``alike`` is True for points that cannot be
     told from the full cache.
     """
-    marked = data.assign(alike=_like_full(data), series=data["series"])
+    marked = data.assign(alike=_like_full(data))
+    # NaN keeps the front from showing the intervals of its points a second time
     front = separate_front(data).assign(series=FRONT, low=float("nan"), alike=False)
-    return pd.concat([marked, front, front.iloc[-1:].assign(bytes=100.0)])
+    end = front.iloc[-1:].assign(bytes=100.0)
+    return pd.concat([marked, front, end])
 
 
 def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
-    """Return a mask of the methods that cannot be told from the full cache: their interval includes 100 % of it."""
+    """Return a mask that is True for the rows of methods that cannot be told from the full cache.
+
+    The interval of their score in per cent of the full cache's includes 100. Data without that interval have no such
+    rows.
+    """
     if "relative_low" not in data:
         return pd.Series(False, index=data.index)
     includes_full = (data["relative_low"] <= 100) & (data["relative_high"] >= 100)
@@ -136,6 +143,8 @@ def _like_full(data: pd.DataFrame) -> pd.Series[bool]:
 
 def bytes_per_copy(data: pd.DataFrame, _facts: Mapping[str, str]) -> pd.DataFrame:
     """Return the data with the methods' bytes for one copy of keys and values, and the number of ``copies`` they store.
+
+    ``Code.complete`` passes the CSV's facts as well, which are not needed.
 
     With per=query_head methods repeat keys and values for the query heads of a group. The full cache beside them does
     so as well, but the CSV counts bytes in per cent of a full cache with one copy.
@@ -172,15 +181,15 @@ def table_fact(
     rows = choose_rows(data[data["series"] != FULL], tasks).sort_values("x", kind="stable")
     if x is not None:
         return Fact(label, rows[rows["x"] == x].set_index("task")[y], form)
-    index = []
+    name_columns = []
     if rows["task"].nunique() > 1:
-        index.append("task")
+        name_columns.append("task")
     if len(series_of(data)) > 1:
-        index.append("series")
+        name_columns.append("series")
     # numbers without a name are named by their x, as in "4 bits: 31.2"
-    if not index:
+    if not name_columns:
         at = f"{at}:"
-    return Fact(label, rows.set_index(index + ["x"])[y], form, at)
+    return Fact(label, rows.set_index(name_columns + ["x"])[y], form, at)
 
 
 def state_facts(
@@ -202,7 +211,10 @@ def state_facts(
 
 
 def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the points on the front, the points that equal the full cache, and the fewest bytes at next to no loss."""
+    """Yield the points on the front, the points like the full cache, and the fewest bytes at next to no loss.
+
+    Data without intervals have no points like the full cache. The full cache must be among the data.
+    """
     rows = choose_rows(data, "mean")
     front = separate_front(rows)
     points = [f"{point.series} {point.bytes:.1f} % with {point.score:.1f}" for point in front.itertuples()]
@@ -212,16 +224,20 @@ def front_facts(data: pd.DataFrame) -> Iterator[Fact]:
     if "relative_low" in rows:
         count = f"{int(alike.sum())} of {int((rows['series'] != FULL).sum())}"
         yield Fact("Points that cannot be told from the full cache", count)
-        least = rows[alike].sort_values("bytes").head(1)
-        yield Fact("Fewest bytes among them", least.set_index("series")["bytes"], "{:.1f} %")
+        # head: without such points there is no row, and the fact is left out
+        smallest_alike = rows[alike].sort_values("bytes").head(1)
+        yield Fact("Fewest bytes among them", smallest_alike.set_index("series")["bytes"], "{:.1f} %")
     full_score = rows.loc[rows["series"] == FULL, "score"].iloc[0]
     # the full cache's own row is within CLOSE, so there is always one
-    least = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
-    yield Fact(f"Fewest bytes within {CLOSE:g} points of the full cache", {least["series"]: least["bytes"]}, "{:.1f} %")
+    smallest = rows[rows["score"] >= full_score - CLOSE].sort_values("bytes").iloc[0]
+    label = f"Fewest bytes within {CLOSE:g} points of the full cache"
+    yield Fact(label, {smallest["series"]: smallest["bytes"]}, "{:.1f} %")
 
 
 def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
     """Yield how many points of score ``stage`` adds at every x to each series that also ran with it.
+
+    The gain is a difference of mean scores.
 
     at: the format of an x.
     """
@@ -265,23 +281,27 @@ def paired_gain_facts(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
 
 
 def best_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield, for each task, the x with the best score; the smallest x if several have it."""
+    """Yield, for each task, the x with the best score; the smallest x if several have it.
+
+    The rows of a task must be in ascending order of x, as the figure's sweep declares them.
+    """
     rows = choose_rows(data[data["series"] != FULL], "each")
+    # of equal scores idxmax takes the first
     best = rows.loc[rows.groupby("task", sort=False)["score"].idxmax()]
     yield Fact("Best (the smallest of equals)", best.set_index("task")["x"], "{:g}")
 
 
 def half_facts(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield one fact, at the fewest bits: the number of tasks on which keys lose more than values, and less.
+    """Yield one fact: on how many tasks quantised keys lose more score than quantised values, and on how many less.
 
-    Keys and values lose score when they alone are quantised.
+    The scores compared are those at the fewest bits, with keys alone and with values alone quantised.
     """
     rows = choose_rows(data[data["series"] != FULL], "each")
     scores = rows[rows["x"] == rows["x"].min()].pivot_table(index="task", columns="series", values="score")
     # below 0 where quantised keys lose more of the score than quantised values
-    lost = scores["keys alone"] - scores["values alone"]
-    counts = {"more than values": (lost < 0).sum(), "less": (lost > 0).sum()}
-    yield Fact(f"Tasks of {len(lost)} on which keys lose at {rows['x'].min():g} bits", counts, "{:d}")
+    differences = scores["keys alone"] - scores["values alone"]
+    counts = {"more than values": (differences < 0).sum(), "less": (differences > 0).sum()}
+    yield Fact(f"Tasks of {len(differences)} on which keys lose at {rows['x'].min():g} bits", counts, "{:d}")
 
 
 def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
@@ -291,7 +311,10 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
     for sweep_run in measured.runs:
         for point, group, cell in sweep_run.cells():
             cell_samples = list(sweep_run.run.samples(group, cell).values())
-            if group.task.category == "needle" and cell_samples and sweep_run.run.store.refusal(cell.id) is None:
+            # a refused cell can have older samples, but they are not shown
+            is_refused = sweep_run.run.store.refusal(cell.id) is not None
+            # the user may name a dataset without needles, whose samples have no depth
+            if group.task.category == "needle" and cell_samples and not is_refused:
                 shown_points = heatmap.read_points(cell_samples, metric(group.task.metric).show)
                 points.setdefault(point.series, []).extend(shown_points)
     rows = []
@@ -302,7 +325,10 @@ def needle_maps(measured: MeasuredFigure) -> pd.DataFrame:
 
 
 def with_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
-    """Return the data with ``silence``, the score of an empty answer, and ``found``, the score above it in per cent.
+    """Return the data with the score of an empty answer, and with scores rescaled to it.
+
+    silence: the score of an empty answer to the phrasing; 0 for a phrasing that does not score the empty answer.
+    found: the score rescaled so that ``silence`` is 0 and the best score 100.
 
     An empty answer can score above 0: a phrasing that asks to complete a sentence scores the sentence's beginning with
     every answer.

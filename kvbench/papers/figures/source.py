@@ -49,12 +49,12 @@ class Origin:
 
     @property
     def context(self) -> int | None:
-        """Return the longest prompt that the model takes, in tokens; None if the model does not state it."""
+        """The longest prompt that the model takes, in tokens; None if the model does not state it."""
         return traits.context_length(self.source.config, self.cfg.model.context)
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return the model. The first call loads its weights."""
+        """The model. The first access loads its weights."""
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
     def prompts(self, figure: Figure) -> list[Prompt]:
@@ -68,6 +68,7 @@ class Origin:
                 count = min(count, figure.most)
             windows = self.text.windows(self.tokenizer, count, tokens)
             return [Prompt(self.text.name, f"sample {i}", ids) for i, ids in enumerate(windows, start=1)]
+        # limit= of the user replaces the figure's number of examples
         limit = self.cfg.limit if self.cfg.limit is not None else figure.each
         prompts = []
         for task, name in self.tasks:
@@ -110,22 +111,24 @@ class Origin:
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
     """Return the checkpoint and the texts of ``cfg``, found and checked before any weights are loaded.
 
-    Raises UsageError, with the key and the value, for anything that is not possible.
+    If the user named neither datasets nor a text, the tiny model reads the tiny suite, and any other model reads the
+    text of its calibrations (WikiText-2). Raises UsageError, with the key and the value, for anything that is not
+    possible.
 
-    named: True if the user named datasets. If the user named neither datasets nor ``text``, the tiny model reads the
-    tiny suite, and any other model reads the text of its calibrations (WikiText-2).
+    named: True if the user named datasets.
     text: the file to read in place of datasets; None if the user named no file.
     samples, tokens: the number of the text's windows and the tokens of each; None for the defaults.
     """
     source = load.locate(cfg.model)
+    # refuse a device that is missing before any text is read
     load.resolve_device(cfg.device)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     is_tiny = cfg.model.path == "embedded:tiny"
     experiment.set_threads(cfg, source.config)
     # the tiny model was trained for the tiny suite; a pretrained model reads a long text unless datasets are named
     if text is not None or not (named or is_tiny):
-        windows = _read_text(cfg, text)
-        return Origin(cfg, source, tokenizer, tasks=(), text=windows, samples=samples or SAMPLES, tokens=tokens)
+        content = _read_text(cfg, text)
+        return Origin(cfg, source, tokenizer, tasks=(), text=content, samples=samples or SAMPLES, tokens=tokens)
     if samples is not None:
         raise UsageError(f"samples={samples} counts windows of text=FILE: prompts of a dataset are counted by limit=")
     tasks = tuple(_load_named_tasks(cfg, tokenizer))
@@ -172,6 +175,7 @@ def _read_text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
             raise UsageError(f"text={file} is empty")
         return texts.FileText(f"the file {Path(file).name}", content)
     try:
-        return texts.find(False, None, cfg.data_root)
+        # the tiny model, which has a corpus of its own, reads its suite instead
+        return texts.find(own_corpus=False, given=None, data=cfg.data_root)
     except UsageError as error:
         raise UsageError(f"name what the model is to read, as dataset=NAME or text=FILE: {error}") from None

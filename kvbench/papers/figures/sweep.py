@@ -12,7 +12,7 @@ FULL = "full"
 MEAN = "mean"
 """The task of rows that are means over all tasks."""
 ROW = ["series", "x", "task"]
-"""The columns by whose values each row of a figure's data is found."""
+"""The columns whose values name a row of a figure's data."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,10 @@ class Sweep:
     length: int = stand_ins.PROMPT
 
     def reads(self, tiny: bool) -> str:
-        """Return the dataset that is read unless the user names one. ``tiny``: True for the tiny model."""
+        """Return the dataset that is read unless the user names one.
+
+        tiny: True for the tiny model, False for any other.
+        """
         if tiny:
             return self.dataset
         return self.published or self.dataset

@@ -50,19 +50,22 @@ METHODS: dict[str, dict[str, str | int]] = {
     "KIVI 2/2": {"method": "kivi", "bits": 2},
     "KIVI 2/2 + ThinK 0.4": {"method": "think+kivi", "bits": 2, "think.recent": 0},
 }
+"""The methods of figure 3b by the names of their lines, each with its options."""
 
 
 def memory(_: MeasuredFigure) -> pd.DataFrame:
     """Return the data of figure 3b: the memory at the end of the answers, by method and batch size.
 
+    The argument, which every figure with sweeps gets, has no runs and is not used.
+
     cache: the bytes of one sequence's cache, in MiB.
     memory: the bytes of the weights and all caches, in GiB.
     """
     shape = from_entry(entries("model")[MODEL]["shape"])
-    values = presets.values("think", MODEL)
+    preset_values = presets.values("think", MODEL)
     rows = []
     for name, entry in METHODS.items():
-        cache = bytes_declared(chain_of(entry, preset=values), shape, TOKENS, FP16)
+        cache = bytes_declared(chain_of(entry, preset=preset_values), shape, TOKENS, FP16)
         # these methods keep all tokens, so the bytes do not depend on the prompt's text
         assert cache is not None
         for batch in BATCHES:
@@ -100,6 +103,7 @@ def magnitudes(reading: Reading) -> pd.DataFrame:
     """
     layers = reading.layers(DEPTHS)
     heads = reading.chosen_heads([0], reading.shape.kv_heads)
+    # (layer, head, what, token, channel, magnitude)
     rows: list[tuple[int, int, str, int, int, float]] = []
     ids = reading.ids(reading.prompts[0])
 
@@ -129,7 +133,8 @@ def with_means(data: pd.DataFrame) -> pd.DataFrame:
     """
     means = data.groupby(HEAD_CHANNEL)["magnitude"].transform("mean")
     # a channel's mean stands in all of its rows, equally many for each channel, so their mean is the head's
-    relative = means / data.assign(m=means).groupby(HEAD)["m"].transform("mean")
+    head_means = data.assign(channel_mean=means).groupby(HEAD)["channel_mean"].transform("mean")
+    relative = means / head_means
     places = [f"layer {layer}, head {head}" for layer, head in zip(data["layer"], data["head"], strict=True)]
     return data.assign(mean=relative, place=places)
 
@@ -158,7 +163,10 @@ def energies(reading: Reading) -> pd.DataFrame:
     heads = reading.chosen_heads(range(reading.shape.query_heads), reading.shape.query_heads)
 
     def add(key: tuple[int, str, int], matrix: Tensor) -> None:
-        """Add the largest energies of a matrix to the sums of ``key``. The shortest prompt limits their number."""
+        """Add the largest energies of a matrix to the sums of ``key``. The shortest prompt limits their number.
+
+        key: (layer, what, head).
+        """
         values = energy_shares(matrix)[:SHOWN].cpu()
         if key in sums:
             size = min(len(values), len(sums[key]))
@@ -189,7 +197,7 @@ def energies(reading: Reading) -> pd.DataFrame:
     rows = []
     for (layer, what, head), total in sums.items():
         mean = total / len(reading.prompts)
-        cumulative = mean.cumsum(0)
+        cumulative = mean.cumsum(dim=0)
         for index, (one, up_to_here) in enumerate(zip(mean.tolist(), cumulative.tolist(), strict=True), start=1):
             rows.append((layer, what, head, index, one, up_to_here))
     return pd.DataFrame(rows, columns=["layer", "what", "head", "index", "energy", "cumulative"])
@@ -221,14 +229,16 @@ def energy_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """
     for what, rows in data.groupby("what", sort=True):
         heads, size = rows.groupby(["layer", "head"]), int(rows["index"].max())
-        high = heads["energy"].agg(lambda e: int((e > HIGH).sum()))
-        needed = heads["cumulative"].agg(lambda c: int((c < ENOUGH).sum()) + 1)
+        high = heads["energy"].agg(lambda energies: int((energies > HIGH).sum()))
+        # the singular values before the share is reached, and the one that reaches it
+        needed = heads["cumulative"].agg(lambda cumulative: int((cumulative < ENOUGH).sum()) + 1)
         most = f"{needed.max()}"
         if needed.max() > size:
             most = f"more than {size}"  # the data have only the first singular values
         counts = f"{high.min()} to {high.max()}, median {high.median():.0f}"
         yield Fact(f"Singular values of {what} with an energy above {HIGH}, by head", counts)
         text = f"{needed.min()} to {most}"
+        # a matrix can have more singular values than SHOWN, and the data do not say how many
         if size < SHOWN:
             text += f" of {size}"
         yield Fact(f"With {percent_text(ENOUGH)} of the energy", text)

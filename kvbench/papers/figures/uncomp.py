@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,29 +30,44 @@ OTHERS = "other heads"
 """The name of all lines of figure 2 but those of the two extreme heads."""
 
 
-def _spectra(reading: Reading, names: str, layers: Collection[int]) -> list[tuple[str, int, str, Tensor]]:
-    """Return the eigenvalues of Sigma of each head for all prompts: (text, layer, q, k or v, eigenvalues [H, D]).
+class HeadSpectra(NamedTuple):
+    """The eigenvalues of Sigma of each head of one layer, on one prompt.
 
-    names: those of the letters q, k and v that are wanted, such as ``qkv``.
-    layers: the numbers of the wanted layers.
+    source: the prompt's text or task.
+    what: q, k or v, for queries, keys or values.
+    eigenvalues: [H, D] for H heads of D channels.
     """
-    eigenvalues: list[tuple[str, int, str, Tensor]] = []
+
+    source: str
+    layer: int
+    what: str
+    eigenvalues: Tensor
+
+
+def _measure_heads(reading: Reading, wanted: str, layers: Collection[int]) -> list[HeadSpectra]:
+    """Return the eigenvalues of Sigma of each head, for every prompt, chosen layer and wanted kind of states.
+
+    wanted: one or more of the letters q, k and v, such as ``qkv``.
+    layers: the numbers of the chosen layers.
+    """
+    spectra: list[HeadSpectra] = []
     least = reading.shape.head_dim
     for prompt in reading.prompts:
         # with fewer tokens than a head has channels, the number of tokens would limit the rank
-        ids = reading.ids(prompt, least, f"an effective rank of {least} channels needs as many tokens")
+        ids = reading.ids(prompt, least=least, why=f"an effective rank of {least} channels needs as many tokens")
 
+        # the default value keeps this prompt's text
         def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
-            """Append the eigenvalues [heads, D] of one layer's wanted activations, if the layer is among ``layers``."""
+            """Append the spectra of one layer's wanted states, if the layer is among ``layers``."""
             if obs.layer not in layers:
                 return
-            activations = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
-            for name in names:
-                eigenvalues.append((source, obs.layer, name, measure_spectrum(activations[name]).cpu()))
+            states = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
+            for what in wanted:
+                spectra.append(HeadSpectra(source, obs.layer, what, measure_spectrum(states[what]).cpu()))
 
         reading.read(ids, Needs(last_q=len(ids)), on_layer)
         reading.tick()
-    return eigenvalues
+    return spectra
 
 
 def rank_by_layer(reading: Reading) -> pd.DataFrame:
@@ -67,10 +82,10 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     # without the knob all layers are read: layer i begins at the depth i / layers
     layers = reading.layers([layer / reading.shape.layers for layer in range(reading.shape.layers)])
     rows = []
-    for source, layer, name, values in _spectra(reading, "qkv", layers):
+    for source, layer, what, eigenvalues in _measure_heads(reading, "qkv", layers):
         # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads
-        erank, erank_k = truncated_entropy(values).exp(), truncated_entropy(values, top).exp()
-        rows.append((source, name, layer, float(erank.mean()), float(erank_k.mean())))
+        erank, erank_k = truncated_entropy(eigenvalues).exp(), truncated_entropy(eigenvalues, top).exp()
+        rows.append((source, what, layer, float(erank.mean()), float(erank_k.mean())))
     data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
     groups = data.groupby(["source", "what", "layer"], sort=False)
     means = groups[["erank", "erank_k"]].mean()
@@ -103,10 +118,12 @@ def measure_spectra(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 2: the queries' mean eigenvalues over prompts, by text, layer, head and index."""
     # the spectra [query heads, D] of each prompt, by text and layer
     spectra_by_place: dict[tuple[str, int], list[Tensor]] = {}
-    for source, layer, _, values in _spectra(reading, "q", reading.layers([-1])):
-        spectra_by_place.setdefault((source, layer), []).append(values)
+    # the depth -1 is the last layer
+    for source, layer, _, spectra in _measure_heads(reading, "q", reading.layers([-1])):
+        spectra_by_place.setdefault((source, layer), []).append(spectra)
     rows = []
     for (source, layer), prompt_spectra in spectra_by_place.items():
+        # sum starts with a tensor, since its own 0 would make the type of the result unclear
         mean = sum(prompt_spectra, torch.zeros(())) / len(prompt_spectra)
         for head, eigenvalues in enumerate(mean.tolist()):
             for index, eigenvalue in enumerate(eigenvalues, start=1):
@@ -132,7 +149,8 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     panels = data["source"].astype(str).map(name_task)
     if data["layer"].nunique() > 1:
         panels = panels + ", layer " + data["layer"].astype(str)
-    marked = data.assign(panel=panels, name=names, shown=data["eigenvalue"].clip(1e-9))
+    marked = data.assign(panel=panels, name=names, shown=data["eigenvalue"].clip(lower=1e-9))
+    # False sorts before True
     return marked.sort_values("name", key=lambda names: names == OTHERS, kind="stable")
 
 
@@ -169,8 +187,8 @@ def head_map(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 4: the queries' mean truncated effective rank over prompts, by text, layer and head."""
     top = reading.knobs.get("top", TOP)
     rows = []
-    for source, layer, _, values in _spectra(reading, "q", range(reading.shape.layers)):
-        for head, erank_k in enumerate(truncated_entropy(values, top).exp().tolist()):
+    for source, layer, _, eigenvalues in _measure_heads(reading, "q", range(reading.shape.layers)):
+        for head, erank_k in enumerate(truncated_entropy(eigenvalues, top).exp().tolist()):
             rows.append((source, layer, head, erank_k))
     data = pd.DataFrame(rows, columns=["source", "layer", "head", "erank_k"])
     return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
@@ -235,6 +253,7 @@ def matrix_entropy(rows: Tensor) -> float:
     zeros, so those of the smaller matrix are computed.
     """
     centred = rows.float() - rows.float().mean(dim=0)
+    # the clamp keeps a row that equals the mean, whose length is 0, from a division by 0
     unit = centred / centred.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     n, d = unit.shape
     # unit rows give Sigma a trace of 1
@@ -242,7 +261,9 @@ def matrix_entropy(rows: Tensor) -> float:
         small = unit @ unit.T / n
     else:
         small = unit.T @ unit / n
-    return float(truncated_entropy(torch.linalg.eigvalsh(small.double()).clamp(min=0)))
+    # rounding can make an eigenvalue of 0 slightly negative
+    eigenvalues = torch.linalg.eigvalsh(small.double()).clamp(min=0)
+    return float(truncated_entropy(eigenvalues))
 
 
 @contextmanager
@@ -255,7 +276,7 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     decoders = all_layers(model)
 
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
-        """Call ``see`` with the hidden states [n, d] that enter the first layer."""
+        """Call ``see`` with the hidden states that enter the first layer."""
         # some families pass the hidden states [1, n, d] by name
         if "hidden_states" in kwargs:
             hidden = kwargs["hidden_states"]
@@ -292,13 +313,14 @@ def with_names(data: pd.DataFrame) -> pd.DataFrame:
 def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the mean entropy at both ends, its highest value, and in how many layers and prompts it rises."""
     curve = data.groupby("layer")["entropy"].mean()
-    lines = data.pivot_table(index="prompt", columns="layer", values="entropy")
+    # [prompts, layers]
+    curves = data.pivot_table(index="prompt", columns="layer", values="entropy")
     ends = {"in front of the first layer": curve.iloc[0], "behind the last": curve.iloc[-1]}
     yield Fact("Mean entropy", ends, "{:.2f} nats")
     yield Fact("Highest", {f"after {int(curve.idxmax())} layers": curve.max()}, "{:.2f} nats")
     yield Fact(f"Steps of {len(curve) - 1} in which it rises", int((np.diff(curve) > 0).sum()), "{}")
-    always_rising = int((np.diff(lines.to_numpy(), axis=1) > 0).all(axis=1).sum())
-    yield Fact(f"Samples of {len(lines)} in which every step rises", always_rising, "{}")
+    always_rising = int((np.diff(curves.to_numpy(), axis=1) > 0).all(axis=1).sum())
+    yield Fact(f"Samples of {len(curves)} in which every step rises", always_rising, "{}")
 
 
 CODE = {

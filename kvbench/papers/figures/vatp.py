@@ -33,6 +33,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
     is the token's accumulated attention over the number of queries.
     ratio: the ||v||_1 of this token over the median of the head's tokens.
     """
+    # the layers and heads whose attention is drawn; shares and ratios are of all layers and heads
     layers = reading.layers(DEPTHS)
     named_heads = reading.knobs.get("heads")
     chosen_heads = reading.chosen_heads([0], reading.shape.query_heads)
@@ -44,6 +45,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
             obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt, number: int = number, ids: Tensor = ids
         ) -> None:
             """Append the rows of one layer; k and v are [kv heads, n, D], ``colsums`` [query heads, n]."""
+            # ``Needs`` below asks for the sums
             assert obs.colsums is not None
             query_heads = obs.colsums.shape[0]
             norms = per_head(v.float().abs().sum(dim=-1), query_heads).cpu()
@@ -59,7 +61,8 @@ def value_norms(reading: Reading) -> pd.DataFrame:
             if number == 0 and obs.layer in layers:
                 # unless the user names heads, only the head with the strongest sink is drawn
                 heads = [int(share.amax(dim=1).argmax())] if not named_heads else chosen_heads
-                texts = [repr(reading.decode(int(token))) for token in ids[: min(SHOWN, obs.n)]]
+                # repr shows line ends and spaces
+                texts = [repr(reading.decode(int(token))) for token in ids[:SHOWN]]
                 for head in heads:
                     for row in _pattern_rows(obs, k, norms[head], head=head, texts=texts):
                         rows.append(place | {"head": head} | row)
@@ -70,7 +73,7 @@ def value_norms(reading: Reading) -> pd.DataFrame:
 
 
 def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
-    """Return rows of the data with one query head's attention among the first m tokens, and their value norms.
+    """Return rows of the data with one query head's attention among the first m tokens, and these tokens' value norms.
 
     k: the keys [kv heads, n, D].
     norms: ||v||_1 [n] of the head's values.
@@ -87,6 +90,7 @@ def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, text
     attention = causal_softmax(query, keys, obs.scale)[0].cpu()
     rows: list[Row] = []
     for i in range(m):
+        # query i reads no token behind itself
         for j in range(i + 1):
             rows.append({"quantity": "attention", "query": i, "token": j, "value": float(attention[i, j])})
     for j, text in enumerate(texts):
@@ -103,6 +107,7 @@ def with_marks(data: pd.DataFrame) -> pd.DataFrame:
     Summary rows have the quantity ``head`` and the columns of ``_means_by_head``.
     """
     maps = data[data["quantity"] == "attention"]
+    # three heads are those of the default layers
     heads = list(maps.groupby(["layer", "head"]))[:3]
     frames: list[pd.DataFrame] = []
     for (layer, head), weights in heads:
@@ -125,8 +130,8 @@ def _means_by_head(data: pd.DataFrame) -> pd.DataFrame:
     """
     rows = data[data["quantity"].isin(("share", "ratio"))]
     tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
+    # the mean of logarithms is the logarithm of the geometric mean; the clip keeps a norm of 0 finite
     tokens = tokens.assign(first=tokens["token"] == 0, ratio=np.log(tokens["ratio"].clip(lower=1e-9)))
-    # ratio holds logarithms here: their mean is the logarithm of the geometric mean
     means = tokens.groupby(["layer", "head"])[["share", "ratio", "first"]].mean().reset_index()
     return means.assign(ratio=np.exp(means["ratio"]))
 
@@ -146,9 +151,9 @@ def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
     if len(others):
         yield Fact("The same norm in the other heads (median)", others["ratio"].median(), "{:.2f}")
     norms = data[data["quantity"] == "norm"].groupby(["layer", "head"])["value"]
-    spread = [f"{s / m:.2f}" for s, m in zip(norms.std(ddof=0), norms.mean(), strict=True)]
-    if spread:
-        yield Fact("Standard deviation over mean of the norms of the heads drawn", ", ".join(spread))
+    variations = [f"{spread / mean:.2f}" for spread, mean in zip(norms.std(ddof=0), norms.mean(), strict=True)]
+    if variations:
+        yield Fact("Standard deviation over mean of the norms of the heads drawn", ", ".join(variations))
 
 
 COLUMNS = ("quantity", "source", "prompt", "layer", "head", "query", "token", "text", "value")
