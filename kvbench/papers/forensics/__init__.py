@@ -29,11 +29,12 @@ CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
 
 
 def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
-    """Run all checks, and return the findings about a paper, one of its tables (``think/7``) or all papers.
+    """Run all checks, and return the findings about a paper, one of its tables or all papers.
 
     They are sorted by paper, and for each paper by the order of the checks. Findings about several papers come last.
 
     book: the published cells to read; None for those of all papers.
+    paper: a paper (``think``), a table of a paper (``think/7``) or ``all``.
     """
     book = book or read_published()
     name, _, table = paper.partition("/")
@@ -48,7 +49,7 @@ def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
                 findings.append(finding)
 
     def place_of(finding: Finding) -> int:
-        # findings about several papers come after findings about one
+        # the name of several papers is none of ``papers``, and their findings come after those about one
         return papers.index(finding.paper) if finding.paper in papers else len(papers)
 
     return sorted(findings, key=place_of)

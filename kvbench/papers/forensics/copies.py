@@ -33,15 +33,17 @@ SERIES = 3
 
 def copies(book: Book) -> Iterator[Finding]:
     """Yield rows of different models or methods that share values to the last digit."""
+    # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
     identities = {row: identity(row) for row in rows}
     for one, two in combinations(rows, 2):
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
         if one.paper != two.paper or identities[one] == identities[two]:
             continue
-        common = one.scores.keys() & two.scores.keys()
-        equal = [dataset for dataset in one.scores if dataset in common and _are_equal(one, two, dataset)]
-        all_equal = len(equal) == len(common) >= COMPARED
+        # a list in the order of the row, since a finding names the datasets in this order
+        common = [dataset for dataset in one.scores if dataset in two.scores]
+        equal = [dataset for dataset in common if _are_equal(one, two, dataset)]
+        all_equal = len(common) >= COMPARED and len(equal) == len(common)
         # two models that share a few scores of three digits are suspicious; two methods of one model are not
         telling = [dataset for dataset in equal if _is_telling(one.scores[dataset])]
         if all_equal:
@@ -64,14 +66,14 @@ def copies(book: Book) -> Iterator[Finding]:
 
 
 def _are_equal(one: PublishedRow, two: PublishedRow, dataset: str) -> bool:
-    """Tell whether two rows print the same characters for a dataset."""
+    """Return True if two rows print the same characters for a dataset."""
     return one.scores[dataset].printed == two.scores[dataset].printed
 
 
 def twins(book: Book) -> Iterator[Finding]:
     """Yield pairs of equal scores where chance makes them unlikely: they may be copied by mistake.
 
-    A pair is two datasets in one row, or one method under two budgets.
+    A pair is two datasets in one row, or one dataset under two budgets of a method.
     """
     for row in book.rows:
         if row.table.isdigit():
@@ -140,6 +142,7 @@ def gains(book: Book) -> Iterator[Finding]:
             continue
         for dataset, cell in row.scores.items():
             full_cell = full.scores.get(dataset)
+            # scores in two units cannot be compared, and 0 is no base of a ratio
             if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
                 continue
             # score / full score
@@ -185,15 +188,17 @@ def breaks(book: Book) -> Iterator[Finding]:
 def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
     """Yield a finding for each value of a dataset that falls out of its series.
 
-    series: the rows of the series, ascending by k.
+    series: SERIES rows or more, ascending by k. All of them must have a score on the dataset.
     """
+    # scores are numbers; only the type of a cell's value allows None
     values = [row.scores[dataset].value or 0.0 for row in series if dataset in row.scores]
     for i, row in enumerate(series):
         # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
         rest = values[:i] + values[i + 1 :]
-        centre = sum(rest) / len(rest)
+        mean = sum(rest) / len(rest)
+        # the first value has none before it, and is compared with the second
         neighbour = values[i - 1] if i > 0 else values[1]
-        is_steady = max(rest) - min(rest) < STEADY * centre
+        is_steady = max(rest) - min(rest) < STEADY * mean
         if values[i] >= FALL * neighbour or not is_steady:
             continue
         cell = row.scores[dataset]
@@ -221,14 +226,14 @@ def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[
 
 
 def _is_high(cell: Published) -> bool:
-    """Tell whether a score in per cent is above TWIN."""
+    """Return True if a cell is a score in per cent above TWIN."""
     return (cell.value or 0) > TWIN and cell.unit == "pct"
 
 
 def _is_telling(cell: Published) -> bool:
-    """Tell whether it is evidence of a copy if another cell has the same score.
+    """Return True if another cell with the same score would be evidence of a copy.
 
-    It is if the dataset's scores can take many values, and the score has three digits or more.
+    For that, the dataset's scores must take many values, and the score must have three significant digits or more.
     """
     # 50.0 has one significant digit, 41.86 has four
     digits = cell.printed.replace(".", "").strip("0")

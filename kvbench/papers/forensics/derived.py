@@ -50,7 +50,7 @@ def derived(book: Book) -> Iterator[Finding]:
 
 
 def _is_slip_of_rounding(exact: Exact) -> bool:
-    """Tell whether the cell is a mean that is off by less than two units of its last printed digit."""
+    """Return True if the cell is a mean that is off by less than two units of its last printed digit."""
     if not exact.is_mean or exact.recomputed is None:
         return False
     # in units of the last digit: gap * 10^decimals
@@ -72,6 +72,7 @@ def ranking(book: Book) -> Iterator[Finding]:
         return printed_number(exact.published).value
 
     def true_average(exact: Exact) -> float:
+        # an average is a number; only cells with a word have None
         return float(exact.recomputed or 0)
 
     for (model, setting), averages in averages_by_block.items():
@@ -95,7 +96,10 @@ def ranking(book: Book) -> Iterator[Finding]:
 
 
 def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
-    """Yield possible reasons for a printed value that is off, such as another base of a ratio, or a copied score."""
+    """Yield possible reasons for a printed value that is off, such as another base of a ratio, or a copied score.
+
+    row: the row of the cell.
+    """
     if exact.cell.metric == "ratio_to_full_minus_1":
         yield _other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
@@ -123,7 +127,9 @@ def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
 
 
 def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
-    """Yield a reason if datasets of a row print one value: one may be a copy, and another value would correct the mean.
+    """Yield a reason if two datasets of a row print one value: one may be a copy of the other.
+
+    The reason names the value that would correct the mean. Only the first such pair is named.
 
     missing: the amount that the sum of the row's scores lacks.
     """

@@ -55,27 +55,28 @@ class Exact:
 
     @property
     def column(self) -> str:
-        """Return the name of the cell's column: the dataset of a score, else the dataset and the metric."""
+        """The name of the cell's column: the dataset of a score or a quantity, else the dataset and the metric."""
+        dataset, metric = self.cell.dataset, self.cell.metric
         # cells of a quantity such as kv_memory have its name both as dataset and as metric
-        c = self.cell
-        is_score = c.metric in ("mean", c.dataset) or c.metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
-        if is_score:
-            return c.dataset
-        return f"{c.dataset} {c.metric}"
+        is_quantity = metric == dataset
+        is_score = metric == "mean" or metric.startswith(("f1", "rouge", "accuracy", "edit", "bleu"))
+        if is_quantity or is_score:
+            return dataset
+        return f"{dataset} {metric}"
 
     @property
     def is_mean(self) -> bool:
-        """Tell whether the cell is the average of its row's scores."""
+        """True if the cell is the average of its row's scores."""
         return self.cell.metric == "mean" or (self.cell.dataset == AVERAGE and self.cell.metric in SCORES)
 
     @property
     def published(self) -> str:
-        """Return the printed characters."""
+        """The printed characters."""
         return self.cell.printed
 
     @property
     def shown(self) -> str:
-        """Return the recomputed value as text, with the digits of the printed one, or with more if the two differ."""
+        """The recomputed value as text, with as many decimals as the printed value, or with more if the two differ."""
         if self.recomputed is None:
             return self.text
         if self.grade == "equal":
@@ -84,7 +85,7 @@ class Exact:
 
     @property
     def grade(self) -> str:
-        """Return how the printed value fits the recomputed one.
+        """The grade of the printed value beside the recomputed one.
 
         It is ``equal`` if they agree, ``rounding`` if rounding explains their difference, else ``off``. Words are equal
         or off, and their case does not matter.
@@ -97,12 +98,12 @@ class Exact:
 
     @property
     def ok(self) -> bool:
-        """Tell whether the printed value is the recomputed one, or rounding explains the difference."""
+        """True if the printed value is the recomputed one, or rounding explains the difference."""
         return self.grade != "off"
 
     @property
     def mark(self) -> str:
-        """Return ✓ if the printed value fits, else the amount by which it is off; ✗ for a wrong word."""
+        """The sign ✓ if the printed value fits, else the amount by which it is off; ✗ for a wrong word."""
         if self.ok:
             return "✓"
         if self.recomputed is None:
@@ -115,7 +116,7 @@ class Exact:
 
     @property
     def _digits(self) -> int:
-        """Return how many decimals to show: one more than printed, at least two. Integers get as many as printed."""
+        """The number of decimals to show: one more than printed, at least two. Integers get as many as printed."""
         # an integer, such as a number of tokens, has no decimals that could differ
         if self.recomputed is not None and self.recomputed.value.denominator == 1:
             return decimals(self.published)
@@ -128,7 +129,7 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
     recomputed: list[Exact] = []
     for rule in RULES:
         recomputed.extend(rule(book))
-    # a rule that knows how a table averages wins over the plain mean
+    # a rule that knows how a table averages wins over the plain mean; id() tells apart cells with equal fields
     cells_of_rules = {id(exact.cell) for exact in recomputed}
     for exact in _other_means(book):
         if id(exact.cell) not in cells_of_rules:
@@ -141,7 +142,8 @@ def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
 
     book: the published cells to read; None for those of all papers.
     """
-    return [e for e in recomputed_cells(book or read_published()) if (e.cell.paper, e.cell.table) == (paper, table)]
+    recomputed = recomputed_cells(book or read_published())
+    return [e for e in recomputed if (e.cell.paper, e.cell.table) == (paper, table)]
 
 
 def _means(book: Book) -> Iterator[Exact]:
@@ -165,13 +167,16 @@ def _other_means(book: Book) -> Iterator[Exact]:
 
 
 def _ratios(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's tables 2 and 8: mean ratios to the full cache, or less one, and mean budgets."""
+    """Yield the averages of ReFreeKV's tables 2 and 8: mean budgets, and mean ratios to the full cache in per cent.
+
+    Some of these ratios are printed as gains, less 100 %.
+    """
     for table in ("2", "8"):
         full_rows = {row.model: row for row in book.table("refreekv", table) if row.method == "full"}
         for row in book.table("refreekv", table):
             for (dataset, metric), cell in row.cells.items():
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
-                    # value = 100 * mean(score / full score), or 100 * (mean - 1) for the metric ..._minus_1
+                    # value = 100 * mean(score / full score), or 100 * (mean - 1) for a metric that ends with minus_1
                     offset = 1 if metric.endswith("minus_1") else 0
                     value = (mean_ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
@@ -202,6 +207,7 @@ def _relative(book: Book) -> Iterator[Exact]:
     for row in book.table("refreekv", 1):
         shares: list[Number] = []
         for (dataset, _), cell in row.cells.items():
+            # the average is the last cell of a row, so its shares are known here
             if dataset == AVERAGE:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
@@ -220,7 +226,10 @@ def _times(book: Book) -> Iterator[Exact]:
 
 
 def _layers(book: Book) -> Iterator[Exact]:
-    """Yield the averages of ReFreeKV's table 6: mean budgets over 32 layers. One line stands for 29 of these layers."""
+    """Yield the averages of ReFreeKV's table 6: mean budgets over 32 layers.
+
+    The table has four lines: one line stands for 29 of the layers, each other line for one.
+    """
     rows = book.table("refreekv", 6)
     layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
     for average_row in rows:
@@ -236,7 +245,7 @@ def _layers(book: Book) -> Iterator[Exact]:
 
 
 def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
-    """Yield the average that a row prints of a metric: the plain mean over its datasets. Some rows print none."""
+    """Yield the average of a metric that a row prints: the plain mean over datasets. Some rows print none."""
     average = row.averages.get(metric)
     values = [printed_number(cell.printed) for cell in row.averaged(metric)]
     if average is not None and values:
@@ -336,6 +345,7 @@ def _schedules(book: Book) -> Iterator[Exact]:
             yield Exact(cell, row.label, f"{largest} − {i} x {step}", exact_number(largest - i * step))
         yield Exact(last_cell, last_row.label, "S_min", exact_number(smallest))
         if model == "llama-2-7b-chat" and where == "appendix E":
+            # the paper states this share once
             ((_, stated_row, stated),) = PaperCells(book, "uncomp").cells(table="text", of="hidden_state_ratio")
             share = kept_share([row for row, _ in schedule], largest)
             yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
@@ -348,6 +358,7 @@ def _benchmark(book: Book) -> Iterator[Exact]:
             for (dataset, metric), cell in row.cells.items():
                 # average lengths are not checked, since they count words of the original texts
                 task = TASKS[dataset]
+                # a row of UNComp's table has neither model, method nor setting, and so no label
                 if metric == "n_samples":
                     yield Exact(cell, row.label or dataset, "examples of the dataset", exact_number(task.size))
                 elif metric == "metric_name":
@@ -356,7 +367,7 @@ def _benchmark(book: Book) -> Iterator[Exact]:
 
 
 def _place_of_metric(name: str) -> int:
-    """Return the index of the word for a metric in a paper's WORDS."""
+    """Return the index of a metric's word in a paper's WORDS. Raises KeyError for a metric that METRICS lacks."""
     for beginning, place in METRICS.items():
         if name.startswith(beginning):
             return place
@@ -376,6 +387,7 @@ def _formulas(book: Book) -> Iterator[Exact]:
                 # the result is one number for all cells, or a series with a number for each cell by its fields
                 recomputed = result
                 if isinstance(result, pd.Series):
+                    # a series with one field is indexed by the label itself, not by a tuple
                     key = tuple(fields[name] for name in result.index.names)
                     recomputed = result[key if len(key) > 1 else key[0]]
                 yield Exact(cell, row.label, formula.words, recomputed)

@@ -35,7 +35,7 @@ class Finding:
 
     @property
     def id(self) -> str:
-        """Return the finding's name: its check and its place. It stays the same if only values change."""
+        """The finding's name: its check and its place. It stays the same if only values change."""
         # a corrected number is still the same finding, so numbers are no part of the name
         return f"{self.check}:{self.paper}/{self.table}:{self.row}:{self.cell}"
 

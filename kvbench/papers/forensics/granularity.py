@@ -58,21 +58,21 @@ class Fit:
 
     @property
     def attained(self) -> int:
-        """Return the number of cells that fit the grid."""
+        """The number of cells that fit the grid."""
         return len(self.cells) - len(self.off)
 
     @property
     def chance(self) -> float:
-        """Return the chance that a random value from 0.00 to 100.00 fits the grid: the share of such values that do."""
+        """The chance that a random value from 0.00 to 100.00 fits the grid: the share of such values that do."""
         n = self.grid.n
-        # rounded to two decimals, 100 k / n are all different while n is below 10,000
+        # a set, since rounding to two decimals makes some 100 k / n equal if n is above 10,000
         values = {format_fixed(Fraction(100 * k, n), 2) for k in range(n + 1)}
         # there are 10,001 values 0.00, 0.01, ..., 100.00
         return len(values) / 10001
 
 
 def is_attainable(text: str, n: int) -> bool:
-    """Tell whether some k/n in per cent, with a whole k, can be printed as these characters."""
+    """Return True if some k/n in per cent, with a whole k from 0 to n, can be printed as ``text``."""
     shown = printed_number(text)
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
     # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil this
@@ -84,7 +84,7 @@ def is_attainable(text: str, n: int) -> bool:
 
 
 def fit_grids(book: Book) -> list[Fit]:
-    """Return how the cells of a book fit each grid. A measurement printed twice with the same value counts once."""
+    """Return the fit of a book's cells to each of GRIDS. A measurement printed twice with one value counts once."""
     grid_fits = []
     for grid in GRIDS:
         # repeated numbers would give a grid more support than it has
@@ -112,7 +112,10 @@ def granularity(book: Book) -> Iterator[Finding]:
 
 
 def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
-    """Yield a finding for each cell that no whole number of right answers gives, with the two nearest scores."""
+    """Yield a finding for each cell that no whole number of right answers gives, with the two nearest scores.
+
+    fit: the fit to the grid of a believed n.
+    """
     grid = fit.grid
     for row, cell in fit.off:
         # k = score * n / 100 is no whole number, so the two around it give the nearest scores
@@ -132,7 +135,11 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
 
 
 def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
-    """Return the finding that few scores fit a doubted n, with the believed n of the same dataset, if there is one."""
+    """Return the finding that few scores fit a doubted n, with the believed n of the same dataset, if there is one.
+
+    fit: the fit to the grid of the doubted n. It has at least one cell.
+    grid_fits: the fits to all grids.
+    """
     grid = fit.grid
     why = f"{fit.attained} of {len(fit.cells)} scores are k/{grid.n} ({grid.why})"
     why += f", {100 * fit.chance:.0f} % would by chance"

@@ -43,7 +43,7 @@ class Statement:
 class Formula:
     """Printed cells that follow from other printed cells, with the function that recomputes them.
 
-    query: the fields that the recomputed cells have (see ``queries``).
+    query: the fields of the recomputed cells by name, as arguments of ``PaperCells.cells``.
     words: the formula for readers.
     recompute: returns one number for all cells, or a series with a number for each cell, indexed by the cells' fields.
     The numbers that it reads carry the interval that rounding hides.
@@ -91,10 +91,9 @@ class PaperAudit:
 def decide(holds: object, shown: str, otherwise: str = FAILS) -> Outcome:
     """Return the outcome of a judgement: (HOLDS, shown) if the statement ``holds``, else (``otherwise``, shown).
 
-    holds: a bool, or a numpy value that stands for one.
+    holds: a bool, or one of numpy's, which a comparison of numpy's numbers gives.
     shown: the recomputed numbers in words.
     """
-    # comparing numpy's numbers does not give a bool
     if holds:
         return HOLDS, shown
     return otherwise, shown

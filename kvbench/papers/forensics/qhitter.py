@@ -75,7 +75,7 @@ def shares_of_memory(paper: PaperCells) -> Outcome:
 def speedups(paper: PaperCells) -> Outcome:
     """Compare the stated speed-ups with the largest of table 2, within half a unit of the last stated digit."""
     holds, parts = True, []
-    # (system, stated speed-up, how far the true one may be off)
+    # (system, stated speed-up, how far the true one may be off); a bit more than 0.05 allows for binary fractions
     for system, stated, within in (
         ("accelerate", 33, 0.5),
         ("deepspeed", 7, 0.5),
@@ -92,6 +92,7 @@ def largest_speedup(paper: PaperCells, system: str) -> Any:
     """Return the largest ratio in table 2 of Q-Hitter's throughput to another system's."""
     qhitter = paper.series(["model", "gen"], table=2, of="throughput", method="qhitter")
     other = paper.series(["model", "gen"], table=2, of="throughput", method=system)
+    # numbers with intervals cannot be compared with each other, but as floats
     return max(ratio(qhitter, other), key=float)
 
 

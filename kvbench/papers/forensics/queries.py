@@ -28,12 +28,12 @@ Labels = tuple[Any, ...]
 class PaperCells:
     """The printed cells of one paper, and queries for them.
 
+    All queries take ``table`` (one or several), ``of`` (datasets, or ``scores`` for all answers), ``without`` (fields
+    that a row must not have) and any other field by its name.
+
     book: the published cells, of this paper and others.
     paper: the paper's name.
     read: returns the number for a cell's printed characters.
-
-    All queries take ``table`` (one or several), ``of`` (datasets, or ``scores`` for all answers), ``without`` (fields
-    that a row must not have) and any other field by its name.
     """
 
     book: Book
@@ -54,11 +54,16 @@ class PaperCells:
         return values[0]
 
     def drop(self, method: str, below: str = "full", **query: Any) -> Any:
-        """Return how far the number of ``method`` lies below that of the method ``below``, by one query for both."""
+        """Return how far the number of ``method`` lies below that of the method ``below``.
+
+        query: the fields that both numbers have in common.
+        """
         return self.number(method=below, **query) - self.number(method=method, **query)
 
     def series(self, by: str | Sequence[str], **query: Any) -> pd.Series[Any]:
         """Return the numbers of all cells that a query finds, as a series indexed by the fields ``by``.
+
+        A cell without one of these fields has '' there.
 
         Raises KvbenchError if several cells agree in all of these fields.
         """
@@ -108,9 +113,10 @@ class PaperCells:
                     if cell.value is None or (of == "scores" and row.scores.get(dataset) is not cell):
                         continue
                     fields = _fields(row, dataset, metric)
-                    wanted = [_matches(fields.get(key, ""), patterns) for key, patterns in conditions.items()]
-                    unwanted = [_matches(fields.get(key, ""), patterns) for key, patterns in (without or {}).items()]
-                    if all(wanted) and not any(unwanted):
+                    has_all = all(_matches(fields.get(key, ""), patterns) for key, patterns in conditions.items())
+                    exclusions = (without or {}).items()
+                    has_excluded = any(_matches(fields.get(key, ""), patterns) for key, patterns in exclusions)
+                    if has_all and not has_excluded:
                         yield fields, row, cell
 
 
@@ -129,7 +135,7 @@ def _fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
 
 
 def _matches(value: str, patterns: object) -> bool:
-    """Tell whether a field's value matches a pattern, or one of several."""
+    """Return True if a field's value matches a pattern, or one of several. A number is a pattern, too."""
     # a query may have a number where the setting has its text
     return any(fnmatchcase(value, str(pattern)) for pattern in _as_list(patterns))
 
@@ -151,6 +157,7 @@ def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[An
     for i in range(len(fields)):
         levels.append([name[i] for name in values])
     index: pd.Index[Any] = pd.MultiIndex.from_arrays(levels, names=list(fields))
+    # with one field, the labels themselves are easier to look up than tuples of one label
     if len(fields) == 1:
         index = index.get_level_values(0)
     return pd.Series(list(values.values()), index)
@@ -185,7 +192,7 @@ def _reindex_like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]
 
 
 def by_field(values: pd.Series[Any], *fields: str) -> Any:
-    """Return the values grouped by some of their fields, as pandas' groupby does, in the order of the paper."""
+    """Return pandas' groups of the values by some of their fields, in the order of the paper."""
     return values.groupby(level=list(fields), sort=False)
 
 
@@ -200,9 +207,10 @@ def numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
 
 
 def group_lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, float]]]]:
-    """Divide a series into lines. The cells of a line agree in all fields but the last, along which the line runs.
+    """Divide a series into lines, and return (labels, cells) of each line.
 
-    Return (labels without the last, cells) of each line. A cell is (last label, value).
+    The cells of a line agree in all fields but the last, along which the line runs. ``labels`` are those that the cells
+    share. A cell is (last label, value).
     """
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():

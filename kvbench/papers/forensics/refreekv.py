@@ -161,12 +161,14 @@ def budgets_by_frozen_layers(paper: PaperCells) -> Outcome:
 
 @REFREEKV.states("caption of table 8", table="8", text="Five pruning methods are compared at 50 %")
 def methods_of_table8(paper: PaperCells) -> Outcome:
+    """Count the methods of table 8 except the full cache and ReFreeKV."""
     methods = paper.labels("method", table=8, without={"method": ["full", "refreekv"]})
     return decide(len(methods) == 5, f"{len(methods)} are there: {', '.join(methods)}")
 
 
 @REFREEKV.states("caption of table 12", table="12", text="One of the models has 34B parameters")
 def models_of_table12(paper: PaperCells) -> Outcome:
+    """List the models of table 12, and ask whether one of their names has 34b."""
     models = ", ".join(paper.labels("model", table=12))
     return decide("34b" in models, f"the blocks are {models}")
 
@@ -200,4 +202,5 @@ def throughput(paper: PaperCells) -> Any:
     # the latency is printed in seconds for 100 tokens of each sequence
     latency = paper.series("row", table=10, metric="latency")
     batch = paper.settings("batch", "row", table=10, metric="latency")
+    # an int cannot be divided by a number with an interval, so 1 becomes such a number first
     return latency.map(lambda seconds: exact_number(1) / seconds) * (100 * batch)

@@ -44,7 +44,8 @@ def repeated_places(book: Book) -> dict[Measurement, Places]:
         paper, model, method, settings = identity(row)
         setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
-            # speed-ups are left out, since prose states them for several workloads without naming the workload
+            # words, and cells of no method, such as facts about datasets, are no measurements; speed-ups are left out,
+            # since prose states them for several workloads without naming the workload
             if cell.value is None or not method or metric.startswith("speedup"):
                 continue
             tasks = ""
@@ -69,11 +70,11 @@ def repeats(book: Book) -> Iterator[Finding]:
             continue
         values = []
         for value, tables in tables_of.items():
-            values.append(f"{_short(value)} ({', '.join(map(name_table, tables))})")
+            values.append(f"{_trim_zeros(value)} ({', '.join(map(name_table, tables))})")
         # the most frequent value is likely the right one, unless another is as frequent
         counts = Counter({value: len(tables) for value, tables in tables_of.items()})
         (likely_value, most), (_, second) = counts.most_common(2)
-        likely = _short(likely_value) if most > second else ""
+        likely = _trim_zeros(likely_value) if most > second else ""
         row_parts = (measurement.model, measurement.method, measurement.setting)
         yield Finding(
             check="repeat",
@@ -89,7 +90,10 @@ def repeats(book: Book) -> Iterator[Finding]:
 
 
 def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
-    """Return the full cache's score on each (model family, dataset) that several papers print, by the paper's name."""
+    """Return the full cache's scores on each (model family, dataset) that several papers print.
+
+    The scores of one such pair are cells by the paper's name.
+    """
     by_dataset: dict[tuple[str, str], dict[str, Published]] = {}
     for row in book.rows:
         if row.method == "full" and row.table.isdigit():
@@ -131,7 +135,7 @@ def largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     return max(values) - min(values)
 
 
-def _short(value: str) -> str:
+def _trim_zeros(value: str) -> str:
     """Return a number with four decimals without its last zeros, but with at least two decimals."""
     head, _, tail = value.partition(".")
     return f"{head}.{tail[:2]}{tail[2:].rstrip('0')}"

@@ -55,11 +55,11 @@ COLUMNS = ("", "place", "row", "cell", "printed", "recomputed", "why")
 EXACT = ("row", "column", "published", "recomputed", "", "formula")
 """The columns of a table of recomputed cells. The unnamed one has ``Exact.mark``."""
 FEW_CELLS = 5
-"""The page names up to so many flagged cells of a row, and only counts more of them."""
+"""The page names up to this many flagged cells of a row. If there are more, it states their number."""
 
 
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
-    """Format findings for a terminal of 100 columns, by paper and check, or the ``exact`` cells if they are given."""
+    """Format findings for a terminal, by paper and check. If ``exact`` is given, format these cells instead."""
     if exact is not None:
         return _exact_text(exact)
     parts = []
@@ -77,11 +77,14 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
 
 
 def _exact_text(exact: Sequence[Exact]) -> str:
-    """Format the recomputed cells for a terminal. Their formulas are left out, since there is no room for them."""
+    """Format recomputed cells for a terminal. Their formulas are left out, since there is no room for them.
+
+    exact: the cells, sorted by table.
+    """
     parts = []
     for name, rows in _group_by_table(exact):
         without_formula = Table(EXACT[:-1], tuple(row[:-1] for row in rows))
-        parts.append(f"{name}\n\n{compose([without_formula], (), 'text')}")
+        parts.append(f"{name}\n\n{compose([without_formula], notes=(), style='text')}")
     return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
 
 
@@ -95,21 +98,23 @@ def _terminal_lines(finding: Finding) -> str:
         values = [value for value in (finding.printed, finding.recomputed) if value]
         body = f"{' → '.join(values)}: {finding.why}"
     # lines are indented below the mark, so findings can be told apart at the left edge
-    head = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+    head_lines = fill(f"{MARKS[finding.weight]} {location}", WIDTH, initial_indent="  ", subsequent_indent="    ")
     indent = " " * 6
-    lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
-    return f"{head}\n{lines}\n"
+    body_lines = fill(body, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False)
+    return f"{head_lines}\n{body_lines}\n"
 
 
 def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
     """Return the audit's page: a summary, the findings, the ledger of statements, and the tables behind them.
 
-    what: the audited paper, a table of it (``think/7``), or ``all``. The page of one table has only its findings.
+    findings: sorted by paper, as ``audit`` returns them.
+    what: the audited paper, a table of a paper (``think/7``), or ``all``. The page of one table has no sections on the
+    statements and other numbers of the paper.
     """
     name = what.partition("/")[0]
     parts = [HEAD, LEGEND + "\n"]
     parts.extend(_summary_section(findings, book))
-    # statements and full rows of several papers have sections of their own
+    # statements, and full rows of several papers (joined by +), have sections of their own
     cell_findings = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
     for paper, paper_findings in _group_by_paper(cell_findings):
         parts.append(f"## {_title_of_paper(paper)}\n")
@@ -132,10 +137,11 @@ def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
 def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
     """Return data for JSON: the findings, and the verdict on every statement of the papers that have findings.
 
-    If ``exact`` is given, return these cells alone.
+    book: the published cells by which statements are judged.
+    exact: recomputed cells, to be returned alone; None to return the findings.
     """
     if exact is not None:
-        return [_exact_record(e) for e in exact]
+        return [_exact_record(cell) for cell in exact]
     papers = {finding.paper for finding in findings}
     ledger = []
     for judgement in judge_statements(book):
@@ -171,21 +177,27 @@ def _exact_record(exact: Exact) -> dict[str, str | bool]:
 
 
 def exact_markdown(exact: Sequence[Exact]) -> str:
-    """Return recomputed cells as Markdown, with one table for each printed table of a paper."""
+    """Return recomputed cells as Markdown, with one table for each printed table of a paper.
+
+    exact: the cells, sorted by table.
+    """
     return "\n".join(f"## {name}\n\n{table(EXACT, rows)}" for name, rows in _group_by_table(exact))
 
 
 def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[str, ...]]]]:
-    """Yield the name of each printed table, with a row of EXACT for each of its recomputed cells."""
+    """Yield (name, rows) of each printed table. There is a row of texts under EXACT for each recomputed cell.
+
+    exact: the cells. Those of one table stand together.
+    """
 
     def table_of(e: Exact) -> tuple[str, str]:
         return e.cell.paper, e.cell.table
 
-    for (paper, number), block in groupby(exact, key=table_of):
+    for (paper, table_id), cells in groupby(exact, key=table_of):
         rows: list[tuple[str, ...]] = []
-        for e in block:
+        for e in cells:
             rows.append((e.row, e.column, e.published, e.shown, e.mark, e.formula))
-        yield f"{paper}, {name_table(number)}", rows
+        yield f"{paper}, {name_table(table_id)}", rows
 
 
 def _places(finding: Finding) -> str:
@@ -196,7 +208,7 @@ def _places(finding: Finding) -> str:
 
 
 def _group_by_paper(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Finding]]]:
-    """Yield (paper, its findings) for each paper. Findings about one paper stand together already."""
+    """Yield (paper, its findings) for each paper. The findings of one paper must stand together."""
     for paper, group in groupby(findings, key=attrgetter("paper")):
         yield paper, list(group)
 
@@ -261,7 +273,10 @@ def _ledger_section(book: Book, name: str) -> Iterator[str]:
 
 
 def _granularity_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section on accuracies that must be k of n, with a row for each grid."""
+    """Yield the section on accuracies that must be k of n, with a row for each grid.
+
+    name: a paper, or ``all``.
+    """
     rows = []
     for fit in fit_grids(book):
         grid = fit.grid
@@ -281,7 +296,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
     for (model, dataset), cell_by_paper in baselines(book).items():
         datasets_by_model.setdefault(model, {})[dataset] = cell_by_paper
     for model, datasets in datasets_by_model.items():
-        # a column for each paper that prints the model, in the order of appearance
+        # a column for each paper that prints the model; the keys are the papers in the order of appearance
         papers: dict[str, None] = {}
         for cell_by_paper in datasets.values():
             papers |= dict.fromkeys(cell_by_paper)
@@ -299,7 +314,7 @@ def _full_rows_section(book: Book) -> Iterator[str]:
 
 
 def _exact_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section with the numbers of recomputed cells by table and grade."""
+    """Yield the section with the numbers of recomputed cells by table and grade. ``name``: a paper, or ``all``."""
     yield "## Values that need no model\n"
     yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
     grades: dict[tuple[str, str], Counter[str]] = {}
@@ -308,21 +323,25 @@ def _exact_section(book: Book, name: str) -> Iterator[str]:
             grades.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
 
     def numbers_first(paper_table: tuple[str, str]) -> tuple[str, bool, str]:
-        paper, number = paper_table
-        return paper, not number.isdigit(), number.zfill(3)
+        paper, table_id = paper_table
+        # numbers are ordered as texts of three characters: 010 comes behind 009
+        return paper, not table_id.isdigit(), table_id.zfill(3)
 
     rows = []
-    for paper, number in sorted(grades, key=numbers_first):
+    for paper, table_id in sorted(grades, key=numbers_first):
         # equal + rounding + off are all recomputed cells
-        counts = grades[paper, number]
-        row = [paper, name_table(number), str(counts.total())]
+        counts = grades[paper, table_id]
+        row = [paper, name_table(table_id), str(counts.total())]
         row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
         rows.append(row)
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
 
 
 def _flags_section(book: Book, name: str) -> Iterator[str]:
-    """Yield the section of repaired, suspect and missing cells, with one line for each printed row and reason."""
+    """Yield the section of repaired, suspect and missing cells, with one line for each printed row and reason.
+
+    There is no section without such cells. ``name``: a paper, or ``all``.
+    """
     # one reason often holds for a whole row: list the row's cells in one line
     cells_by_reason: dict[tuple[str, str, str, str, str], list[str]] = {}
     for row in book.rows:
@@ -340,7 +359,7 @@ def _flags_section(book: Book, name: str) -> Iterator[str]:
         "Suspect: the value may be wrong, and is used as printed.\n"
     )
     rows = []
-    for (kind, paper, number, label, reason), cells in sorted(cells_by_reason.items()):
+    for (kind, paper, table_id, label, reason), cells in sorted(cells_by_reason.items()):
         names = f"{len(cells)} cells" if len(cells) > FEW_CELLS else ", ".join(cells)
-        rows.append((kind, paper, name_table(number), label, names, reason))
+        rows.append((kind, paper, name_table(table_id), label, names, reason))
     yield table(("flag", "paper", "place", "row", "cells", "reason"), rows)

@@ -20,7 +20,11 @@ WEIGHT = {PARTLY: "doubt", FAILS: "wrong", NOTE: "note"}
 
 @dataclass(frozen=True)
 class Judged:
-    """A statement with its verdict. ``shown``: the recomputed numbers behind it, in words."""
+    """A statement with its verdict.
+
+    verdict: HOLDS, PARTLY, FAILS or NOTE.
+    shown: the recomputed numbers behind the verdict, in words.
+    """
 
     statement: Statement
     verdict: str
@@ -30,10 +34,11 @@ class Judged:
         """Return the statement as a finding; None if it holds."""
         if self.verdict == HOLDS:
             return None
-        # a note says nothing against the paper
-        check, why = "statement", f"{self.statement.place}: {self.verdict}"
         if self.verdict == NOTE:
+            # a note says nothing against the paper
             check, why = "accounting", self.statement.place
+        else:
+            check, why = "statement", f"{self.statement.place}: {self.verdict}"
         return Finding(
             check=check,
             weight=WEIGHT[self.verdict],

@@ -37,7 +37,10 @@ def needle_at_half(paper: PaperCells) -> Outcome:
 
 @THINK.states("appendix G", table="7", text="The cache shrinks by 80 %")
 def shrinkage(paper: PaperCells) -> Outcome:
-    """Compare table 7's memory with that of as many whole tokens. More than 75 % saved rounds to the stated 80 %."""
+    """Compare table 7's memory with that of as many whole tokens.
+
+    The statement holds if every row saves more than 75 %, which rounds to the stated 80 %.
+    """
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
     # by the paper's formula a whole token takes half a MiB
     saved = 100 * (1 - memory / (0.5 * numeric_labels(memory)))
@@ -47,8 +50,12 @@ def shrinkage(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.2", table="7", text="Dropping 40 % of key channels saves 20 % of the cache")
 def savings_by_size(paper: PaperCells) -> Outcome:
-    """Compute the saving by cache size: 40 % of the keys are 20 % of the cache, but 32 recent tokens stay whole."""
+    """Compute the saving by cache size: 40 % of the keys are 20 % of the cache, but 32 recent tokens stay whole.
+
+    The statement holds if every saving rounds to 20 %.
+    """
     memory = paper.series("kv_size", table=7, of="kv_memory", method="snapkv+think")
+    # the share of the tokens that are not recent times 20 %
     shares = 20 * (1 - 32 / numeric_labels(memory))
     shown = f"{describe_values('{value:.1f} % of {kv_size} tokens', shares)}: 32 tokens keep all channels"
     return decide(shares.min() > 19.5, shown, otherwise=PARTLY)
@@ -110,6 +117,7 @@ def losses_by_ratio(paper: PaperCells) -> Outcome:
 
     The statement holds if every loss at 40 % is above every loss at 30 %, and l1 loses more with both base methods.
     """
+    # rows without a ratio keep all channels
     plain = paper.series("base", table=1, of="avg", ratio="")
     easy = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.3), plain)
     hard = -difference(paper.series(["base", "method"], table=1, of="avg", ratio=0.4), plain)
@@ -127,7 +135,10 @@ def losses_by_ratio(paper: PaperCells) -> Outcome:
 
 @THINK.states("section 4.4", table="8", text="Dropping value channels costs Mistral, not LLaMA-3")
 def value_channels(paper: PaperCells) -> Outcome:
-    """Compare the averages with and without pruned value channels, model by model."""
+    """Compare the averages with and without pruned value channels, model by model.
+
+    The statement holds if Mistral loses in the mean, and more than LLaMA-3.
+    """
     pruned = paper.series(["model", "base", "kv_size", "ratio", "v_ratio"], table=8, of="avg", method="*+thinkv")
     plain = paper.series(["model", "base", "kv_size"], table=8, of="avg", method=["h2o", "snapkv"])
     changes = by_field(difference(pruned, plain), "model")
@@ -173,8 +184,10 @@ def memory_column(paper: PaperCells) -> Outcome:
     tokens = numeric_labels(memory)
     # MiB of a token: 32 layers x 32 heads x 128 channels of keys and of values x 2 bytes
     token = 32 * 32 * 2 * 128 * 2 / 1048576
-    # keys have 76 of 128 channels, but the 32 most recent tokens keep all; values are whole
-    pruned = (tokens - 32) * token / 2 * 76 / 128 + 32 * token / 2 + tokens * token / 2
+    # half of a token's bytes are its key; pruned keys have 76 of 128 channels, and the 32 most recent keys have all
+    keys = (tokens - 32) * token / 2 * 76 / 128 + 32 * token / 2
+    values = tokens * token / 2
+    pruned = keys + values
     return NOTE, (
         f"{token:.1f} MiB a token is 32 heads; Mistral stores 8, a quarter. The paper's floor((1 − 0.4) 128) = 76 "
         f"channels would give {describe_values('{value:.2f}', pruned, sep=' / ')}, "
@@ -204,6 +217,7 @@ def unit_of_times(paper: PaperCells) -> Outcome:
 
 @THINK.states("table 4", table="4", text="Whose scores table 4 has")
 def model_of_table4(paper: PaperCells) -> Outcome:
+    """Name the model under which table 4 is stored, since the paper names none."""
     models = paper.labels("model", table=4)
     return NOTE, f"the paper names no model; {', '.join(models)} is our reading"
 

@@ -36,6 +36,7 @@ def wins(paper: PaperCells) -> Outcome:
 
 @VATP.states("appendix B", table="2", text="The l1 norm is the best")
 def best_norm(paper: PaperCells) -> Outcome:
+    """Find the norm with the best average in table 2."""
     averages = paper.series("norm", table=2, of="avg")
     return decide(averages.idxmax() == "l1", describe_values("{norm} {value:.2f}", averages))
 
