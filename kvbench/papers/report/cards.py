@@ -1,7 +1,7 @@
 """The first part of the report: a card with the verdict on each method, by model and dataset, and a picture of them.
 
-The results of a store have no plan behind them. They are compared by their identities: a method's and the full cache's
-results belong together if they differ in nothing but the method.
+The results of a store have no plan behind them. They are compared by their identities: the results of a method and of
+the full cache belong together if they differ in nothing but the method.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
 PLACES = ((7, -5, "start"), (-7, -5, "end"), (7, 13, "start"), (-7, 13, "end"), (0, -10, "middle"), (0, 20, "middle"))
 """Possible positions of a number beside its point: offset to the right, offset down, and SVG's text-anchor."""
 LEVELS = {"worse": "worse", "better": "better", "✗": "failed"}
-"""The CSS class of a card by the first word of its outcome."""
+"""The CSS class of a card by the first word of its outcome; cards with another first word have the class open."""
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,27 @@ def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
         # a result that was imported from another program has no chain in its identity
         if cell.record.kind is not None or "chain" not in identity:
             continue
+        # JSON texts, since the parts of an identity cannot be keys; sorted, so that equal parts give equal texts
         prompt = json.dumps([identity.get("model"), identity.get("prompt")], sort_keys=True)
+        other_parts = {key: value for key, value in identity.items() if key != "chain"}
+        same_but_chain = json.dumps(other_parts, sort_keys=True)
+        # a column is named dataset/task, with swept options behind a space
         family = cell.record.column.partition("/")[0].partition(" ")[0]
-        rest = json.dumps({key: value for key, value in identity.items() if key != "chain"}, sort_keys=True)
-        by_rest = comparable.setdefault((cell.record.model, family, prompt), {})
-        by_rest.setdefault(rest, {})[cell.label] = cell
+        cells_by_identity = comparable.setdefault((cell.record.model, family, prompt), {})
+        cells_by_identity.setdefault(same_but_chain, {})[cell.label] = cell
     sets = []
-    for (model, family, _), by_rest in comparable.items():
+    for (model, family, _), cells_by_identity in comparable.items():
         by_column: dict[str, dict[str, listing.StoredCell]] = {}
-        for cells in by_rest.values():
+        for cells in cells_by_identity.values():
+            # all cells of one identity are of one task
             column = next(iter(cells.values())).record.column
             # if a task was measured under several settings, take the settings that most methods share
             if FULL in cells and len(cells) > len(by_column.get(column, {})):
                 by_column[column] = cells
-        found = _judge_dataset(store, model, family, by_column)
-        if found is not None:
-            sets.append(found)
-    return sorted(sets, key=lambda found: (found.model, found.dataset))
+        verdict_set = _judge_dataset(store, model, family, by_column)
+        if verdict_set is not None:
+            sets.append(verdict_set)
+    return sorted(sets, key=lambda verdict_set: (verdict_set.model, verdict_set.dataset))
 
 
 def _judge_dataset(
@@ -95,9 +99,12 @@ def _judge_dataset(
 ) -> VerdictSet | None:
     """Return the verdicts on the methods of one dataset, or None if no method has a verdict.
 
-    by_column: the results of each task, by the method's label.
+    family: the dataset's name.
+    by_column: the results of each task, by the method's label. Each task has a result of the full cache.
     """
+    # the keys are the methods' labels in order
     labels: dict[str, None] = {}
+    # samples of each result, by task and the method's label
     samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
     columns = []
     counts: set[int] = set()
@@ -110,7 +117,8 @@ def _judge_dataset(
                 counts.add(cell.summary.n)
         full = cells[FULL]
         if full.summary is not None:
-            columns.append(ReportColumn(task, full.summary.metric, "", floor=False))
+            # verdicts need neither the category of a task nor its floor
+            columns.append(ReportColumn(task, full.summary.metric, category="", floor=False))
     # tasks that the full cache has not answered are left out: there is nothing to compare with
     names = [column.task for column in columns]
     rows = []
@@ -119,17 +127,20 @@ def _judge_dataset(
     labels_in_order += [label for label in labels if label != FULL]
     for label in labels_in_order:
         cells_of_row = []
-        for shown in columns:
-            cells_of_row.append(_entry_of_result(by_column[shown.task].get(label), shown, samples_of[shown.task]))
+        for report_column in columns:
+            task = report_column.task
+            cells_of_row.append(_entry_of_result(by_column[task].get(label), report_column, samples_of[task]))
         summaries = [cell.summary for cell in cells_of_row if cell.summary is not None]
         means = None
         if summaries:
-            baseline = None
+            # the full cache is not compared with itself
+            full_scores = None
             if label != FULL:
-                baseline = [_known_scores(samples_of[name].get(FULL, {})) for name in names]
+                full_scores = [_known_scores(samples_of[name].get(FULL, {})) for name in names]
             own_scores = [_known_scores(samples_of[name].get(label, {})) for name in names]
-            means = summarise_row(summaries, own_scores, baseline)
-        rows.append(ReportRow(label, False, tuple(cells_of_row), means, is_full=label == FULL))
+            means = summarise_row(summaries, own_scores, full_scores)
+        # verdicts do not depend on whether a method evicts tokens
+        rows.append(ReportRow(label, evicts=False, cells=tuple(cells_of_row), means=means, is_full=label == FULL))
     report = ReportData(
         model=model,
         settings="",
@@ -139,11 +150,12 @@ def _judge_dataset(
         results=str(store.root),
     )
     pairs = zip(verdict.judge_methods(report), rows[1:], strict=True)
-    found = tuple((each, row) for each, row in pairs if each.outcome)
-    if not found:
+    # a method that was not measured has no outcome
+    verdicts = tuple((method_verdict, row) for method_verdict, row in pairs if method_verdict.outcome)
+    if not verdicts:
         return None
     dataset = names[0] if len(names) == 1 else f"{len(names)} tasks of {family}"
-    return VerdictSet(model, dataset, f"n = {range_text(counts)} a task", report, found)
+    return VerdictSet(model, dataset, examples=f"n = {range_text(counts)} a task", report=report, verdicts=verdicts)
 
 
 def _entry_of_result(
@@ -154,21 +166,22 @@ def _entry_of_result(
     samples_of: the samples of the cell's task, by the method's label.
     """
     if cell is None:
-        return CellResult(column.task, "", "missing")
+        return CellResult(column.task, cell="", status="missing")
     if cell.summary is None:
-        status = "missing"
-        if cell.status.status in ("refused", "failed"):
-            status = cell.status.status
+        is_broken = cell.status.status in ("refused", "failed")
+        status = cell.status.status if is_broken else "missing"
         return CellResult(column.task, cell.id, status, reason=cell.status.reason)
     samples = samples_of[cell.label]
     delta = None
     if cell.label != FULL:
         delta = paired_delta(samples, samples_of.get(FULL, {}), column.metric)
+    # a record may not state the number of the task's examples
+    examples_of_task = cell.record.of or len(samples)
     return CellResult(
         column.task,
         cell.id,
         "measured",
-        summary=summarise(list(samples.values()), column.metric, cell.record.of or len(samples)),
+        summary=summarise(list(samples.values()), column.metric, examples_of_task),
         delta=delta,
         unchanged=cell.unchanged,
     )
@@ -186,61 +199,69 @@ def render(sets: Sequence[VerdictSet]) -> str:
     return "\n".join(map(_render_set, sets))
 
 
-def _render_set(found: VerdictSet) -> str:
-    """Return one model's verdicts on one dataset: a heading, a picture, and a card for each method."""
+def _render_set(verdict_set: VerdictSet) -> str:
+    """Return one model's verdicts on one dataset as HTML: a heading, a picture, and a card for each method."""
     cards = []
-    points = _sized_methods(found)
+    points = _sized_methods(verdict_set)
+    # the number of each method's point in the picture
     numbers = {point.name: i for i, point in enumerate(points, start=1)}
-    # cards in the order of their numbers, those without a point last
-    for each, _ in sorted(found.verdicts, key=lambda pair: numbers.get(pair[0].method, len(numbers) + 1)):
-        method, size, tokens, score, difference, divergence, outcome = each.texts()
+
+    def number_of(pair: tuple[MethodVerdict, ReportRow]) -> int:
+        # methods without a point come last
+        return numbers.get(pair[0].method, len(numbers) + 1)
+
+    for method_verdict, _ in sorted(verdict_set.verdicts, key=number_of):
+        method, size, tokens, score, difference, divergence, outcome = method_verdict.texts()
+        # ``texts`` puts the options of a method below its name
         name, _, options = method.partition("\n")
         start = ""
-        if each.method in numbers:
-            # the number of the method's point in the picture
-            start = f"<b>{numbers[each.method]}</b> "
+        if method_verdict.method in numbers:
+            start = f"<b>{numbers[method_verdict.method]}</b> "
         lines = []
         if size:
             lines.append(f'<p class="size">{html.escape(size)}</p>')
         for text in (score, difference, tokens, divergence):
             if text:
                 lines.append(f"<p>{html.escape(text)}</p>")
-        level = LEVELS.get(outcome.split()[0], "open")
+        css_class = LEVELS.get(outcome.split()[0], "open")
         cards.append(
-            f'<article class="card {level}"><h4>{start}{html.escape(name)}</h4>'
+            f'<article class="card {css_class}"><h4>{start}{html.escape(name)}</h4>'
             f"<p>{html.escape(options)}</p>{''.join(lines)}"
             f'<p class="outcome">{html.escape(outcome)}</p></article>'
         )
-    heading = html.escape(f"{found.model} on {found.dataset}, {found.examples}")
-    return f'<h3>{heading}</h3>{_picture(found, points)}<div class="cards">{"".join(cards)}</div>'
+    heading = html.escape(f"{verdict_set.model} on {verdict_set.dataset}, {verdict_set.examples}")
+    return f'<h3>{heading}</h3>{_picture(verdict_set, points)}<div class="cards">{"".join(cards)}</div>'
 
 
-def _sized_methods(found: VerdictSet) -> list[_Point]:
+def _sized_methods(verdict_set: VerdictSet) -> list[_Point]:
     """Return a point for each method with a score and a size, the smallest size first."""
     points = []
-    for each, row in found.verdicts:
-        if each.score is not None and each.times_smaller is not None:
-            points.append(_Point(each.method, 100 / each.times_smaller, each.score, row.score_ci))
+    for method_verdict, row in verdict_set.verdicts:
+        if method_verdict.score is not None and method_verdict.times_smaller is not None:
+            size = 100 / method_verdict.times_smaller
+            points.append(_Point(method_verdict.method, size, method_verdict.score, row.score_ci))
     return sorted(points, key=lambda point: point.size)
 
 
-def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
-    """Return a picture of scores against sizes as SVG; '' for scores without a fixed scale, such as perplexities."""
+def _picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
+    """Return a picture of scores against sizes as SVG, in a figure of HTML.
+
+    Return '' for scores without a fixed scale, such as perplexities, without points, and without a score of the full
+    cache.
+    """
     # ``_judge_dataset`` puts the full cache's row first, measured or not
-    full = next(row for row in found.report.rows if row.is_full)
+    full = next(row for row in verdict_set.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
         return ""
-    if any(metric(column.metric).shown is not None for column in found.report.columns):
+    if any(metric(column.metric).shown is not None for column in verdict_set.report.columns):
         return ""
-    base = full.means.score_mean
-    tops = [base]
+    full_score = full.means.score_mean
+    # the upper end of everything that is drawn
+    ends = [full_score]
     for point in points:
-        if point.ci:
-            tops.append(point.ci[1])
-        else:
-            tops.append(point.score)
+        ends.append(point.ci[1] if point.ci else point.score)
     # scores begin at 0, so that a small difference looks small; both axes end at a ten
-    top = max(10, 10 * math.ceil(max(tops) / 10))
+    top = max(10, 10 * math.ceil(max(ends) / 10))
     widest = max(100, 10 * math.ceil(max(point.size for point in points) / 10))
 
     def x(size: float) -> float:
@@ -248,7 +269,7 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
         return LEFT + (WIDTH - LEFT - RIGHT) * size / widest
 
     def y(score: float) -> float:
-        """Return the picture's vertical coordinate of a score. SVG counts it from the top."""
+        """Return the picture's vertical coordinate of a score, which SVG counts from the top. The axis begins at 0."""
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - max(0.0, score) / top)
 
     parts = []
@@ -259,9 +280,10 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}"/>'
         )
     parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
-    parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(base):.1f}" y2="{y(base):.1f}"/>')
-    # the label of the full cache's line stands at the right end, where few methods have a point
-    parts.append(_svg_text(WIDTH - RIGHT, y(base) - 4, f"full {base:.1f}", "end"))
+    full_y = f"{y(full_score):.1f}"
+    parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{full_y}" y2="{full_y}"/>')
+    # the label of the line stands at the right end, where few methods have a point
+    parts.append(_svg_text(WIDTH - RIGHT, y(full_score) - 4, f"full {full_score:.1f}", "end"))
     front = find_front(points)
     if front:
         path = " ".join(f"{x(point.size):.1f},{y(point.score):.1f}" for point in front)
@@ -281,7 +303,7 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
             f'<circle style="fill:{filling};stroke:{color}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
             f"<title>{html.escape(point.name)}</title></circle>"
         )
-    parts += _numbers(places)
+    parts += _number_texts(places)
     caption = (
         "Mean score by size. Bars are 95 % intervals, and numbers are those of the cards. A colour is a method, and a "
         "hollow point is a combination."
@@ -295,10 +317,10 @@ def _picture(found: VerdictSet, points: Sequence[_Point]) -> str:
     return f'<figure class="pareto">{drawing}<figcaption>{caption}</figcaption></figure>'
 
 
-def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
+def _number_texts(places: Sequence[tuple[float, float]]) -> list[str]:
     """Return the numbers of the points as SVG texts, each at the first of PLACES where it covers no point or number.
 
-    A number without such a position is left out. The reader still finds the method in the title of its point.
+    A number without a free position is left out. The reader still finds the method in the title of its point.
 
     places: the coordinates (x, y) of each point.
     """
@@ -309,6 +331,7 @@ def _numbers(places: Sequence[tuple[float, float]]) -> list[str]:
         # a digit is about 7 units wide and 9 high
         wide = 7.0 * len(str(number))
         for across, down, anchor in PLACES:
+            # the anchor is the part of the text that stands at the coordinates
             left = px + across - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
             box = (left, left + wide, py + down - 9, py + down)
             # two areas do not meet if one ends before the other begins, across or down
@@ -325,6 +348,7 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
     Return [] if fewer than two points are left, or if an interval is missing or overlaps that of the next point.
     """
     front: list[_Point] = []
+    # of equal sizes the highest score comes first, so that the others are not on the front
     for point in sorted(points, key=lambda point: (point.size, -point.score)):
         if not front or point.score > front[-1].score:
             front.append(point)

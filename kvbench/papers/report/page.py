@@ -32,7 +32,7 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-s
 NAMED = 3
 """The page's title names up to this many models. If there are more, it states their number."""
 SHORT = 16
-"""A column is not broken into lines if none of its cells has more characters than this."""
+"""The cells of a column are not broken into lines if none of them has more characters than this."""
 RUN_HEADS = {
     "interval": "95 % interval",
     "percent_of_full": "% of full, 16 bits",
@@ -78,9 +78,11 @@ VIEWS = (("both", "both"), ("ours", "ours"), ("published", "published"), ("delta
 
 
 class DivergenceRecord(TypedDict, total=False):
-    """The KL divergence of a run's distributions from the full cache's, in nats, with its 95 % interval.
+    """The KL divergence of a run's distributions from the full cache's, in nats.
 
-    ``at_floor`` tells that the mean is not above the divergence that rounding alone makes.
+    kl_mean: the mean; None if it was not measured.
+    ci: the 95 % interval of the mean; None with too few texts.
+    at_floor: True if the mean is not above the divergence that rounding alone makes.
     """
 
     kl_mean: float | None
@@ -94,7 +96,7 @@ class ReportPart:
 
     content: the table as HTML.
     plain: the table as plain data, for JSON.
-    measured: the provenance of the samples behind it; None if it shows the user's own store.
+    measured: the committed samples behind the table; None if it shows the results in the user's own store.
     """
 
     paper: str
@@ -126,7 +128,7 @@ class ReportPage:
     audit: the findings about the papers' own numbers.
     samples: the examples that the page's browser shows (see samples.collect_samples).
     runs: lines of the open format (report/open_results.py), also of other folders.
-    own_figures: the figures of methods that the user named.
+    own_figures: the figures of methods that the user named, in the same form as ``figures``.
     papers: False to show the user's runs alone.
     verdicts: the verdicts on the user's methods, by model and dataset.
     paper_cells: the ids of results that the papers' tables and claims use. The page folds them away.
@@ -190,7 +192,7 @@ class ReportPage:
         return f"{runs}, and five papers beside {self.model}"
 
     def _lead(self) -> list[str]:
-        """Return the first lines of the page, which count its contents."""
+        """Return the first lines of the page: counts of its contents, and how to read them."""
         counts = f"{len(self.runs)} results of your runs, {len(self.samples)} single example"
         if len(self.samples) != 1:
             counts += "s"
@@ -219,14 +221,12 @@ class ReportPage:
         heads = ("table", "row", "value", "printed", "recomputed", "weight", "why")
         findings = []
         for f in self.audit:
-            printed = f.printed
-            if f.printed == f.row:
-                # a finding about a statement has the statement as its row: do not show it twice
-                printed = ""
+            # a finding about a statement has the statement as its row: do not show it twice
+            printed = f.printed if f.printed != f.row else ""
             findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
         ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: kvbench claims.</p>"
         return [
-            ("tables", "Tables", fold_tables((t.paper, t.title, t.content) for t in self.tables)),
+            ("tables", "Tables", fold_tables((table.paper, table.title, table.content) for table in self.tables)),
             ("figures", "Figures", figures_as_html(self.figures)),
             ("claims", "Claims", ledgers),
             ("audit", "Audit", sortable_table(heads, findings)),
@@ -234,7 +234,7 @@ class ReportPage:
         ]
 
     def _runs(self) -> str:
-        """Return the figures of the user's methods, and a table of results for each method.
+        """Return the figures of the user's methods, and a table of results for each method, as HTML.
 
         Results that only the papers' tables and claims use come last, in one table.
         """
@@ -249,6 +249,7 @@ class ReportPage:
         own_runs: dict[str, list[dict[str, object]]] = {}
         paper_runs: list[dict[str, object]] = []
         for values in run_values:
+            # the method without its options
             method = str(values.get("method")).partition(" ")[0]
             # the full cache is the base of all methods, also of those that no paper has
             if method != "full" and values.get("cell") in self.paper_cells:
@@ -261,7 +262,7 @@ class ReportPage:
         return figures_html + with_filter("".join(folds))
 
     def _provenance(self) -> str:
-        """Return a table with the provenance of the samples behind the papers' tables."""
+        """Return a table with the provenance of the samples behind the papers' tables, as HTML."""
         measured = [table.measured for table in self.tables if table.measured is not None]
         if not measured:
             return "<p>None.</p>"
@@ -269,9 +270,9 @@ class ReportPage:
         heads = ["table", "results", "answers"]
         heads.extend(measured[0].facts)
         body = []
-        for m in measured:
-            cells: list[object] = [m.table, m.cells, m.answers]
-            cells.extend(m.facts.values())
+        for samples in measured:
+            cells: list[object] = [samples.table, samples.cells, samples.answers]
+            cells.extend(samples.facts.values())
             body.append(cells)
         return sortable_table(heads, body)
 
@@ -285,20 +286,25 @@ def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequence[str]) -> str:
-    """Return the runs as a table that the reader unfolds, as HTML. Its heading is ``name`` with the number of runs."""
+    """Return the runs as a table that the reader unfolds, as HTML.
+
+    name: the words of the table's heading, behind which the number of runs stands.
+    columns: the keys of the table's columns, of RUN_COLUMNS.
+    """
     heads = [RUN_HEADS.get(key, key) for key in columns]
     body = []
     for values in runs:
         body.append([values.get(key) for key in columns])
-    summary = f"{name}: {len(runs)} result"
-    if len(runs) != 1:
-        summary += "s"
-    summary = html.escape(summary)
+    results = "result" if len(runs) == 1 else "results"
+    summary = html.escape(f"{name}: {len(runs)} {results}")
     return f"<details><summary>{summary}</summary>{sortable_table(heads, body)}</details>"
 
 
 def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
-    """Return the values of RUN_COLUMNS for one line of the open format, with its numbers as they are printed."""
+    """Return the values of RUN_COLUMNS by key for one line of the open format, its numbers as they are printed.
+
+    Other values of the line are kept.
+    """
     values: dict[str, object] = dict(run)
     # other programs' lines may lack the parts that kvbench writes, or have null there
     for kind, divergence in (run.get("fidelity") or {}).items():
@@ -315,13 +321,14 @@ def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
         if values.get(key) is not None:
             values[key] = number_format.format(values[key])
     if run.get("nothing_compressed"):
+        # a score would look like that of a method that loses nothing
         values["score"] = UNCHANGED.replace("\n", " ")
         values["interval"] = None
     return values
 
 
 def _format_divergence(divergence: DivergenceRecord) -> str | None:
-    """Return a divergence with its interval as text, or None where it was not measured."""
+    """Return a divergence with its interval as text, or None if it was not measured."""
     mean = divergence.get("kl_mean")
     if mean is None:
         return None
@@ -406,12 +413,12 @@ def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
     """
     elements = []
     # tables come by paper, so that a paper's heading stands before the first of its tables
-    last_paper = None
+    previous_paper = None
     for paper, title, content in parts:
-        if paper != last_paper:
+        if paper != previous_paper:
             elements.append(f"<h3>{html.escape(catalogue.read_paper(paper).called)}</h3>")
-        opened = " open" if last_paper is None else ""
-        last_paper = paper
+        opened = " open" if previous_paper is None else ""
+        previous_paper = paper
         elements.append(f"<details{opened}><summary>{html.escape(title)}</summary>{content}</details>")
     return "\n".join(elements)
 
@@ -428,11 +435,11 @@ def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
             if texts.get(key):
                 caption += f"<p><b>{key}</b> {html.escape(texts[key])}</p>"
         title = html.escape(": ".join(texts[key] for key in ("name", "title") if key in texts))
-        # a data: address, as the page may fetch no file
-        data = base64.b64encode(Path(texts["picture"]).read_bytes()).decode()
+        # a data: address, since the page may fetch no file
+        picture = base64.b64encode(Path(texts["picture"]).read_bytes()).decode()
         elements.append(
             f"<details><summary>{title}</summary><figure><img loading='lazy' alt='{title}' "
-            f"src='data:image/png;base64,{data}'><figcaption>{caption}</figcaption></figure></details>"
+            f"src='data:image/png;base64,{picture}'><figcaption>{caption}</figcaption></figure></details>"
         )
     return "\n".join(elements) or "<p>None yet: kvbench plot.</p>"
 
@@ -440,12 +447,14 @@ def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
 def sortable_table(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
     """Return rows of values as an HTML table that the reader can sort. Columns of numbers are aligned to the right.
 
+    headers: the heads of the columns.
+    body: the values of each row, one for each column.
     classes: the CSS class of each row.
     """
     texts = tuple(tuple(map(_cell_text, row)) for row in body)
     # zip of a table without rows gives no columns, so their kinds are set here
     kinds = [_column_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
-    table = writers.html(Table(tuple(headers), texts), "sortable", columns=kinds, rows=list(classes))
+    table = writers.html(Table(tuple(headers), texts), kind="sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
 
 

@@ -141,8 +141,10 @@ def text(papers: Sequence[Paper]) -> str:
             line = f"{line:<30} {setting.source}"
             if setting.model:
                 line += f" ({setting.model} only)"
-            lines.append(_wrap_hanging(line, 33))
+            # further lines stand below the source: behind 2 characters of indentation, 30 of the setting, and a space
+            lines.append(_wrap_hanging(line, indent=33))
         lines.append("")
+        # explain_budgets reads labels, such as "snapkv kv_size=": a word stands for the method
         for note in explain_budgets(f"preset {setting.key}=" for setting in _preset_settings(paper)):
             lines += [fill(note, WIDTH), ""]
         for entry in paper.entries:
@@ -150,14 +152,14 @@ def text(papers: Sequence[Paper]) -> str:
             line = f"{row.name:<10} {row.kind}: {row.title}"
             if row.cells:
                 line += f"; values: {row.cells}"
-            lines.append(_wrap_hanging(line, 13))
-            # this line stands below the entry's kind, so it is indented by the width of the column of names
+            # further lines stand below the entry's kind, and so does the text on what can be reproduced
+            lines.append(_wrap_hanging(line, indent=13))
             indent = " " * 13
             reproducible = row.reproduction.replace("`", "")
             lines.append(fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent))
         lines.append("")
         for claim in _claim_rows(paper, book):
-            lines.append(_wrap_hanging(f"{claim.verdict:<14} {claim.text} ({claim.place})", 17))
+            lines.append(_wrap_hanging(f"{claim.verdict:<14} {claim.text} ({claim.place})", indent=17))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

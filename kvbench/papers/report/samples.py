@@ -17,7 +17,7 @@ from kvbench.run import experiment
 from kvbench.run.host import Host
 
 LEVELS = 10
-"""Shades of a token: the share of layers and heads that kept it, from none (0) to all (9)."""
+"""The shades of a token, by the share of layers and heads that kept it: from none (0) to all (9)."""
 
 
 def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]:
@@ -29,6 +29,7 @@ def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]
     model = prepared.load_model()
     host = experiment.make_host(prepared, model)
     examples = []
+    # a method that needs calibration must have it to read a prompt
     for group in prepared.bound(prepared.groups, model, quiet=True):
         for example in group.examples[:per_task]:
             # a text that is scored by its likelihood alone has no answers to show
@@ -40,7 +41,8 @@ def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]
 def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
     """Return one example as the page's script reads it: prompt tokens, question, references, and a record a method.
 
-    A method's record has its answer, its score and, as ``kept``, one digit a token: the share of heads that keep it.
+    A method's record has its answer, its score and, as ``kept``, one digit for each prompt token: the token's shade.
+    ``kept`` is '' if the prompt could not be read again. Methods without a stored answer have no record.
     """
     encoded = host.encode(example, group.task)
     cells = [cell for cell in group.cells if example.id in prepared.store.samples(cell.id)]
@@ -51,6 +53,7 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
     methods = []
     for cell, cache in zip(cells, caches, strict=True):
         sample = prepared.store.samples(cell.id)[example.id]
+        # shades are below 10, so each is one digit
         digits = "".join(map(str, shade_tokens(cache).tolist())) if cache is not None else ""
         methods.append(
             {
@@ -62,6 +65,7 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
                 "color": look_of(cell.label).color,
             }
         )
+    # the question is empty if the prompt already holds it
     question = host.tokenizer.decode(list(encoded.question)) if encoded.question else ""
     return {
         "task": group.column,

@@ -22,8 +22,11 @@ from kvbench.store.store import ResultStore
 FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit")
 """The keys of provenance that the page shows for the samples behind a table."""
 VIEWS = ("ours", "beside", "published", "delta")
-"""The four views of a cell: our side, the printed value to stand beside ours (a share on a stand-in), the printed value
-alone, and the difference."""
+"""The four views of a cell.
+
+They are our side, the printed value to stand beside ours (a share of the full cache if a stand-in was measured), the
+printed value alone, and the difference.
+"""
 
 
 def build_tables(model: str, results: str, samples: Path, arguments: Sequence[str] = ()) -> list[ReportPart]:
@@ -31,7 +34,7 @@ def build_tables(model: str, results: str, samples: Path, arguments: Sequence[st
 
     results: the folder of the store.
     samples: the folder of the committed samples.
-    arguments: further arguments of ``run``, such as data.root=.
+    arguments: further key=value arguments of ``run``, such as data.root=.
     """
     tables = table_spec.find_tables("all")
     report_parts = []
@@ -47,13 +50,18 @@ def build_tables(model: str, results: str, samples: Path, arguments: Sequence[st
 
 
 def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[str]:
-    """Return the ids of all results that the papers' tables and claims use on a model."""
+    """Return the ids of all results that the papers' tables and claims use on a model.
+
+    results: the folder of the store.
+    arguments: further key=value arguments of ``run``.
+    """
     words = [f"results={results}", *arguments]
     prepared = [our_table.prepare(table, model, words) for table in table_spec.find_tables("all") if table.measurable]
     for claim_tables in claim_runner.prepare(claims.papers_with_claims(), model, words).values():
         prepared += claim_tables
     ids: set[str] = set()
     for ours in prepared:
+        # a table that cannot be run has no results
         if ours.run is not None:
             for group in ours.run.groups:
                 ids.update(cell.id for cell in group.cells)
@@ -61,7 +69,10 @@ def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[s
 
 
 def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
-    """Build a table from its committed samples. Return None without such samples, or if all are of other versions."""
+    """Build a table from its committed samples. Return None without such samples, or if all are of other versions.
+
+    samples: the folder of the committed samples.
+    """
     packed = samples / f"{table.paper}-{table.table}.samples.jsonl.gz"
     if not packed.exists():
         return None
@@ -76,6 +87,7 @@ def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequ
             words.append(f"limit={max(answer_counts)}")
         words.extend(arguments)
         ours = our_table.prepare(table, model, words)
+        # nothing of the table can be run here, such as for lack of data
         if ours.run is None:
             return None
         shown_cells: set[str] = set()
@@ -99,7 +111,7 @@ def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence
 def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPart:
     """Build a table's part of the report from its view ``seen``.
 
-    measured: the run behind a table whose committed samples are shown; None for any other table.
+    measured: the samples behind a table whose committed samples are shown; None for any other table.
     """
     return ReportPart(
         paper=seen.ours.declared.paper,
@@ -111,16 +123,19 @@ def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPar
 
 
 def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
-    """Return each fact of FACTS (model, device, ...) over the cells with these ids: its distinct values, joined."""
-    # a cell that was measured in several sessions has an entry for each
-    entries: list[Mapping[str, object]] = []
+    """Return the facts of FACTS (model, device, ...) by key, each as text: its different values in all cells.
+
+    cells: the ids of the cells.
+    """
+    # a cell that was measured in several sessions has facts of each
+    facts_of_sessions: list[Mapping[str, object]] = []
     for cell in cells:
         record = store.cell(cell)
         if record is not None:
-            entries.extend(record.provenance)
+            facts_of_sessions.extend(record.provenance)
     facts = {}
     for key in FACTS:
-        values = [str(entry[key]) for entry in entries if entry.get(key)]
+        values = [str(session[key]) for session in facts_of_sessions if session.get(key)]
         facts[key] = ", ".join(dict.fromkeys(values))
     return facts
 
@@ -140,5 +155,5 @@ def table_as_html(seen: View) -> str:
 
     items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(seen, "beside"))
     # take heads and groups from one view, as all views have the same columns
-    table = writers.html(tables_by_view["ours"], "paper", cell)
+    table = writers.html(tables_by_view["ours"], kind="paper", cell=cell)
     return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'

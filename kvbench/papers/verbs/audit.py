@@ -23,7 +23,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the findings or the recomputed cells."""
+    """Print the findings or the recomputed cells. Return exit status 0.
+
+    Raises UsageError for a paper or table that is not known, and for ``--exact`` without a recomputed cell.
+    """
     from kvbench.papers.forensics import audit, report
     from kvbench.papers.forensics.exact import recomputed_cells
     from kvbench.papers.spec import catalogue
@@ -31,14 +34,14 @@ def main(args: argparse.Namespace) -> int:
 
     # "think/7" is a table, "think" all tables of a paper
     name, _, table = args.what.partition("/")
-    tables = []
+    known_tables = []
+    # called for ``all`` and papers without a table, too, since it refuses an unknown paper
     for paper in catalogue.choose_papers(name):
-        tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
-    if name == "all":
-        # "all/7" would be a table of every paper
-        tables = []
-    if "/" in args.what and args.what not in tables:
-        raise unknown("table", args.what, tables, "As in think/7.")
+        # "all/7" would be a table of every paper, which is refused
+        if name != "all":
+            known_tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
+    if "/" in args.what and args.what not in known_tables:
+        raise unknown("table", args.what, known_tables, "As in think/7.")
     book = read_published()
     findings, exact = [], None
     if args.exact:
@@ -61,11 +64,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]:
-    """Return the cells of a paper (or of ``all``) in the order of its tables; '' stands for all tables."""
+    """Return the recomputed cells of a paper or of one of its tables, in the order of the tables.
+
+    paper: a paper, or ``all``.
+    table: the table's id; '' for all tables.
+    """
     selected = [cell for cell in cells if paper in ("all", cell.cell.paper) and table in ("", cell.cell.table)]
 
     def place(cell: Exact) -> tuple[str, bool, str]:
-        # numbered tables come first, and 10 comes behind 9
+        # numbered tables come first; numbers are ordered as texts of three characters, so that 10 comes behind 9
         name = cell.cell.table
         return cell.cell.paper, not name.isdigit(), name.zfill(3)
 

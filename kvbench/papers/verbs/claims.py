@@ -38,13 +38,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure the results that the claims need and print the ledger."""
+    """Measure the results that the claims need and print the ledger. Return exit status 0.
+
+    If nothing can be measured here, print the committed ledger of the model, if there is one.
+    """
     # without a paper, argparse takes the first key=value for it
     if "=" in args.paper:
         args.overrides = [args.paper] + args.overrides
         args.paper = "all"
-    options = {"limit": "20"}
-    options |= parse_pairs(args.overrides)
+    # 20 examples of each task unless the user gives another limit
+    options = {"limit": "20"} | parse_pairs(args.overrides)
     refuse_fixed(options, "the claim")
     model = options.pop("model", "tiny")
     results = Path(options.get("results", "results"))
@@ -57,13 +60,13 @@ def main(args: argparse.Namespace) -> int:
     prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
     claim_runner.measure(prepared)
     content = claim_runner.as_plain(prepared, model, claim_runner.reach_verdicts(prepared, model))
-    committed = None
-    if not ledger.any_measured(content):
-        committed = ledger.read_committed(model, results, papers)
+    is_measured = ledger.any_measured(content)
+    committed = None if is_measured else ledger.read_committed(model, results, papers)
     if committed is None:
         # stored before it is printed: the report page reads it
         ledger.write_ledger(content, ledger.own_path(model, results, papers))
     else:
+        # the committed ledger is that of all papers, also if the user names one
         path = ledger.ledger_path(model, results, claims.papers_with_claims())
         testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
         missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))

@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 class FigureEntry(TypedDict):
     """A figure that can be drawn.
 
-    about: its title.
+    about: the figure's title.
+    shows: the caption.
     claim: the paper's finding.
     unsaid: the points that the paper leaves open.
-    takes: the names of the options that it takes.
+    takes: the names of the figure's own options.
     """
 
     id: str
@@ -30,7 +31,7 @@ class FigureEntry(TypedDict):
 def figures(results: Path | None = None) -> list[FigureEntry]:
     """Return every figure that can be drawn, with its content, the paper's finding and its options.
 
-    ``results`` is not used: ``list`` passes the folder to all listings, and the figures are the same in all folders.
+    results: not used, since the figures are the same in all folders. ``list`` passes the folder to all listings.
     """
     from kvbench.papers.figures import declared
 
@@ -51,7 +52,10 @@ def figures(results: Path | None = None) -> list[FigureEntry]:
 
 
 def tables(results: Path) -> list[dict[str, object]]:
-    """Return every table and figure with how much of it is printed, and how much of it is measured in ``results``."""
+    """Return a record of every table and figure, with the numbers of its printed and of our measured cells.
+
+    results: the folder of results, whose tables have our cells.
+    """
     from kvbench.papers.measured import coverage
     from kvbench.papers.spec import catalogue
 
@@ -60,6 +64,7 @@ def tables(results: Path) -> list[dict[str, object]]:
     records = []
     for paper in catalogue.choose_papers("all"):
         for entry in paper.entries:
+            # a table that was not measured has no counts in a folder
             ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
             records.append(_table_record(entry, ours))
     return records

@@ -9,7 +9,13 @@ from kvbench.base.errors import UsageError
 
 
 def print_paper_arithmetic(options: Mapping[str, str], as_json: bool) -> int:
-    """Print what a paper computes about memory, computed again; ``options`` name the paper. Return exit status 0."""
+    """Print the figures that a paper computes about memory, computed again. Return exit status 0.
+
+    Raises UsageError for any option but ``paper``.
+
+    options: the verb's key=value arguments. The caller ensures that ``paper`` is among them.
+    as_json: True to print JSON.
+    """
     from kvbench.papers.timed import paper_arithmetic
 
     for key, value in options.items():

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
-    """Return a key ``name`` of whole numbers separated by commas.
+    """Return a key whose values are whole numbers separated by commas.
 
     kind: a description of the allowed numbers, for error messages.
-    allowed: the numbers that a user may type; None for all.
+    allowed: the numbers that a user may type; None for all from 0.
     """
 
     def read(text: str) -> tuple[int, ...]:
@@ -40,12 +40,12 @@ def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -
 
 
 _OWN_KEYS = (
-    whole("samples", 1),
-    whole("tokens", 2),
-    whole("top", 1),
+    whole("samples", least=1),
+    whole("tokens", least=2),
+    whole("top", least=1),
     _numbers_key("layers", "layer numbers"),
     _numbers_key("heads", "head numbers"),
-    _numbers_key("bits", "1, 2, 3, 4 or 8", (1, 2, 3, 4, 8)),
+    _numbers_key("bits", "1, 2, 3, 4 or 8", allowed=(1, 2, 3, 4, 8)),
     Key("text"),
 )
 OWN = {key.name: key for key in _OWN_KEYS}
@@ -55,12 +55,14 @@ TAKES = ("limit", "results", "max_length", "threads", "device")
 NOT_OF_FIGURES = ("match", "reference")
 """Keys of ``run`` outside its settings that no figure takes."""
 OF_METHODS = ("method", "preset", "per", "kv_size", "kv_ratio")
-"""The keys that name the user's own methods. Only some figures take them."""
+"""The keys that name the user's own methods and their budgets. Only some figures take them."""
 
 
 class FigureRecord(TypedDict):
     """A drawn figure, as ``--json`` prints it.
 
+    files: the paths of the pictures and, if it was written, of the CSV.
+    shows: the caption.
     claim: the paper's finding.
     unsaid: the points that the paper leaves open.
     finding: kvbench's finding, as text.
@@ -84,7 +86,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Draw the figures that ``overrides`` name, list them, or draw one again from its CSV file."""
+    """Draw the figures that ``overrides`` name, list them, or draw one again from its CSV. Return exit status 0."""
     # words without = are ids of figures, papers, or all
     names, options = divide(args.overrides)
     if args.from_csv is not None:
@@ -95,7 +97,8 @@ def main(args: argparse.Namespace) -> int:
     elif not names:
         raise UsageError("plot needs a figure, as in: kvbench plot uncomp/fig1 (all: plot list)")
     else:
-        records = _draw_figures(names, options, args.json, args.stored)
+        # with --json nothing but the records is printed, so no progress is shown
+        records = _draw_figures(names, options, quiet=args.json, stored=args.stored)
     if args.json and records:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     elif records:
@@ -108,6 +111,7 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
 
     names: ids of figures or papers, or ``all``.
     options: the user's key=value arguments.
+    quiet: True to show no progress.
     stored: True to measure nothing and draw stored results.
     """
     if options.get("output") == "":
@@ -142,7 +146,10 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
 
 
 def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> None:
-    """Raise UsageError for a key of ``run`` that a figure decides itself."""
+    """Raise UsageError for a key of ``run`` that a figure decides itself.
+
+    The keys that name methods are allowed if all figures take methods, and ``method=`` is among the options.
+    """
     from kvbench.papers.figures import registry
 
     takes_methods = "method" in options and all(figure.own for figure in figures)
@@ -170,7 +177,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
             ids = ", ".join(figure.id for figure in figures)
             takers = ", ".join(figure.id for figure in registry.FIGURES.values() if _takes_key(figure, key))
             raise UsageError(f"{key}= is not possible with {ids}: {takers} take it")
-    # a figure with one width by default can only draw one
+    # a figure that draws only one width has one by default
     bits = figure_keys.get("bits", ())
     for figure in figures:
         default_bits = figure.knobs.get("bits") or ()
@@ -180,7 +187,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
 
 
 def _takes_key(figure: Figure, key: str) -> bool:
-    """Tell whether the figure takes ``key``, one of OWN."""
+    """Return True if the figure takes ``key``, one of OWN."""
     # every figure of activations reads texts, whose number and source can be chosen
     if key in ("text", "samples") and figure.sweeps is None:
         return True
@@ -192,8 +199,9 @@ def _draw_results(
 ) -> list[FigureRecord]:
     """Draw figures of measured results, and return a record of each. Missing results are measured unless ``stored``.
 
-    options: the user's key=value arguments.
     run_options: those of ``options`` that a run takes.
+    options: the user's key=value arguments.
+    quiet: True to show no progress.
     """
     from kvbench.papers.figures import measured
     from kvbench.papers.figures.place import Place
@@ -205,7 +213,7 @@ def _draw_results(
     records = []
     for figure, source in zip(figures, sources, strict=True):
         if not stored:
-            source.measure(quiet)
+            source.measure(quiet=quiet)
         data = figure.compute(source)
         if data.empty:
             raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
@@ -230,6 +238,7 @@ def _draw_activations(
     request: the run that chooses the model and the prompts.
     options: the user's key=value arguments.
     figure_keys: the values of those arguments that are keys of OWN.
+    quiet: True to show no progress.
     """
     from kvbench.base.progress import progress
     from kvbench.papers.figures import source
@@ -254,7 +263,7 @@ def _draw_activations(
     for figure in figures:
         prompts = origin.prompts(figure)
         knobs = {key: figure_keys.get(key, default) for key, default in figure.knobs.items()}
-        with progress({figure.id: len(prompts)}, quiet, "prompts") as tick:
+        with progress({figure.id: len(prompts)}, quiet=quiet, unit="prompts") as tick:
             reading = Reading(
                 model=origin.model,
                 prompts=prompts,
@@ -263,7 +272,8 @@ def _draw_activations(
                 tick=partial(tick, figure.id, 1),
             )
             data = figure.compute(reading)
-        # the head of the CSV states where the data come from, and then the figure's knobs as users type them
+        # the head of the CSV states where the data come from, and then the figure's knobs as users type them; a knob
+        # without a value is at the default of the figure's caption
         facts = dict(origin.facts(prompts, knobs.get("tokens")))
         for key, value in knobs.items():
             if isinstance(value, tuple):
@@ -276,7 +286,11 @@ def _draw_activations(
 
 
 def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> FigureRecord:
-    """Draw the figure of a CSV again, beside the CSV or in the folder that the options name."""
+    """Draw the figure of a CSV again, beside the CSV or in the folder that the options name.
+
+    path: the CSV.
+    names, options: the user's other words and key=value arguments. Only ``results=`` and ``output=`` are possible.
+    """
     # the file says which figure of which model it is
     wrong = list(names)
     wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
@@ -288,6 +302,7 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     from kvbench.papers.figures.figure import facts_of, read_csv
 
     name, text = read_csv(path)
+    # an id names exactly one figure
     (figure,) = registry.select_figures([name])
     results, output = options.get("results", ""), options.get("output", "")
     stem = place.redrawn_path(figure, path, text, results=results, output=output)
@@ -334,7 +349,7 @@ def _describe_figure(record: FigureRecord) -> str:
             lines.append(
                 fill(
                     text,
-                    100,
+                    width=100,
                     initial_indent=f"{name}: ",
                     subsequent_indent="  ",
                     break_long_words=False,

@@ -13,7 +13,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print each preset's values with their sources, and which of the papers' results can be reproduced."""
+    """Print each preset's values with their sources, and which of the papers' results can be reproduced.
+
+    Return exit status 0.
+    """
     from kvbench.papers.report import reference
     from kvbench.papers.spec import catalogue
 

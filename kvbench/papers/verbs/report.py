@@ -15,7 +15,7 @@ from kvbench.plan.keys import choice, parse_pairs, whole
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
-SAMPLES = whole("samples", 0, "1", "a whole number, 0 for none")
+SAMPLES = whole("samples", least=0, default="1", allowed="a whole number, 0 for none")
 PAPERS = choice("papers", ("true", "false"))
 METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.125}
 """The settings of the run whose answers the page shows, if the user names no method."""
@@ -27,7 +27,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the page and print its path, or print its content as JSON."""
+    """Write the page and print its path, or print its content as JSON. Return exit status 0.
+
+    Raises UsageError for a wrong argument, and KvbenchError if the page cannot be written.
+    """
     options = parse_pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in options:
         raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
@@ -55,13 +58,13 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect_page(options: dict[str, str], count: int, papers: bool, places: Sequence[Path]) -> ReportPage:
+def _collect_page(options: dict[str, str], count: int, papers: bool, other_results: Sequence[Path]) -> ReportPage:
     """Collect everything that the page shows, and return the page. Missing answers to its examples are measured.
 
     options: the key=value arguments of the run, and those of the papers' tables.
     count: the number of examples of each task that the page shows.
     papers: True to show the papers' tables, figures and claims, too.
-    places: folders and files of other results.
+    other_results: folders and files of results beside those of the results folder.
     """
     from kvbench.papers.claims import ledger
     from kvbench.papers.figures import registry
@@ -82,8 +85,9 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
         answers = samples.collect_samples(run_plan.prepare(config.parse(request)), count)
     store = ResultStore(results)
     runs = open_results.list_lines(store)
-    for place in places:
+    for place in other_results:
         for line in open_results.read_lines(place):
+            # a column of the table of runs
             line["from"] = str(place)
             runs.append(line)
     report = page.ReportPage(
@@ -100,7 +104,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
     )
     if not papers:
         return report
-    # tables of the stand-in model and those of pretrained models are committed to a folder each
+    # samples of the stand-in model and those of pretrained models are committed to a folder each
     committed = results / "tiny" if model == stand_ins.MODEL else results / "tables"
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
     return replace(
@@ -114,9 +118,12 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, places: Seq
 
 
 def _run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
-    """Return the settings of the run whose answers the page shows. Its limit is ``count``, and 1 for a count of 0.
+    """Return the settings of the run whose answers the page shows.
 
     A method or a limit that the user typed replaces the default.
+
+    count: the number of examples of each task, which is the run's default limit. For 0, nothing is run, but the
+    settings are checked with a limit of 1.
     """
     settings: dict[str, object] = {}
     if "method" not in options:

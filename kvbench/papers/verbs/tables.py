@@ -25,6 +25,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
 
     options: the verb's key=value arguments.
     args: the verb's other arguments.
+
     Return the exit status: 1 if cells were refused or failed, a higher one if a signal ended the measuring, else 0.
     """
     from kvbench.papers.measured import page
@@ -41,6 +42,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     views: list[View] = []
     has_failed = False
     for i, table in enumerate(tables):
+        # an empty line between two tables of text
         if i and args.format == "text" and not args.json:
             print()
         overrides = [f"{key}={value}" for key, value in options.items()]
@@ -62,10 +64,12 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         if not args.json:
             print(page.render(outcome, args.format, args.show, sys.stdout.isatty()), end="")
             if args.format == "text":
+                # a row is named by its method and settings, which semicolons separate
                 for note in explain_budgets(line.row.name.replace(";", " ") for line, _ in outcome.rows):
                     print(fill(note, 100))
     if args.json:
         records = [page.as_json(view) for view in views]
+        # one table is printed alone, not as a list of one
         content = records if len(tables) > 1 else records[0]
         print(json.dumps(content, indent=1, ensure_ascii=False))
     has_failed |= any(map(_has_failed_cells, views))
@@ -75,7 +79,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
 
 
 def _has_failed_cells(view: View) -> bool:
-    """Tell whether a cell of a paper's table was refused or failed."""
+    """Return True if a cell of a paper's table was refused or failed."""
     statuses: set[str] = set()
     for _, entries in view.rows:
         statuses |= {entry.status for entry in entries}
@@ -83,7 +87,12 @@ def _has_failed_cells(view: View) -> bool:
 
 
 def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
-    """Measure one table and return its view, or an exit status if something else was printed or a signal ended it."""
+    """Measure one table and return its view, or an exit status if something else was printed or a signal ended it.
+
+    model: an entry of conf/model, a folder or a hub id; '' for the default.
+    overrides: the user's other key=value arguments.
+    args: the verb's other arguments.
+    """
     from kvbench.papers.measured import cell_view, grid, our_table, trace
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
@@ -92,7 +101,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         ours = our_table.printed_table(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
-    # a table without data is an error if it was named alone; a whole paper shows it, too, with the reasons
+    # a table without data is an error if it was named alone (as think/2); a whole paper shows it, too, with the reasons
     if ours.run is None and ours.absent and "/" in args.table:
         raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.reasons_for_absence(ours))}")
     if args.plan:
@@ -122,7 +131,12 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
 
 
 def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
-    """Time one efficiency table and return its view. Return exit status 0 if something else was printed."""
+    """Time one efficiency table and return its view. Return exit status 0 if something else was printed.
+
+    model: an entry of conf/model, a folder or a hub id; '' for the default.
+    overrides: the user's other key=value arguments.
+    args: the verb's other arguments.
+    """
     from kvbench.papers.measured import cell_view, our_table
     from kvbench.papers.timed import measuring, timings
 
@@ -139,7 +153,7 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
             results = Path(value)
         else:
             bench_words.append(word)
-    # a whole paper takes the keys of its scored tables
+    # keys that a whole paper is given may be meant for its scored tables
     if bench_words and args.stored and "/" in args.table:
         raise UsageError(
             f"{' '.join(bench_words)} is not possible with --stored, which times nothing: leave one of them out"
