@@ -28,11 +28,12 @@ def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Given
 
     On the tiny model each row stands twice, with scaled windows and with the paper's own.
     """
+    # only the tiny model has prompts so short that windows must be scaled
     scaled = model == stand_ins.MODEL
-    specs: list[table_spec.Given] = []
+    tables: list[table_spec.Given] = []
     for paper in papers:
-        specs += claims.tables_of_sides(claims.load(paper), scaled=scaled)
-    return specs
+        tables += claims.tables_of_sides(claims.load(paper), scaled=scaled)
+    return tables
 
 
 def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict[str, list[OurTable]]:
@@ -111,6 +112,7 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
     outcomes: the verdicts of ``reach_verdicts``.
     """
     notes: list[str] = []
+    # a model in the tables of one paper is no substitute, even if the other papers do not have it
     stand_in = True
     for our_tables in prepared.values():
         for ours in our_tables:
@@ -130,20 +132,25 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
     # every measure lists the same claims in the same order, so zip gives one claim's verdicts by all measures
     records = []
     for verdicts in zip(*outcomes.values(), strict=True):
-        records.append(_record_of_claim(dict(zip(outcomes, verdicts, strict=True))))
+        verdict_by_measure = dict(zip(outcomes, verdicts, strict=True))
+        records.append(_record_of_claim(verdict_by_measure))
     return {
         "model": model,
         "stand_in": stand_in,
         "dtype": ", ".join(sorted(dtypes)),
         "level": claims.LEVEL,
         "tested": sum(record["test"] != "elsewhere" for record in records),
+        # tables of one paper repeat notes, and a note on local changes is '' if there are none
         "notes": [note for note in dict.fromkeys(notes) if note],
         "verdicts": records,
     }
 
 
 def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
-    """Return one claim as plain data: its statement, its verdict, and each measure's verdict with its numbers."""
+    """Return one claim as plain data: its statement, its verdict, and each measure's verdict with its numbers.
+
+    verdicts: the claim's verdicts by measure, that of POINTS among them.
+    """
     deciding_measure = claims.deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
     # the reason, the cells and the methods that ran are those of points, the measure that is tried first
@@ -165,16 +172,14 @@ def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
         "ran": by_points.evidence.ran,
         "cells": by_points.evidence.cells,
         "reason": by_points.reason,
-        "measures": {measure: _record_measure(verdict) for measure, verdict in verdicts.items()},
+        "measures": {measure: _record_measure(outcome) for measure, outcome in verdicts.items()},
     }
 
 
 def _record_measure(verdict: Verdict) -> MeasureRecord:
     """Return a verdict by one measure, with the numbers behind it, as data for JSON."""
     evidence = verdict.evidence
-    ci = None
-    if verdict.ci is not None:
-        ci = [round(bound, 3) for bound in verdict.ci]
+    ci = [round(bound, 3) for bound in verdict.ci] if verdict.ci is not None else None
     return {
         "verdict": verdict.verdict,
         "side": verdict.side,

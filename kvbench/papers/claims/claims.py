@@ -111,7 +111,7 @@ class Claim:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Return the claim's datasets: those it names, or else LongBench's 16 English tasks."""
+        """The claim's datasets: those that it names, or else LongBench's 16 English tasks."""
         return self.datasets or task_names("en")
 
 
@@ -142,7 +142,7 @@ class Evidence:
 
     @property
     def values(self) -> Differences:
-        """Return each example's mean difference over the claim's pairs [examples].
+        """The mean difference of each example over the claim's pairs [examples], dataset by dataset.
 
         The differences of one example's pairs depend on each other, so a test counts examples alone.
         """
@@ -153,12 +153,12 @@ class Evidence:
 
     @property
     def tasks(self) -> dict[str, float]:
-        """Return the mean difference by task, in points."""
+        """The mean difference by task, in hundredths: points of 100, per cent, or hundredths of a nat."""
         return {task: 100 * float(differences.mean()) for task, differences in self.differences.items()}
 
     @property
     def settings(self) -> list[float]:
-        """Return the mean difference by pair of the claim, in points."""
+        """The mean difference of each of the claim's pairs, in hundredths as in ``tasks``; [] without differences."""
         if not self.differences:
             return []
         # the mean over [examples of all datasets, pairs] gives a dataset the weight of its number of examples
@@ -176,8 +176,9 @@ class Verdict:
     p_same: the corrected p-value of the hypothesis that a claimed gain is more than next to nothing (None for other
     claims).
     side: SUPPORTED or CONTRADICTED, as the mean has it, if the verdict is mixed or fragile; else ''.
-    elsewhere: the mean difference with the paper's own windows in place of scaled ones, in hundredths.
-    why_not: why there is no mean with the paper's own windows.
+    elsewhere: the mean difference with the paper's own windows in place of scaled ones, in hundredths; None if that was
+    not measured.
+    why_not: why there is no mean with the paper's own windows, or why a part of it is missing.
     needs: the number of examples that would decide an undecided claim with a chance of POWER, if their differences had
     the mean and spread seen so far.
     """
@@ -197,12 +198,12 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """Return the reason why there is no verdict, or why data are missing."""
+        """The reason why there is no verdict, or why data are missing; '' if nothing is missing."""
         return self.claim.why or self.evidence.reason
 
 
 def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
-    """Return the measure that gives a claim its verdict, from the claim's verdicts by measure.
+    """Return the measure that gives a claim its verdict, from the claim's verdicts by measure in the order of MEASURES.
 
     It is the first measure that decides the claim, else the first that leaves it undecided, else the first of all.
     """
@@ -219,6 +220,7 @@ def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
 
 def load(paper: str) -> tuple[Claim, ...]:
     """Read a paper's claims from its claims.yaml, in the order of the file. Raises KvbenchError for a damaged file."""
+    # a paper's name has one file of claims, even with a second folder of papers (KVBENCH_PAPERS_DATA)
     (path,) = data_files(f"{paper}/claims.yaml")
     claims = []
     try:
@@ -252,9 +254,11 @@ def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given
 
     Each claim compares pairs of methods under some setting. Each method of a pair is a row of the table.
 
+    claims: at least one claim, all of one paper.
     scaled: True if windows are scaled to a model smaller than the paper's. Each row is then added a second time, with
     the windows that the paper prints.
     """
+    # claims that no score can decide have no pairs, and so no rows
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     for claim in claims:
         for pair in claim.pairs:
@@ -307,10 +311,10 @@ def decide(
     """
     measured = {c.id: c for c in claims if len(evidence_by_claim.get(c.id, Evidence()).values)}
     # claims without measurements count, too: the order of measuring must not decide how strict the correction is
-    count = max(family or 0, len(measured))
+    family_size = max(family or 0, len(measured))
     # Bonferroni over both directions and over the measures, then Holm over the claims
     level = LEVEL / 2 / measures
-    p_values = _correct_p_values(list(measured.values()), evidence_by_claim, count, measure)
+    p_values = _correct_p_values(list(measured.values()), evidence_by_claim, family_size, measure)
     verdicts = []
     for claim in claims:
         evidence = evidence_by_claim.get(claim.id, Evidence())
@@ -321,7 +325,7 @@ def decide(
         other = (evidence_elsewhere or {}).get(claim.id, Evidence())
         elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
         word, side = _choose_verdict(
-            claim, evidence, p, elsewhere=elsewhere, family=count, measure=measure, level=level
+            claim, evidence, p, elsewhere=elsewhere, family=family_size, measure=measure, level=level
         )
         # the interval is out of 1 (or in nats), but verdicts have hundredths
         ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
@@ -330,7 +334,7 @@ def decide(
         needs = None
         # the first of a family of claims needs p < level / family (Holm)
         if word == UNDECIDED:
-            needs = _count_needed_pairs(evidence.values, claim.least(measure), level / count)
+            needs = _count_needed_pairs(evidence.values, claim.least(measure), level / family_size)
         verdicts.append(
             Verdict(
                 claim,
@@ -367,7 +371,9 @@ class _PValues:
 def _correct_p_values(
     measured: Sequence[Claim], evidence_by_claim: Mapping[str, Evidence], family: int, measure: str
 ) -> dict[str, _PValues]:
-    """Test each measured claim, and return its p-values by its id. Holm's method corrects each hypothesis by itself.
+    """Test each measured claim, and return the corrected p-values by the claim's id.
+
+    Holm's method corrects the three hypotheses separately, each over all claims.
 
     family: the number of claims over which p-values are corrected.
     measure: one of MEASURES, the measure of the differences in the evidence.
@@ -390,7 +396,7 @@ def _correct_p_values(
 
 
 def _name_gap(evidence: Evidence) -> str:
-    """Return the verdict on a claim without any measured difference: a word for what is missing."""
+    """Return the verdict on a claim without any measured difference: UNMEASURED, FLOOR or ELSEWHERE."""
     if evidence.waiting:
         return UNMEASURED
     # if some dataset allows no comparison at all, the floor of the others is not the whole reason
@@ -446,6 +452,7 @@ def _choose_verdict(
 ) -> tuple[str, str]:
     """Return (verdict, side) of a measured claim. The side is '' unless the verdict is mixed or fragile.
 
+    evidence: the claim's evidence, with differences on one dataset or more.
     elsewhere: the mean difference in hundredths with the paper's own windows; None if it was not measured.
     family: the number of claims over which p-values are corrected.
     level: the p-value below which one direction is decided.
@@ -459,22 +466,20 @@ def _choose_verdict(
             return NOT_DECIDABLE, ""
         return UNDECIDED, ""
     # fragile and mixed verdicts also state the side that the mean takes
-    decided, sign = CONTRADICTED, -1
-    if p.supports < level:
-        decided, sign = SUPPORTED, 1
+    decided, sign = (SUPPORTED, 1) if p.supports < level else (CONTRADICTED, -1)
     if elsewhere is not None and sign * (elsewhere / 100 - least) < -SAME:
         return FRAGILE, decided
     # each subset holds differences [examples]: of one task, as means over the pairs, or of one pair in all tasks
     subsets = [differences.mean(1) for differences in evidence.differences.values()]
-    if evidence.differences:
-        subsets += list(np.concatenate(list(evidence.differences.values())).T)
+    all_differences = np.concatenate(list(evidence.differences.values()))  # [examples of all tasks, pairs]
+    subsets += list(all_differences.T)
     if any(_lies_opposite(subset, least, sign) for subset in subsets):
         return MIXED, decided
     return decided, ""
 
 
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
-    """Tell whether one task or setting contradicts the claim's mean: its whole interval lies beyond ``least``.
+    """Return True if one task or setting contradicts the claim's mean: its whole interval lies beyond ``least``.
 
     differences: those of the task or setting [examples].
     sign: 1 if the claim's mean lies above ``least``, -1 if it lies below.

@@ -53,13 +53,15 @@ class Comparison:
     pairs: tuple[tuple[Cell, Cell], ...]
 
     def at_floor(self, store: ResultStore) -> bool:
-        """Tell whether the model fails on this task even with the full cache."""
+        """Return True if the model fails on this task even with the full cache."""
+        # the run of a table measures the full cache in every group; its chain has no stages
         full = next(cell for cell in self.group.cells if not cell.chain.stages)
         return advice.at_floor(self.group.task, list(stored_scores(store, self.group, full).values()))
 
     @property
     def short(self) -> bool:
-        """Tell whether the references are short: answers that are right or wrong, not long texts."""
+        """True if the references are short: answers that are right or wrong, not long texts."""
+        # all examples of a paper's task allow answers of the same length
         return self.group.task.examples[0].max_new_tokens <= SHORT
 
 
@@ -120,15 +122,16 @@ class _Sides:
         if waiting:
             reasons.append(f"not measured yet: {', '.join(waiting)}")
         pairs = _cell_pairs(self.comparisons)
-        cells: dict[str, None] = {}
+        # the ids as keys: each once, in the order of the pairs
+        cell_ids: dict[str, None] = {}
         for first, second in pairs:
-            cells |= {first.id: None, second.id: None}
+            cell_ids |= {first.id: None, second.id: None}
         ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in pairs]
         return Evidence(
             differences=differences,
             floors=tuple(floors),
             waiting=tuple(waiting),
-            cells=tuple(cells),
+            cells=tuple(cell_ids),
             ran=tuple(dict.fromkeys(ran)),
             possible=possible,
             reason="; ".join(reasons + list(self.absent)),
@@ -142,9 +145,10 @@ def evidence_by_measure(
     """Return the evidence for a claim by measure: paired differences, or the reason why there are none.
 
     tables: the measured tables of the claim's paper.
-    windows_as_printed: True for the rows that run with the paper's own windows in place of scaled ones.
+    windows_as_printed: True for the rows that run with the paper's own windows in place of scaled ones. Only the tiny
+    model's tables have such rows.
     """
-    # claims.tables_of_sides makes one table for each set of datasets
+    # claims.tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
     ours = next(table for table in tables if _datasets(table) == set(claim.columns))
     lines = {line.row.name: line for line in ours.lines}
     pairs: list[tuple[TableLine, TableLine]] = []
@@ -152,11 +156,13 @@ def evidence_by_measure(
         if windows_as_printed:
             first, second = as_printed(first), as_printed(second)
         pairs.append((lines[first], lines[second]))
+    # the first reason is enough: without one side of a pair the claim has no evidence at all
     reason = ""
     for pair in pairs:
         for line in pair:
             reason = reason or line.refused or line.skipped
     if reason or ours.run is None:
+        # if every row could run, there is no run because no dataset can be read
         reason = reason or "; ".join(dict.fromkeys(ours.absent.values()))
         return dict.fromkeys(measures, Evidence(reason=reason))
     store = ours.run.store
@@ -222,6 +228,7 @@ def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str
 
     ways: the dataset's comparisons, one for each way of asking its examples.
     """
+    # by id, since several pairs of a claim can share a side
     sides: dict[str, tuple[Group, Cell]] = {}
     for way in ways:
         for pair in way.pairs:
@@ -231,6 +238,7 @@ def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str
     for group, cell in sides.values():
         # a reader keeps all samples that it read, so each cell gets a reader of its own
         reader = SampleReader(store)
+        # the store may hold examples of a larger run
         ids = {example.id for example in group.examples}
         samples = {i: sample for i, sample in reader.read(cell.id).items() if i in ids}
         if is_unchanged(cell, samples, reader):
@@ -303,8 +311,9 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
     the reference, or as ``nearness`` compares divergences. It is limited to -1 ... 1. An example counts in a way of
     asking if all cells answered it there, and its row is the mean over these ways.
 
-    ways: the comparisons of the dataset, one for each way of asking.
+    ways: the comparisons of the dataset, one for each way of asking, at least one.
     test: the claim's test, one of TESTS.
+    measure: one of MEASURES.
     """
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:
@@ -322,6 +331,7 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
             row = []
             for first, second in values_by_pair:
                 x, y = first[e.id], second[e.id]
+                # the tests and intervals of ``stats`` need bounded differences, and nats have no bound
                 if measure == DIVERGENCE:
                     row.append(nearness(test, x, y))
                 elif less_is_better:

@@ -90,8 +90,8 @@ class MeasureRecord(TypedDict):
 class ClaimRecord(TypedDict):
     """A claim with its verdict, in the form of a ledger's JSON. Fields not listed here are those of ``claims.Claim``.
 
-    verdict, side: those of the measure that gives the claim its verdict.
-    decided_by: that measure if it decides the claim, else ''.
+    verdict, side: the verdict and the side by the measure that ``claims.deciding_measure`` chooses.
+    decided_by: the measure that decides the claim; '' if no measure decides it.
     ran: for each pair, the labels of the two methods as they ran.
     cells: the ids of the cells that were compared.
     reason: why there is no verdict, or why data are missing.
@@ -137,7 +137,7 @@ class Ledger(TypedDict):
 def ledger_path(model: str, results: Path, papers: Sequence[str]) -> Path:
     """Return the path of a model's ledger below a results folder.
 
-    The file is named after the model. A ledger of only some papers also has their names in its own.
+    The file is named after the model. The file of a ledger of only some papers has their names behind the model's.
     """
     # a ledger of some papers is corrected for fewer claims, so it must not replace the ledger of all
     suffix = f".{'-'.join(papers)}" if len(papers) != len(claims.papers_with_claims()) else ""
@@ -157,7 +157,7 @@ def write_ledger(content: Ledger, path: Path) -> Path:
 
 
 def read_ledgers(results: Path) -> list[Ledger]:
-    """Read the ledgers below a results folder, the tiny model's last. Raises UsageError for a damaged one."""
+    """Read the ledgers below a results folder, the tiny model's last. Raises UsageError for a damaged ledger."""
     ledgers = []
     # False sorts before True, so the tiny model comes last
     for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
@@ -179,6 +179,7 @@ def read_with_own(results: Path) -> list[Ledger]:
 
     Raises UsageError for a damaged ledger.
     """
+    # ``read_ledgers`` looks for FOLDER below the folder that it is given, here OWN
     users_ledgers = read_ledgers(results / OWN)
     users_keys = {_key(content) for content in users_ledgers}
     ledgers = users_ledgers + [content for content in read_ledgers(results) if _key(content) not in users_keys]
@@ -224,7 +225,8 @@ def tally_verdicts(content: Ledger) -> str:
 def brief_text(content: Ledger) -> str:
     """Return a ledger as text for a terminal: the tally of verdicts, the model, then two parts for each claim.
 
-    They are a line with the claim's difference and verdict, and below it the tested statement.
+    The first part is a line with the claim's difference and verdict. The second is the tested statement below it.
+    The ledger must have a claim.
     """
     lines = [tally_verdicts(content)]
     records = content["verdicts"]
@@ -273,10 +275,11 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
     """Return (name, numbers) of the measure that gave a claim its verdict."""
     if record["decided_by"]:
         return record["decided_by"], record["measures"][record["decided_by"]]
-    # the first measure with the claim's verdict gave it
+    # measures stand in the order in which they are tried, so the first one with the claim's verdict gave it
     for measure, numbers in record["measures"].items():
         if numbers["verdict"] == record["verdict"]:
             return measure, numbers
+    # every verdict comes from a measure: only a file edited by hand comes here
     return next(iter(record["measures"].items()))
 
 
@@ -287,7 +290,8 @@ def _describe_outcome(record: ClaimRecord, count: int) -> str:
         text += f" by {record['decided_by']}"
     if record["side"]:
         text += f", {record['side']} in the mean"
-    needs = _choose_measure(record)[1]["needs"]
+    _, numbers = _choose_measure(record)
+    needs = numbers["needs"]
     if record["verdict"] == UNDECIDED and needs is not None and needs > count:
         text += f", about {needs:,} would decide"
     return text
@@ -359,7 +363,7 @@ def evidence(record: ClaimRecord) -> str:
 
 
 def _scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
-    """Return (divisor, digits) for printing a measure's numbers, which a ledger has in hundredths.
+    """Return (divisor, digits behind the point) for printing a measure's numbers, which a ledger has in hundredths.
 
     The divisor is 100 for numbers that are printed in nats, and 1 for points and per cent.
     """
@@ -381,7 +385,7 @@ def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord
     # callers format only measures that were measured
     assert numbers["mean"] is not None
     scale, digits = _scale(record, measure)
-    low, high = numbers["ci"] or (nan, nan)  # one pair has no interval
+    low, high = numbers["ci"] or (nan, nan)  # a single example has no interval
     mean, low, high = numbers["mean"] / scale, low / scale, high / scale
     unit = ""
     if scale == 100:
@@ -394,9 +398,11 @@ def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord
 def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord) -> list[str]:
     """Return the lines of one measure in a cell of ``compare_ledgers``.
 
-    They are the mean difference with its interval, the examples and the lowest p-value, and how many tasks are for and
-    against the claim. Where they apply, the mean of each setting, the number of pairs that would decide, and the mean
-    with the paper's windows follow.
+    The lines have the mean difference with its interval, the examples and the lowest p-value, and how many tasks are
+    for and against the claim. Where they apply, the mean of each setting, the number of pairs that would decide, and
+    the mean with the paper's windows follow.
+
+    numbers: the record of a measure that was measured.
     """
     scale, digits = _scale(record, measure)
     margin = _margin(record, measure)
@@ -411,6 +417,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
     sizes = sorted(numbers["n"].values())
     n = f"{sizes[0]} to {sizes[-1]}" if sizes[0] != sizes[-1] else f"{sizes[0]}"
     task_word = "tasks" if len(sizes) > 1 else "task"
+    # only a claimed gain has a p-value for no difference
     p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
     # a task is on neither side if its mean is the bound itself, up to rounding
     tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
@@ -452,8 +459,8 @@ def notes(content: Ledger) -> list[str]:
     """Return notes for readers that explain a ledger's numbers and verdicts, then the ledger's own notes."""
     tested = content["tested"]
     # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
-    measures = max((len(record["measures"]) for record in content["verdicts"]), default=1)
-    p_needed = content["level"] / 2 / measures
+    measure_count = max((len(record["measures"]) for record in content["verdicts"]), default=1)
+    p_needed = content["level"] / 2 / measure_count
     lines = [
         f"{_model_note(content)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "

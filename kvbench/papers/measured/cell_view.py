@@ -42,7 +42,7 @@ class CellView:
     status: measured, refused or failed (see ``reason``), missing, or ``none`` if the paper has no such cell. Timings
     may also be OOM.
     ours, published: the values in printed units, fractions in per cent.
-    relative, published_relative: per cent of each side's full cache, or of its base row in an efficiency table.
+    relative, published_relative: per cent of each side's full cache, or of each side's base row in an efficiency table.
     ci, relative_ci: the 95 % intervals of ``ours`` and ``relative``. A timing's ``ci`` is its pair of quartiles.
     mark: the sign of a suspect or repaired printed value (see published.MARKS).
     stated: the average that the paper prints, if its cells give another.
@@ -91,12 +91,15 @@ class CellView:
 
     @property
     def few(self) -> bool:
-        """Tell whether a share rests on too few examples (fewer than stats.FEWEST) to say anything."""
+        """True if a share rests on too few examples (fewer than stats.FEWEST) to say anything."""
         return self.stand_in and 0 < self.n < stats.FEWEST
 
     @property
     def delta(self) -> float | None:
-        """Return ours minus the printed value; ``unlike`` names the conditions that differ from the paper's."""
+        """The difference of ours minus the printed value; None if one of the two is missing.
+
+        ``unlike`` names the conditions that differ from the paper's.
+        """
         if self.ours is None or self.published is None:
             return None
         return self.ours - self.published
@@ -122,7 +125,7 @@ class _OurScore:
 
     value: the stored result, with its mean, interval and counts.
     pairs: scores [n, 2] of the method and of the full cache on the same examples.
-    floor: whether the full cache is at the floor in one of its tasks.
+    floor: whether the full cache is at the floor in one of the column's tasks.
     full: the full cache's score.
     share: the score in per cent of the full cache's. It has no value at the floor.
     """
@@ -146,9 +149,9 @@ class _ColumnEntry:
 def build_view(ours: OurTable) -> View:
     """Build the view of a table: all of its cells, from the paper's data and from the store or the timings."""
     table = ours.declared
+    # values that follow from others on the page need no model, and show whether the printed value is right
     recomputed: dict[Published, str] = {}
     for value in exact(table.paper, table.table):
-        # values that follow from others on the page need no model, and show whether the printed value is right
         recomputed[value.cell] = "✓" if value.ok else f"recomputed {value.shown}"
     if ours.timings is not None:
         timed_rows = []
@@ -194,6 +197,7 @@ def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntr
             at_floor_somewhere = at_floor_somewhere or entry.cell.floor
             if entry.cell.n:
                 few.add(entry.cell.few)
+    # few = {True, False}: some columns have too few examples, and some have enough
     leaves_out = at_floor_somewhere or len(few) > 1
     if ours.stand_in and table.average == MEAN and leaves_out:
         return (AVERAGE, OF_ALL)
@@ -203,6 +207,7 @@ def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntr
 def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
     """Build a cell of an efficiency table, from its printed value and the timings.
 
+    printed: the printed cell; None if the paper has no such cell.
     recomputed: the text of ``CellView.exact`` by printed cell.
     """
     if printed is None or ours.timings is None:
@@ -240,6 +245,7 @@ def _read_score(
         return None
     cells = ours.cells(line, column)
     ids = tuple(cell.id for _, cell in cells)
+    # without cells all lines would share the key (), although they have different reasons
     if cells and ids in score_by_cells:
         return score_by_cells[ids]
     full_cells = ours.full(line, column)
@@ -254,16 +260,17 @@ def _read_score(
             for example_id in sorted(own_scores.keys() & full_scores.keys()):
                 scores_by_example.setdefault(example_id, []).append((own_scores[example_id], full_scores[example_id]))
     # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
-    pairs = stats.by_example(scores_by_example, 2)
+    pairs = stats.by_example(scores_by_example, width=2)
     # pairs[:, 1] are the full cache's scores, on the examples that the method answered, too
     floor = any(at_floor(group.task, pairs[:, 1]) for group in groups)
     share = stats.Share()
     if not floor:
-        # smaller log losses are better, so their share is inverse
+        # smaller log losses are better, so their share is inverse; only their metrics have a function ``shown``
         losses = any(metric(group.task.metric).shown is not None for group in groups)
         share = stats.share_of_full([pairs], log_losses=losses)
     full_score = None
     if len(pairs) and groups:
+        # the tasks of one dataset have one metric
         full_score = metric(groups[0].task.metric).show(float(pairs[:, 1].mean()))
     score = _OurScore(ours.value(line, column), pairs, floor, share=share, full=full_score)
     if cells:
@@ -276,11 +283,13 @@ def _score_entry(
 ) -> CellView:
     """Build a cell of a table of scores, from its printed value and our ``score``.
 
+    score: our score; None if the column shows no scores.
     recomputed: the text of ``CellView.exact`` by printed cell.
     """
-    result = CellResult("", "", "missing", reason=line.skipped)
     if score is not None:
         result = score.value
+    else:
+        result = CellResult(task="", cell="", status="missing", reason=line.skipped)
     printed = line.row.cells.get(column.name)
     if printed is None:
         return CellView(reason=result.reason or "")
@@ -307,10 +316,9 @@ def _score_entry(
     ci = summary.ci
     if printed.metric == RATIO:
         value, ci = score.share.point, score.share.ci
-    unlike: tuple[str, ...] = ()
-    if not ours.stand_in:
-        unlike = tuple(_unlike_conditions(ours, line, column))
-    tokens_kept = 100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None
+    # another model is itself another condition, and its scores have no difference to the paper's
+    unlike = tuple(_unlike_conditions(ours, line, column)) if not ours.stand_in else ()
+    kept_percent = 100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None
     return replace(
         entry,
         ours=value,
@@ -327,16 +335,16 @@ def _score_entry(
         stand_in=ours.stand_in,
         empty=_count_empty(ours, line, column),
         wide=ours.stand_in and _is_wide(line, score.share),
-        budget=tokens_kept,
+        budget=kept_percent,
     )
 
 
 def _is_wide(line: TableLine, share: stats.Share) -> bool:
-    """Tell whether the interval of a share is too wide to say anything: wider than WIDE, or without an end."""
+    """Return True if the interval of a share is too wide to say anything: wider than WIDE, or without an end."""
     # the full cache's share of itself is always 100
     if share.point is None or line.row.method == "full":
         return False
-    # an interval without an end (None) is wider than any
+    # None stands for an interval without an end
     return share.ci is None or share.ci[1] - share.ci[0] > WIDE
 
 
@@ -378,9 +386,9 @@ def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Itera
 def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
     """Return the cell of a line's average in the column ``kind`` (AVERAGE or OF_ALL), averaged as the paper averages.
 
-    The average is over the columns whose data can be read here.
-    On a stand-in the mean leaves out columns where the full cache is at the floor. It also leaves out columns with too
-    few examples, unless all columns have too few. The mean of OF_ALL keeps both.
+    The average is over the columns whose data can be read here. On a stand-in, AVERAGE leaves out columns where the
+    full cache is at the floor. It also leaves out columns with too few examples, unless all columns have too few.
+    OF_ALL keeps both.
     """
     scored = [entry for entry in entries if entry.column.what == SCORE]
     readable = [entry for entry in scored if not (ours.run and ours.why_absent(line, entry.column))]
@@ -425,6 +433,7 @@ def _average_as_printed(
 ) -> CellView:
     """Return the printed side of a line's average, computed from the printed cells of the ``readable`` columns.
 
+    readable: the cells of the averaged columns, at least one.
     compare_stated: True to note the average that the paper itself states, if these cells contradict it.
     """
     cells = [entry.cell for entry in readable]
@@ -442,9 +451,8 @@ def _average_as_printed(
             if abs(stated.value - published) > rounding:
                 stated_otherwise = stated.value
     # if one of the averaged columns has no number, the average has no number either
-    status = cells[0].status
-    if any(cell.status in ("missing", "none") for cell in cells):
-        status = "missing"
+    is_missing = any(cell.status in ("missing", "none") for cell in cells)
+    status = "missing" if is_missing else cells[0].status
     return CellView(
         status=status,
         reason=cells[0].reason,
@@ -455,10 +463,10 @@ def _average_as_printed(
 
 
 def _average_offset(ours: OurTable, line: TableLine) -> int:
-    """Return the number that the paper subtracts from a mean: 100 if it prints a share's distance from 100."""
+    """Return the number that the paper subtracts from a mean: 100 if it prints a share's distance from 100, else 0."""
     if ours.declared.average != RELATIVE:
         return 0
-    # the paper prints the full cache's own share, 100
+    # such a paper prints the full cache's average as a share nevertheless, as 100
     stated = _find_stated_average(line.row)
     if stated is not None and stated.metric == RATIO:
         return 0
@@ -469,6 +477,7 @@ def _find_stated_average(row: TableRow) -> Published | None:
     """Return the average that the paper prints in a row, in whatever unit; None without such an average."""
     if AVERAGE.name in row.cells:
         return row.cells[AVERAGE.name]
+    # an average of another quantity than scores has the quantity's name behind it
     for name, cell in row.cells.items():
         if name.startswith("avg/"):
             return cell
@@ -478,10 +487,12 @@ def _find_stated_average(row: TableRow) -> Published | None:
 def _average_printed(
     cells: Sequence[CellView], full_cells: Sequence[Published | None], of_ratios: bool
 ) -> tuple[float | None, float | None]:
-    """Return a printed line's mean, and its share of the full cache's mean in per cent.
+    """Return (mean, share): the mean of a printed line, and its share of the full cache's mean in per cent.
 
+    cells: the line's cells in the averaged columns, at least one.
     full_cells: the full cache's printed cells in the same columns.
     of_ratios: average the cells' shares of the full cache in place of their values; the mean is then the share, too.
+
     Both numbers are None if a cell has no value. The share alone is None if the full cache lacks a value.
     """
     values = [cell.published_relative if of_ratios else cell.published for cell in cells]
@@ -503,7 +514,7 @@ def _average_printed(
 
 
 def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
-    """Return the full cache's printed cell for a line's model and a column."""
+    """Return the full cache's printed cell for a line's model and a column; None if the paper prints none."""
     full = ours.declared.full_row(line.row.model)
     if full is None:
         return None

@@ -32,10 +32,11 @@ def count_cells(seen: View) -> dict[str, str]:
     A result of the store counts once, even if several rows and columns show it. Means do not count. A cell that ran
     out of memory counts as measured.
     """
+    # (state, identity) of each cell: in a set, entries that show one cell count once
     cells: set[tuple[str, object]] = set()
-    # in a set, entries that show one cell count once
     for line, entries in seen.rows:
         for column, entry in zip(seen.columns, entries, strict=True):
+            # an entry with the status ``none`` is a cell that the paper's table does not have
             if column.dataset in MEANS or entry.status not in _STATE:
                 continue
             chain = line.chain_of(column.dataset)
@@ -65,14 +66,14 @@ def read_counts(folder: Path) -> dict[str, Counts]:
 def write_counts(folder: Path, line: Counts) -> None:
     """Write one table's line to the file of ``folder``, in place of the table's old line."""
     # other tables of the folder keep their lines, so that a table can be written alone
-    lines = read_counts(folder)
-    lines[line["table"]] = line
+    line_by_table = read_counts(folder)
+    line_by_table[line["table"]] = line
     folder.mkdir(parents=True, exist_ok=True)
-    in_order = [lines[table] for table in sorted(lines, key=_paper_and_number)]
+    in_order = [line_by_table[table] for table in sorted(line_by_table, key=_paper_and_number)]
     (folder / FILE).write_text(writers.csv(FIELDS, in_order), encoding="utf-8")
 
 
 def _paper_and_number(table: str) -> tuple[str, int]:
-    """Return the sort key of a table's address: table 10 of a paper comes behind its table 2."""
+    """Return the sort key (paper, number) of a table's address, such as ``think/2``: table 10 comes behind table 2."""
     paper, _, number = table.partition("/")
     return paper, int(number)

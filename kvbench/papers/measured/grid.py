@@ -56,7 +56,8 @@ def cell_texts(view: View, show: str) -> Table:
         for line, entries in block:
             cells = [_label_of_row(line, heading, show)]
             for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
-                if line.row.method == "full":  # the full cache's share of itself needs no interval
+                # the full cache's share of itself is always 100 and needs no interval
+                if line.row.method == "full":
                     entry = replace(entry, relative_ci=None)
                 if entry.timed is None:
                     cell_lines = _cell_lines(entry, show, stand_in)
@@ -92,18 +93,14 @@ def _compared_field(view: View, show: str) -> str:
     printed = show in ("published", "beside")
     # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
     if view.ours.timings is not None:
-        if printed:
-            return "published_relative"
-        return "relative"
+        return "published_relative" if printed else "relative"
     if printed:
         return "published"
-    if view.ours.stand_in:
-        return "relative"
-    return "ours"
+    return "relative" if view.ours.stand_in else "ours"
 
 
 def _label_of_row(line: TableLine, heading: str, show: str) -> str:
-    """Return the lines of a row's label: its method, and its settings that the heading of its block does not show.
+    """Return the lines of a row's label: its method, and those of its settings that its block's heading does not show.
 
     A method that removes tokens gets the mark EVICTS, unless only the paper's side is shown.
     """
@@ -120,19 +117,24 @@ def _label_of_row(line: TableLine, heading: str, show: str) -> str:
 
 
 def _counts_differ(rows: Sequence[Line], index: int) -> bool:
-    """Tell whether rows of a block rest on different numbers of examples in the column at ``index``."""
+    """Return True if rows of a block rest on different numbers of examples in the column at ``index``."""
     counts = {entries[index].n for _, entries in rows}
+    # a cell that is not measured has 0 examples
     return len(counts - {0}) > 1
 
 
 def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
-    """Return the best value of a column within one block of rows; None if fewer than two values compare.
+    """Return the best value of a column within one block of rows.
+
+    Less is better for some times, and for perplexities but not for their shares, since these are inverse.
 
     index, column: the column's position and name.
     field: the CellView field to compare, from ``_compared_field``.
-    Less is better for some times, and for perplexities but not for their shares, since these are inverse.
+
+    Returns None if fewer than two values compare, or if our values rest on different numbers of examples.
     """
     column_entries = [entries[index] for _, entries in rows]
+    # these conditions concern our side: the paper's own values compare in any case
     if field != "published":
         column_entries = [e for e in column_entries if not e.unchanged and not e.few and not e.wide]
         # a row that answered other examples may be better by chance
@@ -145,7 +147,7 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
         value = getattr(entry, field)
         if value is not None:
             values.append(value)
-        if entry.timed is not None and entry.timed.lower:
+        if entry.timed is not None and entry.timed.less_is_better:
             less_is_better = True
     if len(values) < 2:
         return None
@@ -179,11 +181,9 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
     elif show in ("published", "beside"):
         lines = [printed, printed_kept]
     elif show == "delta":
+        # an empty or a refused cell stays as it is, and the scores of two models have no difference
         if entry.status != "none" and entry.status not in WRONG:
-            lines = [difference]
-            if stand_in:
-                # the models differ, and so do their scores
-                lines = ["—"]
+            lines = ["—"] if stand_in else [difference]
     else:
         delta = ""
         if printed and not stand_in and entry.delta is not None:
@@ -194,6 +194,7 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
             if entry.published_budget is not None:
                 budgets += f" ({entry.published_budget:.0f}%)"
             lines.append(budgets.strip())
+    # brackets are empty if the paper prints nothing in this cell
     return [line for line in lines if line not in ("", "()")]
 
 
@@ -206,9 +207,11 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
     """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number.
 
     stand_in: True to show the share of the full cache in place of the score.
+
+    Returns [] for a cell that the paper's table does not have.
     """
     if entry.status == "none":
-        return [""]
+        return []
     if entry.status in WRONG:
         return ["✗"]
     # the reasons why a number would say nothing, the weightiest first
@@ -227,7 +230,7 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
         # a number that follows from others needs no measurement
         return ["" if entry.exact else "—"]
     if ci is None:
-        return [_number_text(value, digits), ""]
+        return [_number_text(value, digits)]
     return [_number_text(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
 
 
@@ -236,18 +239,17 @@ def _printed_text(entry: CellView, relative: bool) -> str:
 
     relative: show the value in per cent of the paper's full-cache row instead.
     """
-    value, digits = entry.published, 2
-    if relative:
-        value, digits = entry.published_relative, 1
+    value, digits = (entry.published_relative, 1) if relative else (entry.published, 2)
     if entry.status == "none" and value is None:
         return ""
-    # without the paper's full-cache row there is no share of it
+    # without the paper's full-cache row there is no share of it: show the absolute value, and say so
     if relative and value is None and entry.published is not None:
         return f"{_number_text(entry.published, 2)}{entry.mark} abs"
     if value is None and not entry.printed:
         return ""
     text = _number_text(value, digits)
-    as_printed = not relative or value == entry.published  # some tables print shares
+    # a table that prints shares shows the printed characters even where shares are asked for
+    as_printed = not relative or value == entry.published
     if entry.printed and as_printed:
         text = entry.printed
     text += entry.mark
@@ -259,7 +261,7 @@ def _printed_text(entry: CellView, relative: bool) -> str:
 
 
 def notes(view: View, show: str = "both") -> list[str]:
-    """Return the notes below a table: where numbers come from, n, what marks mean, and why cells were refused.
+    """Return the notes below a table: where numbers come from, n, the meaning of marks, and why cells were refused.
 
     show: what the table shows, one of SHOWS or ``beside``.
     """
@@ -296,9 +298,9 @@ def notes(view: View, show: str = "both") -> list[str]:
 
 
 def _list_shown_lines(view: View, show: str) -> frozenset[str]:
-    """Return all lines of text in the cells that a reader of ``show`` sees.
+    """Return all lines of text in the cells of a table that shows ``show``, one of SHOWS or ``beside``.
 
-    A note that explains a mark is printed only if the mark is among them.
+    A note that explains a mark is printed only if the mark is among these lines.
     """
     shown = [show]
     # a report's page also has our side, and the reader switches between both
@@ -341,13 +343,18 @@ def reasons_for_absence(ours: OurTable) -> list[str]:
 
 
 def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
-    """Yield notes on our numbers: their unit, the data that were read, and n; ``shown`` are the lines of all cells."""
+    """Yield notes on our numbers: their unit, the data that were read, and n.
+
+    show: one of SHOWS, or ``beside``.
+    shown: the lines of text of all cells, by which marks that stand in the table are found.
+    """
     ours = view.ours
     yield from _unit_notes(view, entries, show, shown)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
-    if ours.model != stand_ins.MODEL and ours.run is not None:  # for tiny's tasks the title says enough
+    # for the tiny model's tasks the title says enough
+    if ours.model != stand_ins.MODEL and ours.run is not None:
         for note in dict.fromkeys(group.task.note for group in ours.run.groups if group.task.note):
             yield f"{note}."
     unlike: dict[str, None] = {}
@@ -362,10 +369,11 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
         total = _range_text([entry.of for entry in measured])
         dtype = f", {ours.run.dtype}" if ours.run is not None else ""
         interval = ""
+        # lines of intervals begin with a bracket
         if any(line.startswith("[") for line in shown):
-            # a share is of the full cache's score on the same examples
             interval = "; [a, b]: 95 % interval"
             if ours.stand_in:
+                # a share pairs the method's score with the full cache's on the same examples
                 interval += " of paired examples"
         yield f"n = {counts} of {total} examples a task{dtype}{interval}."
     if any(entry.few and f"n {entry.n}" in shown for entry in entries):
@@ -386,7 +394,6 @@ def describe_counts(view: View) -> str:
 
     Returns '' if no cell has examples.
     """
-    # an average has the sum of its cells' examples, and no cell of its own
     measured = _list_measured(view)
     if not measured:
         return ""
@@ -409,12 +416,13 @@ def _list_measured(view: View) -> list[CellView]:
         return []
     measured: list[CellView] = []
     for _, row in view.rows:
+        # an average has the sum of its cells' examples, but no stored result of its own
         measured.extend(entry for entry in row if entry.n and entry.cell)
     return measured
 
 
 def _range_text(counts: Sequence[int]) -> str:
-    """Return the smallest and the largest count as ``4 to 8``, or one number if both are the same."""
+    """Return the smallest and the largest of one or more counts as ``4 to 8``, or one number if both are the same."""
     low, high = min(counts), max(counts)
     if low == high:
         return str(low)
@@ -451,7 +459,7 @@ def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
 
 
 def _prints_fractions(view: View) -> bool:
-    """Tell whether the paper prints some values of a table as fractions of 1."""
+    """Return True if the paper prints some values of a table as fractions of 1."""
     units: set[str] = set()
     for line, _ in view.rows:
         units.update(cell.unit for cell in line.row.cells.values())
@@ -459,7 +467,10 @@ def _prints_fractions(view: View) -> bool:
 
 
 def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
-    """Yield a note with the full cache's own scores, and one on columns where these are too low for a share of them."""
+    """Yield a note with the full cache's own scores, and one on columns where these are too low for a share of them.
+
+    shown: the lines of text of all cells.
+    """
     # rows can rest on different numbers of examples: name the full cache's score on the most examples
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
@@ -468,8 +479,10 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
                 continue
             parts = view.ours.full(line, column)
             if parts:
-                # in a group's column, the label behind the task tells it from other workloads of its dataset
-                label = parts[0][0].column.partition(" ")[2]
+                # in a group's column, the label behind the task tells it from other workloads of its dataset; all parts
+                # of a number belong to one workload
+                group, _ = parts[0]
+                label = group.column.partition(" ")[2]
                 name = f"{column.dataset} {label}".strip()
                 if name not in full_entries or full_entries[name].n <= entry.n:
                     full_entries[name] = entry
@@ -534,7 +547,7 @@ def title_line(view: View, show: str = "both") -> str:
     """Return one line: the table, its title, our model, and its examples."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
-    measured = view.ours.run is not None or (timings is not None and timings.there)
+    measured = view.ours.run is not None or (timings is not None and timings.any_measured)
     if show == "published" or not measured:
         return f"{start} — as printed"
     model = view.ours.model
@@ -555,12 +568,15 @@ def _number_text(value: float | None, digits: int, sign: bool = False) -> str:
 
 
 def _heading_text(key: str, value: str) -> str:
-    """Return the text of one setting in a block's heading. A GPU is the paper's: ours is named below the table."""
+    """Return one setting as text in a block's heading. A GPU is the paper's, since ours is named below the table."""
     return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
 
 
 def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
-    """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''."""
+    """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''.
+
+    heading_keys: the keys of a row's setting, or ``model``, whose values make the heading.
+    """
     blocks: dict[str, list[Line]] = {}
     for line, entries in rows:
         # a setting named model would replace the row's own model

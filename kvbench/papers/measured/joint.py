@@ -18,6 +18,7 @@ def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
     runs_by_policy: dict[str, list[RunPlan]] = {}
     for run in runs:
         cfg = run.cfg
+        # a model's record holds mappings and cannot be part of a key, but its text can
         policy = json.dumps([repr(cfg.model), repr(cfg.prompt), repr(cfg.sampling), run.dtype, str(run.store.root)])
         runs_by_policy.setdefault(policy, []).append(run)
     merged = []
@@ -33,7 +34,8 @@ def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
 def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     """Merge the groups that ask the same task in the same way into one group.
 
-    It has the cells of all of them, each once, and the examples of the largest.
+    The group has the cells of all of them, each once, and the examples of the group with most examples. These include
+    the examples of the others, since a larger limit takes all examples that a smaller one takes.
     """
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
@@ -42,10 +44,10 @@ def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
         task = json.dumps(identity, sort_keys=True, default=str)
         groups_by_task.setdefault(task, []).append(group)
     merged = []
-    for same_task in groups_by_task.values():
-        largest = max(same_task, key=lambda group: len(group.examples))
-        cells = {}
-        for group in same_task:
-            cells.update({cell.id: cell for cell in group.cells})
-        merged.append(replace(largest, cells=tuple(cells.values())))
+    for groups_alike in groups_by_task.values():
+        largest = max(groups_alike, key=lambda group: len(group.examples))
+        cell_by_id = {}
+        for group in groups_alike:
+            cell_by_id.update({cell.id: cell for cell in group.cells})
+        merged.append(replace(largest, cells=tuple(cell_by_id.values())))
     return tuple(merged)

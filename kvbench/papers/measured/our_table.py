@@ -74,8 +74,8 @@ class OurTable:
     declared: the paper's table.
     stand_in: whether the table has no numbers of the model, so that the model is a substitute.
     run: the run of all lines; None if nothing of the table can be run.
-    groups: the groups of the run by workload.
-    absent: the reason for each workload that cannot be read.
+    groups: the run's groups of cells by workload: one for each task of the workload.
+    absent: by workload that cannot be read, the reason.
     notes: sentences for readers about the data that are read.
     timings: the timed rows of an efficiency table; None for a table of scores.
     typed: the user's arguments (``key=value``) that change how prompts are read and answered.
@@ -97,9 +97,7 @@ class OurTable:
 
         chain: the chain to look for in place of the line's own.
         """
-        wanted_chain = chain
-        if wanted_chain is None:
-            wanted_chain = line.chain_of(column.dataset)
+        wanted_chain = chain if chain is not None else line.chain_of(column.dataset)
         workload = line.reads.get(column.dataset)
         # a refused or skipped line has no chain, and a line reads no data for a cell that the paper does not print
         if wanted_chain is None or workload is None:
@@ -112,6 +110,7 @@ class OurTable:
 
     def full(self, line: TableLine, column: Column) -> Parts:
         """Return the full-cache cells of a line's workload in a column."""
+        # a chain without stages is the full cache
         return self.cells(line, column, Chain())
 
     def why_absent(self, line: TableLine, column: Column) -> str:
@@ -126,21 +125,25 @@ class OurTable:
 
         A line that is not measured has a result with a status (refused, failed, missing) and its reason.
         """
+        # tables have columns and ids of their own, so these results name no task, and without cells no id
         if line.refused:
-            return CellResult("", "", "refused", reason=line.refused)
+            return CellResult(task="", cell="", status="refused", reason=line.refused)
         cells = self.cells(line, column)
         if not cells:
-            return CellResult("", "", "missing", reason=line.skipped or self.why_absent(line, column))
+            reason = line.skipped or self.why_absent(line, column)
+            return CellResult(task="", cell="", status="missing", reason=reason)
         # cells come from the run's groups
         assert self.run is not None
         reader = SampleReader(self.run.store)
         results = [report_cell(group, cell, reader) for group, cell in cells]
         measured = []
         for part, result in zip(cells, results, strict=True):
+            # one task without a number leaves none for the dataset
             if result.status in ("refused", "failed"):
                 return result
             if result.status == "measured":
                 measured.append(part)
+        # one task needs no pooling; if none is measured, all results say the same
         if len(cells) == 1 or not measured:
             return results[0]
         # the tasks of one dataset are pooled: each of their examples counts the same
@@ -149,10 +152,12 @@ class OurTable:
             stored = reader.read(cell.id)
             samples += [stored[e.id] for e in group.examples if e.id in stored]
         total = sum(len(group.task.examples) for group, _ in cells)
-        pooled = summarise(samples, cells[0][0].task.metric, total)
+        # the tasks of one dataset have one metric
+        first_group, _ = cells[0]
+        pooled = summarise(samples, first_group.task.metric, total)
         unchanged = all(result.unchanged for result in results if result.status == "measured")
         ids = " ".join(cell.id for _, cell in cells)
-        return CellResult("", ids, "measured", summary=pooled, unchanged=unchanged)
+        return CellResult(task="", cell=ids, status="measured", summary=pooled, unchanged=unchanged)
 
 
 def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
@@ -178,7 +183,9 @@ def split_options(arguments: Iterable[str]) -> dict[str, str]:
 def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
     """Return a table whose rows are all skipped, so that it shows the paper's side only.
 
-    An efficiency table has its stored rows nevertheless. ``why`` is the reason that the skipped rows give.
+    An efficiency table has its stored rows nevertheless.
+
+    why: the reason that the skipped rows give.
     """
     if declared.kind == timings.KIND:
         return timed_table(timings.read_timings(declared, model, Path(RESULTS)))
@@ -189,7 +196,8 @@ def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
 
 
 def timed_table(found: Timings) -> OurTable:
-    """Return an efficiency table as an OurTable. ``found`` has its declaration and the measured rows."""
+    """Return an efficiency table as an OurTable. ``found`` has the declaration and the measured rows."""
+    # timed rows have no chains: ``found`` matches them to the printed cells
     lines = tuple(TableLine(row) for row in found.table.rows)
     return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
 
@@ -219,20 +227,23 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
 
 
 def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) -> OurTable:
-    """Plan a table of scores on ``model``. ``options`` are the keys that the user typed."""
+    """Plan a table of scores on ``model``, as ``prepare`` does.
+
+    options: the user's arguments by key. The key ``longbench`` is removed, since ``run`` does not have it.
+    """
     family = options.pop("longbench", "")
     stand_in, tiny = stands_in(declared, model), model == stand_ins.MODEL
     settings: dict[str, object] = {"model": model}
     if declared.preset:
         settings["preset"] = declared.preset
+    # a configuration needs a method; ``_plan_run`` replaces it by the chains of the table's rows
     settings["method"] = "full"
     settings |= options
     base = _compose_run(declared, settings, tiny)
     source = load.locate(base.model)
-    # the size for scaling the paper's numbers of tokens and layers; the paper's own models need none
-    size = None
-    if stand_in:
-        size = stand_ins.stand_in_size(source.config, declared.length if tiny else None)
+    # the sizes for scaling the paper's numbers of tokens and layers; the paper's own models need none
+    scaled_from = declared.length if tiny else None
+    size = stand_ins.stand_in_size(source.config, scaled_from) if stand_in else None
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
     # rows declared by claims have tiny's tasks as columns already
@@ -247,6 +258,7 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
     notes += reading_notes
     readable = _readable_workloads(lines, absent)
+    # without data, or without a row for this model, there is nothing to run
     if not readable:
         return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
     run, groups = _plan_run(reader, lines, readable)
@@ -283,6 +295,7 @@ def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool
     """
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
+    # a needle test has given lengths only where the paper's knobs are declared
     only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
     if only_needles and "max_length" not in settings:
         # texts of given lengths are not cut, since limits of prompts are LongBench's
@@ -293,18 +306,19 @@ def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool
 def _build_lines(
     declared: TableSpec, model: str, size: row_knobs.StandIn | None, config: object
 ) -> tuple[TableLine, ...]:
-    """Return a line for each row of a table, with its chain on ``model`` or the reason why it has no chain.
+    """Return a line for each row of a table, with the row's chain on ``model`` or the reason why it has none.
 
-    ``size`` is the size of a stand-in that runs the rows of all models; None for one of the paper's models.
+    size: the sizes of a stand-in, which runs the rows of all models; None for one of the paper's models.
+    config: the Hugging Face configuration of ``model``.
     """
     values: Mapping[str, object] = {}
     if declared.preset:
         # a preset can state values for single models; a folder or hub id gets the values for any model
         values = presets.values(declared.preset, model if model in entries("model") else "")
+    tiny = model == stand_ins.MODEL
     lines = []
     for row in declared.rows:
         if size is not None or model_id(declared.entry(row.model)) == model_id(model):
-            tiny = model == stand_ins.MODEL
             lines.append(_build_line(declared, row, values, size=size, tiny=tiny, config=config))
         else:
             lines.append(TableLine(row, skipped=f"a row of {row.model}"))
@@ -316,6 +330,7 @@ def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool
     notes = []
     if stand_ins.depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper has no schedule for {size.layers} layers, so this is schedule=relative.")
+    # the tiny model's rows show their scaled settings
     if tiny:
         return notes
     too_deep: dict[str, None] = {}
@@ -346,6 +361,8 @@ def _plan_run(
     """Plan one run of the full cache and of all lines, limited to cells behind printed numbers.
 
     Return the run, and its groups by the workload that they belong to.
+
+    workloads: the workloads that can be read. Cells of other workloads are not in the run.
     """
     # rows read different lengths of a needle test, and the run reads all of them as one dataset
     label_of = label_workloads(workload.whole for workload in workloads)
@@ -355,6 +372,7 @@ def _plan_run(
         for workload in workloads:
             if workload.whole == whole:
                 parts |= dict.fromkeys(workload.parts or ())
+        # a dataset without parts is read as a whole
         datasets.append(reader.config(replace(whole, parts=tuple(parts) or None), label))
     chain_labels: dict[Chain, str] = {}
     for line in lines:
@@ -372,6 +390,7 @@ def _plan_run(
             if line.chain is None:
                 continue
             for dataset, workload in line.reads.items():
+                # no group has the label "-": a workload that cannot be read owns none
                 if workload.owns(group, label_of.get(workload.whole, "-")):
                     chains.add(line.chain_of(dataset))
         groups.append(replace(group, cells=tuple(cell for cell in group.cells if cell.chain in chains)))
@@ -390,6 +409,7 @@ def _make_tiny_table(
     lines: the lines of the paper's table.
     size: the sizes by which published numbers are scaled.
     """
+    # each distinct line with its scaled setting, the first of several that became one
     first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.scale_setting(line.row, size)
@@ -409,9 +429,9 @@ def _make_tiny_table(
 def _assign_workloads(
     reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
-    """Find the data that each line reads, and try whether it can be read here.
+    """Find the data that each line reads, and try whether they can be read here.
 
-    family: the user's choice of the source of LongBench's columns, '' for none.
+    family: the user's choice of the source of LongBench's columns, a key of FAMILIES; '' for none.
     stand_in: True for a substitute model, which may read a replacement for a dataset that is missing.
 
     Return the lines with their workloads, the reason for each workload that cannot be read, and notes for readers.
@@ -426,10 +446,12 @@ def _assign_workloads(
     for line in lines:
         reads = {}
         for column in columns:
+            # a line reads nothing for a cell that the paper does not print
             if column.name not in line.row.cells:
                 continue
             dataset = column.dataset
             workload = reader.workload(line.row, dataset, family_name)
+            # the tiny model's tasks come with kvbench
             if workload not in tried and not reader.small:
                 tried.add(workload)
                 why = reader.why_not(workload)
@@ -439,6 +461,7 @@ def _assign_workloads(
             if workload in absent and stand_in and dataset in INSTEAD:
                 substitute, note = INSTEAD[dataset]
                 instead = replace(workload, name=substitute)
+                # only a replacement that can be read is noted as tried
                 if instead in tried or not reader.why_not(instead):
                     tried.add(instead)
                     notes[note] = None
@@ -460,7 +483,7 @@ def _assign_workloads(
 
 
 def stands_in(declared: TableSpec, model: str) -> bool:
-    """Tell whether a table prints no numbers of a model."""
+    """Return True if a table prints no numbers of ``model``, so that this model can only stand in for the table's."""
     return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
 
 
@@ -482,8 +505,8 @@ def _build_line(
     """
     setting = row_knobs.parse_setting(row.setting)
     method = row_knobs.method_of(row.method, setting)
+    # claims also run rows with the paper's windows as printed, without scaling them
     if size is not None and "windows" in setting:
-        # claims also run rows with the paper's windows as printed, without scaling them
         size = replace(size, windows=setting["windows"])
     if method == "full":
         return TableLine(row, Chain())
@@ -502,6 +525,7 @@ def _build_line(
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
             texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}
+            # arguments are texts as a user types them, but a chain takes their values
             for key, text in texts.items():
                 entry[key] = yaml.load(text, Loader=YAML_LOADER)
             return chain_of(entry, preset=values)
@@ -523,9 +547,8 @@ def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.
 
     tiny: True for the tiny model, whose arguments the table declares.
     """
-    knobs_by_stage = stand_ins.depth_knobs(size)
-    if tiny:
-        knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)
+    # a table's own arguments replace those of SAMPLES
+    knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in) if tiny else stand_ins.depth_knobs(size)
     knobs: row_knobs.Knobs = {}
     for stage in stages:
         for key, value in knobs_by_stage.get(stage, {}).items():

@@ -67,21 +67,18 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     heading = title_line(view, show)
     table = cell_texts(view, show)
     footnotes = notes(view, show)
-    caution, above = "", ""
-    if show != "published":
-        caution = warn_of_few_examples(view)
+    # the paper's own numbers rest on the paper's examples
+    caution = warn_of_few_examples(view) if show != "published" else ""
     if style == "html":
         heading = html.escape(heading)
-        if caution:
-            above = f"<p><strong>{html.escape(caution)}</strong></p>\n"
+        above = f"<p><strong>{html.escape(caution)}</strong></p>\n" if caution else ""
         items = "".join(f"<li>{html.escape(note)}</li>" for note in footnotes)
         return (
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
             f"<h1>{heading}</h1>\n{above}{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
         )
     if style == "md":
-        if caution:
-            above = f"**{caution}**\n\n"
+        above = f"**{caution}**\n\n" if caution else ""
         return f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
     footer = "".join(f"{writers.note(note, style)}\n" for note in footnotes)
     if style == "latex":
@@ -89,18 +86,19 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
         if _is_empty(view, table):
             hint = "% There is no number in it yet: leave out --stored, or take --show published."
             return f"% {heading}\n{hint}\n{footer}"
-        if caution:
-            above = f"% {caution}\n"
+        above = f"% {caution}\n" if caution else ""
         return f"% {heading}\n{above}% needs booktabs, makecell and amssymb\n{writers.latex(table)}{footer}"
     # in a terminal a wide table is folded into pieces of WIDTH characters
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
-    if caution:
-        above = f"{caution}\n"
+    above = f"{caution}\n" if caution else ""
     return f"{above}{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
 
 
 def _is_empty(view: View, table: Table) -> bool:
-    """Tell whether a table has no number: nothing is measured, and no cell shows a printed value."""
+    """Return True if a table has no number: nothing is measured, and no cell shows a printed value.
+
+    table: the texts of the view's cells.
+    """
     for _, entries in view.rows:
         if any(entry.status not in ("none", "missing") for entry in entries):
             return False
@@ -134,9 +132,7 @@ def records(view: View) -> Iterator[Record]:
                 continue
             low, high = entry.ci or (None, None)
             # on another model, or another device, a difference in printed units says nothing
-            delta = None
-            if not view.ours.stand_in and entry.timed is None:
-                delta = entry.delta
+            delta = entry.delta if not view.ours.stand_in and entry.timed is None else None
             record: Record = {
                 "paper": table.paper,
                 "table": table.table,

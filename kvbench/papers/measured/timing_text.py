@@ -27,13 +27,14 @@ def column_name(timings: Timings, column: str) -> str:
 def lines_of_cell(entry: CellView, show: str) -> list[str]:
     """Return the lines of text in one cell of a table of timings.
 
-    show: ``both`` (each side's ratio to the base row, and its value), ``ours``, ``published``, ``delta`` (the
-        difference of the ratios), or ``beside``, which shows what ``published`` does.
+    entry: a cell with a timing.
+    show: ``both`` (each side's ratio to the base row, and each side's value), ``ours``, ``published``, ``delta`` (the
+    difference of the ratios), or ``beside``, which shows what ``published`` does.
     """
     cell = entry.timed
-    # all entries of such a table have a timing
+    # the caller takes only entries with a timing
     assert cell is not None
-    ours = _sign_without_number(entry) or _ratio_text(cell.ratio)
+    our_ratio = _sign_without_number(entry) or _ratio_text(cell.ratio)
     their_ratio, printed = _ratio_text(cell.published_ratio), _printed_text(entry)
     if show in ("published", "beside"):
         # a base row has no ratio to itself, and some rows have none in the paper
@@ -57,11 +58,12 @@ def lines_of_cell(entry: CellView, show: str) -> list[str]:
             spread = f"[{_number_text(cell.spread[0])}, {_number_text(cell.spread[1])}]"
         texts = [value, spread]
         if not without_ratio:
-            texts.insert(0, ours)
+            texts.insert(0, our_ratio)
         return [text for text in texts if text]
     texts = []
+    # the paper's ratio still needs ours beside it, be it only a dash
     if not without_ratio or cell.published_ratio is not None:
-        texts.append(f"{ours} ({their_ratio})")
+        texts.append(f"{our_ratio} ({their_ratio})")
     if value:
         texts.append(f"ours {value}")
     texts.append(f"paper {printed}")
@@ -72,12 +74,13 @@ def _sign_without_number(entry: CellView) -> str:
     """Return the text that replaces a missing number; '' if there is a number."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
+    # every other status says in one way or another that nothing was measured
     return {OOM: OOM, "measured": ""}.get(entry.status, "—")
 
 
 def _printed_text(entry: CellView) -> str:
     """Return the paper's value as text, with its marks; OOM if it did not fit into the paper's memory."""
-    # all entries of a table of timings have a timing
+    # callers take only entries with a timing
     assert entry.timed is not None
     # papers write in many ways that a row does not fit into memory, but the cell's flag always says out-of-memory
     if "out-of-memory" in entry.timed.printed.flag.lower():
@@ -101,14 +104,18 @@ def _number_text(value: float) -> str:
 
 
 def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
-    """Return the notes for readers: both devices, the base of ratios, a stand-in's scale, and missing rows."""
+    """Return the notes for readers: both devices, the base of ratios, a stand-in's scale, and missing rows.
+
+    entries: all cells of the table.
+    show: what the table shows, one of grid.SHOWS or ``beside``.
+    """
     bench = timings.bench
     their_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_their_models(timings)}."
     if show == "published":
         return [their_note, *_printed_notes(entries)]
     cells = [entry.timed for entry in entries if entry.timed is not None]
     texts: list[str] = []
-    if timings.there:
+    if timings.any_measured:
         texts += _ours_notes(timings, show)
     else:
         # only the paper's ratios are shown; otherwise these brackets follow our ratio
@@ -116,10 +123,11 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     if any(INTEGRATED in cell.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show == "ours":
-        # marks of printed values do not stand in the table
+        # marks of printed values do not stand in this table, so leave out their notes
         texts += _printed_notes([replace(entry, exact="", mark="") for entry in entries])
     elif show != "delta":
         texts += _printed_notes(entries)
+    # several columns show one row, so a set names each failure once
     failures = set()
     for cell in cells:
         if cell.status in (REFUSED, FAILED) and cell.row:
@@ -133,7 +141,7 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
         texts.append(f"Left out: {count} rows of {device}; a table shows one device.")
     if timings.stand_in:
         texts.append(f"GPU numbers are missing: {SCRIPT} {bench.results} measures them; they are then shown instead.")
-    if timings.there:
+    if timings.any_measured:
         texts.append(f"Rows: {timings.file.parent.name}/{timings.file.name}.")
     return texts
 
@@ -147,8 +155,9 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
     for printed, cell in timings.cells.items():
         if cell.status != NOT_RUN:
             continue
-        # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
+        # name an average as such, and any other cell by its method, unless a name is declared as not run
         excluded = printed.dataset if printed.dataset == "avg" else printed.method
+        # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
         for name in (printed.model, printed.method, printed.dataset):
             if name in timings.bench.not_run:
                 excluded = name
@@ -163,6 +172,7 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
     show: what the table shows, one of grid.SHOWS or ``beside``.
     """
     bench, cells = timings.bench, timings.cells
+    # N.NN stands for any ratio in the table
     start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
     ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
@@ -180,14 +190,15 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
         yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
-    # count the repeats of a row that ran as a whole
+    # repeats of rows that ran as a whole, and (workload, method, batch) of rows that took as many prompts as fit
     repeats: set[int] = set()
     largest_batches: set[tuple[str, str, int]] = set()
     for row in measured_rows.values():
         workload = str(row["workload"])
+        # only a row that ran as a whole has a total time
         if "total" in row["quantities"]:
             repeats.add(int(row["quantities"]["total"].get("n", 1)))
-            # the paper's workload with as many rows as fit
+            # a workload's name ends in its number of rows, or in ``max`` for as many as fit
             if workload.endswith("xmax"):
                 largest_batches.add((workload, row["method"], row["batch"]))
     fitted = ""
@@ -210,6 +221,7 @@ def _agreement_note(timings: Timings) -> Iterator[str]:
         # round as shown, to two digits, so that 1.00 agrees only with 1.00
         ours, theirs = round(cell.ratio, 2), round(cell.published_ratio, 2)
         compared += 1
+        # both above 1, both below 1, or both exactly 1
         if (ours > 1) == (theirs > 1) and (ours < 1) == (theirs < 1):
             agreeing += 1
     if compared:
@@ -225,18 +237,17 @@ def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
     if recomputed:
         yield f"✓: {recomputed.count('✓')} of {len(recomputed)} printed values follow from those beside them."
     for mark, text in (("?", "suspect"), ("~", "repaired")):
-        paper = ""
-        for entry in entries:
-            if entry.mark == mark and entry.timed is not None:
-                paper = paper or entry.timed.printed.paper
-        if paper:
-            yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
+        papers = [entry.timed.printed.paper for entry in entries if entry.timed is not None and entry.mark == mark]
+        if papers:
+            # all cells of a table are of one paper
+            yield f"{mark}: the printed value is {text} (kvbench/papers/data/{papers[0]})."
 
 
 def _their_models(timings: Timings) -> str:
     """Return the names of the paper's models and devices in words."""
     models = []
     for model in timings.table.models():
+        # published cells write ``unstated`` if the paper does not name its model
         if model == "unstated":
             models.append("a model that is not stated")
         elif model:

@@ -15,9 +15,9 @@ from kvbench.store.results import Sample
 
 
 def trace_number(ours: OurTable, row: str, column: str) -> str:
-    """Return lines of text that explain a number of the table.
+    """Return lines of text that explain the number in a table's row and column of these names.
 
-    They name the stored result behind it with each example's score, or the results behind an average.
+    They name the stored result behind the number with each example's score, or the results behind an average.
     Raises UsageError if there is no such row or column, or if the row is not run here.
     """
     line, wanted_column = find_cell(ours, row, column)
@@ -42,6 +42,7 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
     lines = [line for line in ours.lines if line.row.name == row]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
+    # no stored answers stand behind other quantities, such as facts about a dataset
     columns = [c for c in build_view(ours).columns if c in ours.declared.scores or c.dataset in MEANS]
     if not columns:
         raise UsageError(f"{ours.declared.id} has no numbers of ours to trace: it shows what is printed")
@@ -56,7 +57,10 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
 
 
 def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
-    """Yield a line of text for every example of a cell. On a substitute model, it also has the full cache's score."""
+    """Yield a line of text for every example of a cell. On a substitute model, it also has the full cache's score.
+
+    Raises UsageError if the cell is not run here.
+    """
     cells = ours.cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
@@ -93,7 +97,7 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
     tasks = ", ".join(group.column for group, _ in cells)
     yield f"{column.name} ({tasks}): {_describe_value(ours.value(line, column), cells)}"
     if ours.stand_in:
-        # a full-cache line that reads the same data as this line
+        # a full-cache line that reads the same data as this line; a chain without stages is the full cache
         full_line = replace(line, chain=Chain(), refused="", others={})
         yield f"  full cache: {_describe_value(ours.value(full_line, column), ours.full(line, column))}"
 
@@ -116,9 +120,7 @@ def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:
 
     stand_in: True on a substitute model, where values are in per cent of the full cache.
     """
-    value, unit = entry.ours, ""
-    if stand_in:
-        value, unit = entry.relative, " % of the full cache"
+    value, unit = (entry.relative, " % of the full cache") if stand_in else (entry.ours, "")
     if stand_in and entry.floor:
         yield "shown: model fails, the full cache scores too little for a share of it"
     elif value is not None:

@@ -24,7 +24,7 @@ FIELDS = ("title", "kind", "exact", "note", "models")
 class CatalogueEntry:
     """A table or figure of a paper.
 
-    id: the id of a table's file of published cells (``2``, ``fig6``, ``text``), or ``figure3``.
+    id: the id of a table's file of published cells (``2``, ``fig6``, ``text``), or a figure's, such as ``figure3``.
     kind: one of KINDS; figures are ``measured`` or ``drawing``.
     exact: the part that can be computed again without a model, '' for no part.
     models: the models of a figure, separated by ``, ``. It is '' for a table, whose models follow from its cells.
@@ -40,24 +40,24 @@ class CatalogueEntry:
 
     @property
     def name(self) -> str:
-        """Return the name for users: ``think/2``."""
+        """The name for users: ``think/2``."""
         return f"{self.paper}/{self.id}"
 
     @property
     def is_figure(self) -> bool:
-        """Tell whether the entry is a figure. A figure has no published cells."""
+        """True if the entry is a figure. A figure has no published cells."""
         return self.id.startswith("figure")
 
     @property
     def cells(self) -> tuple[Published, ...]:
-        """Return the published cells; () for a figure."""
+        """The published cells; () for a figure."""
         if self.is_figure:
             return ()
         return load_table(self.paper, self.id)
 
     @property
     def model_names(self) -> list[str]:
-        """Return the models whose numbers are published: those of a table's cells, sorted, or of a figure's entry."""
+        """The models whose numbers are published: those of a table's cells, sorted, or of a figure's entry."""
         # a cell that is a fact about a dataset has no model
         names = {cell.model for cell in self.cells} - {""}
         if names:
@@ -66,12 +66,15 @@ class CatalogueEntry:
 
     @property
     def method_names(self) -> list[str]:
-        """Return the published methods of the cells, sorted."""
+        """The published methods of the cells, sorted."""
+        # a cell that is a fact about a dataset has no method
         return sorted({cell.method for cell in self.cells} - {""})
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of published, suspect, repaired and missing cells. A cell can count as two of these."""
-        # for example, a cell can be suspect and repaired
+        """Return the numbers of published, suspect, repaired and missing cells, by these words.
+
+        A cell can count more than once, for example as published, suspect and repaired.
+        """
         flags: Counter[str] = Counter()
         for cell in self.cells:
             flags.update(cell.flags.keys())
@@ -107,7 +110,7 @@ class Paper:
     name: the name of its method.
     preset: the entry of conf/preset for its tables; '' if there is none.
     prompt: the entry of conf/prompt for its LongBench scores; '' if the paper does not state a prompt.
-    place: the position of its tables among those of all papers.
+    place: the position of the paper's tables among those of all papers. By default they come last.
     """
 
     id: str
@@ -121,7 +124,7 @@ class Paper:
 
     @property
     def called(self) -> str:
-        """Return the paper's name, or else its id."""
+        """The paper's name, or else its id."""
         return self.name or self.id
 
 
@@ -135,7 +138,7 @@ def read_paper(name: str) -> Paper:
     """Read one paper. Raises UsageError for an unknown name, KvbenchError for a damaged file."""
     if name not in paper_ids():
         raise unknown("paper", name, (*paper_ids(), "all"))
-    # a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
+    # there is one such file: a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
     (path,) = data_files(f"{name}/paper.yaml")
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
     # missing keys have the defaults of Paper
@@ -144,7 +147,10 @@ def read_paper(name: str) -> Paper:
 
 
 def choose_papers(name: str) -> list[Paper]:
-    """Return the papers that a name stands for: the paper with this id, or every paper for ``all``."""
+    """Return the papers that a name stands for: the paper with this id, or every paper for ``all``.
+
+    Raises UsageError for an unknown name.
+    """
     if name == "all":
         return [read_paper(paper_id) for paper_id in paper_ids()]
     return [read_paper(name)]
@@ -154,6 +160,7 @@ def papers_in_order() -> tuple[str, ...]:
     """Return the ids of all papers, ordered by ``Paper.place``."""
 
     def place_of(paper_id: str) -> int:
+        """Return the sort key of a paper."""
         return read_paper(paper_id).place
 
     return tuple(sorted(paper_ids(), key=place_of))
@@ -162,7 +169,10 @@ def papers_in_order() -> tuple[str, ...]:
 def _read_entries(
     path: Path, name: str, content: Mapping[str, Mapping[str | int, Mapping[str, str]]]
 ) -> Iterator[CatalogueEntry]:
-    """Yield the tables and figures of a paper.yaml. Raises KvbenchError for an unknown kind or field."""
+    """Yield the tables and figures of the paper ``name``. Raises KvbenchError for an unknown kind or field.
+
+    content: the content of the paper's paper.yaml, which lies at ``path``.
+    """
     # table 2 is think/2 on the command line, and figure 2 is think/figure2
     for group, prefix in (("tables", ""), ("figures", "figure")):
         for number, fields in content.get(group, {}).items():

@@ -19,21 +19,28 @@ class Number:
     high: Fraction
 
     def __add__(self, other: Number | int) -> Number:
+        """Return the sum, with the interval of all sums of numbers from the two intervals."""
         b = _as_number(other)
         return Number(self.value + b.value, self.low + b.low, self.high + b.high)
 
     def __sub__(self, other: Number | int) -> Number:
+        """Return the difference, with the interval of all differences of numbers from the two intervals."""
         b = _as_number(other)
         # the difference is smallest where this is low and the other high
         return Number(self.value - b.value, self.low - b.high, self.high - b.low)
 
     def __mul__(self, other: Number | int | Fraction) -> Number:
+        """Return the product, with the interval of all products of numbers from the two intervals."""
         b = _as_number(other)
         # signs decide which two ends give the smallest product, so try all four
         ends = (self.low * b.low, self.low * b.high, self.high * b.low, self.high * b.high)
         return Number(self.value * b.value, min(ends), max(ends))
 
     def __truediv__(self, other: Number | int | Fraction) -> Number:
+        """Return the quotient, with the interval of all quotients of numbers from the two intervals.
+
+        Raises ZeroDivisionError if the divisor's interval contains 0.
+        """
         b = _as_number(other)
         if b.low <= 0 <= b.high:
             raise ZeroDivisionError(f"{float(b.value)} cannot be told from zero")
@@ -41,6 +48,7 @@ class Number:
         return self * Number(1 / b.value, 1 / b.high, 1 / b.low)
 
     def __float__(self) -> float:
+        """Return the number without its interval, as a float."""
         return float(self.value)
 
     def text(self, decimals: int) -> str:
@@ -63,7 +71,7 @@ def printed_number(text: str) -> Number:
 
 
 def decimals(text: str) -> int:
-    """Return the number of digits behind the point of a printed number."""
+    """Return the number of digits behind the point of a printed number; 0 without a point."""
     return len(text.partition(".")[2])
 
 
@@ -89,7 +97,7 @@ def grade(text: str, recomputed: Number) -> str:
 
 
 def mean(numbers: Iterable[Number]) -> Number:
-    """Return the plain mean, with the interval that follows from the numbers' intervals."""
+    """Return the plain mean of one or more numbers, with the interval that follows from the numbers' intervals."""
     values = list(numbers)
     total = exact_number(0)
     for number in values:
@@ -102,6 +110,7 @@ def format_fixed(value: Fraction, digits: int) -> str:
     scaled = abs(value) * 10**digits
     # floor(x + 1/2) of the absolute value, in whole units of the last digit
     units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
+    # zeros in front leave a digit before the point: 5 units of 0.01 are 005, which becomes 0.05
     text = f"{units:0{digits + 1}d}"
     if digits:
         text = f"{text[:-digits]}.{text[-digits:]}"

@@ -33,6 +33,7 @@ AVERAGE = "avg"
 class Published:
     """One printed cell of a paper.
 
+    table: the id of the table: a number, ``fig6`` or ``text``.
     setting: the row's settings as ``key=value;key=value``.
     value: the printed number; None if the cell is text or empty.
     flag: '' for a certain value, or else ``suspect:``, ``repaired:`` or ``missing:`` with the reason. `` | `` separates
@@ -56,34 +57,33 @@ class Published:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
+        """The settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
         return dict(part.split("=", 1) for part in self.setting.split(";") if part)
 
     @property
     def flags(self) -> dict[str, str]:
-        """Return the reasons by kind of flag (suspect, repaired, missing). A cell can have two flags."""
+        """The reasons by kind of flag (suspect, repaired, missing). A cell can have two flags."""
         # a reason may hold further colons
         return dict(part.split(":", 1) for part in self.flag.split(" | ") if part)
 
     @property
     def points(self) -> float | None:
-        """Return ``value`` in the unit of our scores. A printed fraction is in per cent."""
-        # kvbench's scores go from 0 to 100, and so do most papers'
+        """The printed number, a fraction in per cent as our scores are; None if there is no number."""
         if self.value is None or self.unit != FRACTION:
             return self.value
         return 100 * self.value
 
     @property
     def shown(self) -> str:
-        """Return ``printed`` in the unit of our scores: 0.171 as 17.1."""
+        """The printed characters in the unit of our scores: 0.171 as 17.1."""
         if self.value is None or self.unit != FRACTION:
             return self.printed
-        # times 100 moves two digits before the point
+        # times 100 moves two digits before the point; an exact fraction, since a float could change the last digit
         return format_fixed(100 * Fraction(self.printed), max(0, decimals(self.printed) - 2))
 
     @property
     def certainty(self) -> str:
-        """Return the kind of the first flag: certain, suspect, repaired or missing."""
+        """The kind of the first flag (suspect, repaired or missing), or ``certain`` without a flag."""
         return self.flag.partition(":")[0] or "certain"
 
 
@@ -91,6 +91,7 @@ def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
 
     def numbers_first(name: tuple[str, str]) -> tuple[str, bool, str]:
+        """Return the sort key of a table: its paper, False for a number, and the number or the name."""
         paper, table = name
         # numbers are ordered as texts of three characters: 010 comes behind 009
         return paper, not table.isdigit(), table.zfill(3)
@@ -101,7 +102,10 @@ def table_ids() -> list[tuple[str, str]]:
 
 @cache
 def load_table(paper: str, table: str) -> tuple[Published, ...]:
-    """Return the cells of one table in the paper's order. Raises KvbenchError with file and line of damage."""
+    """Return the cells of one table in the order of its file.
+
+    Raises UsageError for an unknown table, and KvbenchError with the file and the line of damage.
+    """
     # table7.csv, fig6.csv and text.csv
     stem = f"table{table}" if table.isdigit() else table
     path = next(iter(data_files(f"{paper}/published/{stem}.csv")), None)
@@ -137,7 +141,7 @@ def rows_with_scores(model: str, method: str, setting: str = "") -> Iterator[tup
 
 
 def model_id(name: str) -> str:
-    """Return kvbench's name of a model: ``llama2-7b-chat`` for the papers' ``llama-2-7b-chat``."""
+    """Return kvbench's name of a model: ``llama2-7b-chat`` for the papers' ``llama-2-7b-chat``. Other names stay."""
     return re.sub(r"^llama-(\d)", r"llama\1", name.strip().lower())
 
 

@@ -25,20 +25,20 @@ class PublishedRow:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """Return the settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
+        """The settings by key, such as {"kv_size": "128", "ratio": "0.4"}."""
         # all cells of a row have one setting, since Book.rows puts cells together by it
         first_cell = next(iter(self.cells.values()))
         return first_cell.settings
 
     @cached_property
     def label(self) -> str:
-        """Return the row's name for readers: model, method and settings, as far as the row has them."""
+        """The row's name for readers: model, method and settings, as far as the row has them."""
         parts = (self.model, self.method, self.setting.replace(";", " "))
         return " ".join(part for part in parts if part)
 
     @cached_property
     def scores(self) -> dict[str, Published]:
-        """Return the numeric scores by dataset, without averages."""
+        """The numeric scores by dataset, without averages."""
         scores = {}
         for (dataset, metric), cell in self.cells.items():
             # only averages have the metric ``mean``
@@ -49,7 +49,7 @@ class PublishedRow:
 
     @cached_property
     def averages(self) -> dict[str, Published]:
-        """Return the numeric averages by metric: ``mean``, or the quantity of the averaged columns."""
+        """The numeric averages by metric: ``mean``, or the quantity of the averaged columns."""
         averages = {}
         for (dataset, metric), cell in self.cells.items():
             if dataset == AVERAGE and cell.value is not None:
@@ -84,12 +84,12 @@ class Book:
 
     @cached_property
     def papers(self) -> frozenset[str]:
-        """Return the ids of the papers that have cells in this book. The audit can say nothing about other papers."""
+        """The ids of the papers that have cells in this book. The audit can say nothing about other papers."""
         return frozenset(cell.paper for cell in self.cells)
 
     @cached_property
     def rows(self) -> tuple[PublishedRow, ...]:
-        """Return every row, in the order of the tables."""
+        """All rows, in the order of the tables."""
         # the dictionary keeps the order in which rows appear, and joins cells of a row that stand apart
         cells_by_row: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
         for cell in self.cells:

@@ -84,15 +84,16 @@ class StandIn:
         return max(1, round(count * self.length / self.of))
 
     def window(self, count: int) -> int:
-        """Return a published window scaled to the stand-in's length. It has SHORTEST_WINDOW tokens or more, unless the
-        published window is shorter.
+        """Return a published window scaled to the stand-in's length, or as published if ``windows`` says so.
+
+        A scaled window has SHORTEST_WINDOW tokens or more, unless the published window is shorter.
         """
         if self.windows == "paper":
             return count
         return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
 
 
-AS_PUBLISHED = StandIn(1, 1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
+AS_PUBLISHED = StandIn(length=1, of=1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
 """The sizes of a published model itself, which leave all numbers as they are. No model has so many layers."""
 
 
@@ -123,13 +124,14 @@ def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) ->
     stages = method_of(method, settings).split("+")
     knob_names: set[str] = set()
     for stage in stages:
+        # published rows also have stages that are no methods of kvbench, such as full
         if stage in registry.available():
             knob_names.update(registry.knob_names(stage))
     arguments: Knobs = {}
     for key, value in settings.items():
         if key not in FACTS:
             arguments |= _knobs_of_part(key, value, stand_in or AS_PUBLISHED, knob_names)
-    # heads of the low group are deleted, so all remaining heads keep the high group's tokens
+    # heads of the low group are deleted, so all remaining heads keep the high group's tokens; such rows state kv_high
     if "deleted_heads" in settings:
         arguments["kv_size"] = arguments.pop("high")
     return {_key_with_owner(key, stages): value for key, value in arguments.items()}
@@ -159,9 +161,11 @@ def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in
 
 
 def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
-    """Return the knobs that one part of a setting sets on a stand-in.
+    """Return the knobs that one part of a setting, ``key=value``, sets on a stand-in; {} if the default says the same.
 
-    ``knob_names`` are the knobs of the row's methods. Raises KvbenchError for any other key.
+    knob_names: the knobs of the row's methods.
+
+    Raises KvbenchError for a key that is neither special to published rows nor one of ``knob_names``.
     """
     match key:
         case "kv_size" | "kv_high" | "kv_low":
@@ -185,6 +189,7 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
             # 2/2 are the bits of keys and of values; both are equal in every published row
             return {key: value.partition("/")[0]}
         case "selection_bits":
+            # 16 bits are the exact keys, as by default
             if value == "16":
                 return {}
             return {"score_bits": value}
@@ -198,15 +203,14 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
         case "group_sizes":
             # only the first and last of a row of sizes are set, since UNComp's sizes fall linearly between them
             sizes = [stand_in.tokens(int(size)) for size in value.split("/")]
+            # the sizes stand in place of a budget, which the method has by default
             return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
         case "deleted_heads":
+            # the stand-in deletes the same share of its heads, one at least
             return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of)))}
         case "topk":
-            # a number of a head's dimensions: the stand-in takes the same share
-            if value == "all":
-                count = stand_in.dim_of
-            else:
-                count = int(value)
+            # a number of a head's dimensions: the stand-in takes the same share, one at least
+            count = stand_in.dim_of if value == "all" else int(value)
             return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
         case "partition":
             if value == "effective_rank":
@@ -220,7 +224,10 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
 
 
 def _frozen_layers(value: str, stand_in: StandIn) -> str:
-    """Return ``frozen=0+1+31`` as a list of the stand-in's layers. Layers beyond its last count as its last, once."""
+    """Return the frozen layers of a published row as a knob: ``[0,1,31]`` for ``0+1+31``, ``[]`` for ``none``.
+
+    Layers that the stand-in does not have become its last layer, which is named once.
+    """
     layers = []
     if value != "none":
         for layer in value.split("+"):

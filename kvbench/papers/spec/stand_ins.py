@@ -66,6 +66,7 @@ def task_of(dataset: str, table: TableSpec) -> str:
     # the columns of a stand-in's own table are tasks already
     if dataset in BY_GROUP.values():
         return dataset
+    # the table's own choice comes first; a dataset is LongBench's or has an entry in OTHERS
     task = table.tasks.get(dataset) or BY_GROUP.get(group_of(dataset)) or OTHERS.get(dataset)
     if task is None:
         place = f"kvbench/papers/data/{table.paper}/tables.yaml"
@@ -80,6 +81,7 @@ def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
     scaled_from: the tokens of the paper's prompts for the tiny model; None for any other substitute, which keeps the
     published numbers.
     """
+    # only the tiny model's numbers are scaled, and its sizes are known
     if scaled_from is not None:
         return replace(TINY, of=scaled_from)
     shape = from_config(config)
@@ -128,8 +130,9 @@ def scale_setting(row: TableRow, stand_in: StandIn) -> str:
     knobs = row_knobs.run_arguments(row.method, row.setting, stand_in)
     parts = []
     for key, value in knobs.items():
-        # a null knob is replaced by another one
+        # a knob is set to null where another one replaces it
         if value != "null":
+            # a row names its method already, so leave out ``method.<stage>.``
             knob = key.rpartition(".")[2]
             parts.append(f"{knob}={value}")
     return ";".join(parts)
@@ -142,6 +145,7 @@ def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
     """
     tasks = list(dict.fromkeys(task_of(column.dataset, table) for column in table.scores))
     budget_tasks = {task_of(column.dataset, table) for column in table.columns if column.what == BUDGET}
+    # (model, method, setting, dataset, metric): the rows are of no published model
     cells = []
     for method, setting in rows:
         cells += [("", method, setting, task, "mean") for task in tasks]

@@ -54,10 +54,11 @@ class Column:
 
     @property
     def name(self) -> str:
-        """Return the column's name, as users type it: the dataset, and behind it any quantity other than its score."""
+        """The column's name, as users type it: the dataset, and behind it any quantity other than its score."""
+        # some cells have their quantity's name in the dataset's place, too, such as kv_memory: write it once
         if self.what in (SCORE, self.dataset):
             return self.dataset
-        # in a table of facts, rows name the datasets and columns do not
+        # in a table of facts, rows name the datasets and columns do not: leave out the slash
         return f"{self.dataset}/{self.what}".lstrip("/")
 
 
@@ -72,7 +73,7 @@ class TableRow:
 
     @property
     def name(self) -> str:
-        """Return the row's name, as users type it and as it is printed: the method with its setting."""
+        """The row's name, as users type it and as it is printed: the method with its setting."""
         return f"{self.method} {self.setting}".strip()
 
 
@@ -121,17 +122,17 @@ class TableSpec:
 
     @property
     def id(self) -> str:
-        """Return the address, such as ``think/2``."""
+        """The address of the table, such as ``think/2``."""
         return f"{self.paper}/{self.table}"
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Return the table's published cells, in the order of their file."""
+        """The table's published cells, in the order of their file."""
         return published.load_table(self.paper, self.table)
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """Return the columns in the paper's order. Averages of scores are left out, since kvbench computes them."""
+        """The columns in the paper's order. Averages of scores are left out, since kvbench computes them."""
         # kvbench averages its own scores, and compares the result with the printed average
         computed = MEANS if self.kind in RUN_KINDS else ()
         columns = []
@@ -143,7 +144,7 @@ class TableSpec:
 
     @cached_property
     def rows(self) -> tuple[TableRow, ...]:
-        """Return the rows in the paper's order."""
+        """The rows in the paper's order."""
         # a file may have the cells of a row apart, so rows stand in the order of their first cells
         cells_by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
         for cell in self.printed:
@@ -156,12 +157,12 @@ class TableSpec:
 
     @property
     def scores(self) -> tuple[Column, ...]:
-        """Return the columns that are scores of datasets."""
+        """The columns that are scores of datasets."""
         return tuple(column for column in self.columns if column.what == SCORE)
 
     @property
     def measurable(self) -> bool:
-        """Tell whether the cells are scores that ``run`` measures."""
+        """True if the cells are scores that ``run`` measures."""
         return self.kind in RUN_KINDS and bool(self.scores)
 
     def entry(self, model: str) -> str:
@@ -173,7 +174,10 @@ class TableSpec:
         return tuple(dict.fromkeys(r.model for r in self.rows))
 
     def full_row(self, model: str) -> TableRow | None:
-        """Return the full-cache row of ``model`` in this table, or else in the tables that ``full`` names."""
+        """Return the full-cache row of ``model`` in this table, or else in the first table of ``full`` that has one.
+
+        Return None if no table has one.
+        """
         row = self._own_full_row(model)
         # a table of ablations often leaves out the full cache, but another table has it
         for table in self.full:
@@ -182,7 +186,7 @@ class TableSpec:
         return row
 
     def _own_full_row(self, model: str) -> TableRow | None:
-        """Return the full-cache row of ``model`` in this table."""
+        """Return the full-cache row of ``model`` in this table; None if it has no such row."""
         for row in self.rows:
             if row.model == model and row.method == "full":
                 return row
@@ -200,7 +204,7 @@ class Given(TableSpec):
 
     @cached_property
     def printed(self) -> tuple[Published, ...]:
-        """Return the table's cells. They decide its rows and columns as printed cells would, but have no values."""
+        """The table's cells. They decide its rows and columns as printed cells would, but have no values."""
         return self.cells
 
 
@@ -241,12 +245,11 @@ def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], C
     In a table of facts about datasets, each dataset is a row and each fact a column.
     """
     if kind == FACTS:
-        return ("", cell.dataset, ""), Column("", cell.metric)
+        return ("", cell.dataset, ""), Column(dataset="", what=cell.metric)
     # a dataset has one column of scores, even if its rows have different metrics
-    metric = cell.metric
-    if metric in SCORES or metric == RATIO:
-        metric = SCORE
-    return (cell.model, cell.method, cell.setting), Column(cell.dataset, metric, group_of(cell.dataset))
+    is_score = cell.metric in SCORES or cell.metric == RATIO
+    what = SCORE if is_score else cell.metric
+    return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
 
 
 @cache
@@ -273,6 +276,7 @@ def load(paper: str, table: str) -> TableSpec:
     about = catalogue.read_paper(paper)
     try:
         # paper.yaml states title and kind, unless the table's own file does
+        # the catalogue has one entry of this id: unpacking another number of entries raises ValueError
         (entry,) = (entry for entry in about.entries if entry.id == table)
         values = {"title": entry.title, "kind": entry.kind, "preset": about.preset} | raw
         return TableSpec(paper, table, **values)
@@ -285,6 +289,7 @@ def table_ids() -> tuple[tuple[str, str], ...]:
     order = catalogue.papers_in_order()
 
     def place_of(table_id: tuple[str, str]) -> tuple[int, int]:
+        """Return the sort key of a table: the place of its paper, and its number."""
         paper, table = table_id
         # sort by number: table 10 comes behind table 9
         return order.index(paper), int(table)
@@ -309,7 +314,7 @@ def find_tables(wanted: str) -> tuple[TableSpec, ...]:
 
 
 def group_of(dataset: str) -> str:
-    """Return the task group of a LongBench dataset, or '' for others."""
+    """Return the task group of a LongBench dataset, or '' for any other dataset."""
     if dataset not in TASKS:
         return ""
     return TASKS[dataset].category

@@ -48,22 +48,23 @@ class TableWorkload:
 
     @property
     def entry(self) -> str:
-        """Return the name of the dataset's entry in conf/dataset: ``longbench`` for ``longbench/qasper``."""
+        """The name of the dataset's entry in conf/dataset: ``longbench`` for ``longbench/qasper``."""
         return self.name.partition("/")[0]
 
     @property
     def whole(self) -> TableWorkload:
-        """Return the same workload with all of its parts, since a run reads all parts of a dataset at once."""
+        """The same workload with all of its parts, since a run reads all parts of a dataset at once."""
         return replace(self, parts=None)
 
     def owns(self, group: Group, label: str) -> bool:
-        """Tell whether a run's group is one of this workload's tasks.
+        """Return True if a run's group is one of this workload's tasks.
 
         label: the workload's label (see ``label_workloads``).
         """
         # a group's column is dataset/part, followed by its label
         task, _, group_label = group.column.partition(" ")
         dataset, _, part = task.partition("/")
+        # a workload names one task, or a dataset with all of its tasks
         if group_label != label or self.name not in (task, dataset):
             return False
         return self.parts is None or part in self.parts
@@ -112,7 +113,7 @@ class Reader:
         """
         if self.small:
             task = stand_ins.task_of(dataset, self.declared)
-            return TableWorkload(task, f"tiny/{task}")
+            return TableWorkload(dataset=task, name=f"tiny/{task}")
         name = f"{family}/{dataset}" if dataset in TASKS else dataset
         knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
         facts = row_knobs.parse_setting(row.setting)
@@ -121,7 +122,8 @@ class Reader:
             if knob in facts and knob in entry:
                 knobs[knob] = int(facts[knob])
         typed_knobs = self._typed_knobs()
-        # lengths become parts, not a knob, so that all rows read one dataset and each its own lengths
+        # lengths become parts, not a knob, so that all rows read one dataset and each its own lengths. Lengths that the
+        # user typed hold for all rows in place of the paper's, so they need no parts
         parts = None
         if "lengths" in knobs and "lengths" not in typed_knobs:
             parts = tuple(str(length) for length in self._lengths(row, dataset) if self._fits(row, dataset, length))
@@ -171,12 +173,13 @@ class Reader:
         return [length for length in lengths if length <= longest]
 
     def _fits(self, row: TableRow, dataset: str, length: int) -> bool:
-        """Tell whether a needle prompt of ``length`` tokens is read whole, with room for its answer."""
+        """Return True if a needle prompt of ``length`` tokens is read whole, with room for its answer."""
         limit = self.cfg.prompt.max_length
         if limit is not None and length > limit:
             return False
         if self.context is None:
             return True
+        # tables that state lengths also state how the needle is asked for, which limits its answer
         phrasing = PHRASINGS[str(self._paper_knobs(row, dataset)["phrasing"])]
         return length + phrasing.max_new_tokens <= self.context
 
@@ -203,7 +206,11 @@ class Reader:
         return replace(dataset, knobs=knobs, tasks=tasks, label=label)
 
     def why_not(self, workload: TableWorkload) -> str:
-        """Return the reason why a workload cannot be read, without paths of this machine, or '' if it can be read."""
+        """Return the reason why a workload cannot be read, without paths of this machine, or '' if it can be read.
+
+        The examples are loaded to find out.
+        """
+        # None stands for all parts, () for none
         if workload.parts == ():
             return f"all of its lengths are beyond the model's context of {self.context} tokens"
         try:
@@ -249,14 +256,15 @@ class Reader:
         if asked:
             return FAMILIES[asked]
         columns = [dataset for dataset in datasets if dataset in TASKS]
+        # nothing is read from LongBench then, so any family will do
         if self.small or not columns:
             return FAMILIES["full"]
-        readable_columns = {}
+        readable_counts = {}
         for family in FAMILIES.values():
             readable = [column for column in columns if not self.why_not(TableWorkload(column, f"{family}/{column}"))]
-            readable_columns[family] = len(readable)
+            readable_counts[family] = len(readable)
         # a tie goes to the first: the full data
-        return max(readable_columns, key=readable_columns.__getitem__)
+        return max(readable_counts, key=readable_counts.__getitem__)
 
 
 def configure_run(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:

@@ -50,9 +50,13 @@ class Scale:
         return workload.Workload(prompt, new, batch).name
 
     def knobs(self, text: str) -> str:
-        """Return a method's text, or a list of arguments, with ``kv_size`` scaled and without those of ``without``."""
+        """Return a method's text, or a list of arguments, with ``kv_size`` scaled and without those of ``without``.
+
+        text: words separated by spaces, such as ``snapkv kv_size=128``.
+        """
 
         def scaled(match: re.Match[str]) -> str:
+            """Return a matched ``kv_size=N`` at the stand-in's size."""
             return f"kv_size={int(match[1]) // self.lengths}"
 
         words = [word for word in text.split() if word not in self.without]
@@ -60,7 +64,7 @@ class Scale:
         return re.sub(r"\bkv_size=(\d+)", scaled, " ".join(words))
 
     def words(self) -> str:
-        """Describe the scale in words, for below a table."""
+        """Return the scale in words, for the notes below a table."""
         parts = []
         if self.lengths > 1:
             parts.append(f"numbers of tokens are those of the paper over {self.lengths}")
@@ -107,15 +111,16 @@ class BenchSpec:
     stand_in: Scale = field(default_factory=Scale)
     scaled: bool = False
 
-    def ours(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
-        """Return (workload, method) of our row for a published cell, or None if we have no such row.
+    def row_key(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
+        """Return (workload, method) of our row for a published cell, or None if no such row is declared.
 
-        ``method`` names another published method, for example the base row's.
+        method: another published method in place of the cell's own, for example the base row's.
         """
         workload_name = self.printed_workload(cell)
         text = self._method_text(method or cell.method, _facts_of_cell(cell))
         if not workload_name or text is None:
             return None
+        # ``scaled_for`` scaled the methods' texts already
         if self.scaled:
             workload_name = self.stand_in.workload(workload_name)
         return workload_name, text
@@ -127,7 +132,7 @@ class BenchSpec:
         ``facts``, the cell's settings. If several keys fit, the one with most settings wins.
         """
         # a key without settings, such as ``kivi``, serves the rows for which no other key fits
-        text, most_settings = None, -1
+        text, most_settings = None, -1  # below the 0 settings of such a key
         for words, candidate in self.methods.items():
             name, *settings = words.split()
             if name == method and facts.issuperset(settings) and len(settings) > most_settings:
@@ -136,7 +141,7 @@ class BenchSpec:
 
     def printed_workload(self, cell: Published) -> str:
         """Return the workload of a published cell at the paper's size; '' if it is not known."""
-        # this dataset's prompts have their own lengths
+        # the prompts of some datasets have lengths of their own
         if self.workloads.get(cell.dataset):
             return self.workloads[cell.dataset]
         try:
@@ -163,7 +168,10 @@ class BenchSpec:
         return replace(self, model=model, arguments=arguments, methods=methods, scaled=True)
 
     def words(self, workloads: Sequence[str]) -> list[str]:
-        """Return the arguments of ``bench time`` that measure this table's methods on ``workloads``."""
+        """Return the arguments of ``bench time`` that measure this table's methods on ``workloads``.
+
+        workloads: the names of workloads at the size that is run, scaled for a stand-in.
+        """
         words = [f"model={self.model}"]
         words.extend(self.arguments.split())
         words.append(f"workloads={','.join(workloads)}")
@@ -186,6 +194,7 @@ def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
     def number_of(name: tuple[str, str]) -> tuple[str, int]:
+        """Return the sort key of a table: its paper and its number."""
         paper, table = name
         # table 10 stands behind table 9
         return paper, int(table)
@@ -204,9 +213,10 @@ def load(paper: str, table: str) -> BenchSpec:
     if path is None:
         raise unknown("efficiency table", f"{paper}/{table}", ["/".join(name) for name in table_ids()])
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
-        stand_in = Scale(**raw.get("stand_in", {}))
-        return BenchSpec(**raw | {"stand_in": stand_in})
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
+        stand_in = Scale(**content.get("stand_in", {}))
+        return BenchSpec(**content | {"stand_in": stand_in})
+    # TypeError: an unknown or a missing key; AttributeError: no mapping
     except (TypeError, AttributeError, yaml.YAMLError) as error:
         raise KvbenchError(f"{path}: {error}") from None
 

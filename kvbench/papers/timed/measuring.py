@@ -19,7 +19,7 @@ def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = Fal
     plan: True to print the rows that would be measured, and measure none.
     Raises UsageError for an argument that is not possible.
     """
-    # key=value as typed
+    # the user's arguments are ``key=value``
     options = {}
     for argument in more:
         key, _, value = argument.partition("=")
@@ -31,12 +31,14 @@ def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = Fal
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
         return
     cells = list(timings.cells.values())
+    # ``again`` and ``plan`` concern rows that are measured already, too
     workloads = row_matching.list_workloads(timings.bench, cells, measured=again or plan)
     if not workloads:
         return
     # an argument that the user typed replaces the table's own
     words = [word for word in timings.bench.words(workloads) if word.partition("=")[0] not in options]
     words.extend(more)
+    # the file that the table reads
     words += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
     # a benchmark sets the number of threads for its process, but this process continues with other tables
     threads = torch.get_num_threads()

@@ -55,7 +55,7 @@ class StatedFigure:
 
     @property
     def reference(self) -> float:
-        """Return the number that others are compared with: the printed one, or else the formula's, rounded."""
+        """The number that others are compared with: the printed one, or else the formula's, rounded."""
         if self.published is None:
             return _round_as_papers(self.formula, self.digits)
         return self.published
@@ -79,6 +79,7 @@ def select_figures(paper: str) -> list[StatedFigure]:
 
     Raises UsageError for any other name.
     """
+    # a name of FIGURES is a paper, or one part of it behind a slash
     papers = {name.partition("/")[0] for name in FIGURES}
     names = sorted(papers | FIGURES.keys())
     names.append("all")
@@ -132,8 +133,8 @@ def _think7() -> Figures:
     # the row's other cells are scores, and only one is a size
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), printed_size in sizes.items():
+        # H2O's rows have the same sizes
         if not method.startswith("snapkv"):
-            # H2O's rows have the same sizes
             continue
         knobs = row_knobs.parse_setting(setting)
         size = int(knobs["kv_size"])
@@ -213,6 +214,7 @@ def _kivi() -> Figures:
             # 77 of 128 channels stay
             knobs["ratio"] = 0.4
             name += " ratio=0.4"
+        # a head has one block for each segment, and these methods have one segment
         (block,) = chain_of(knobs).layout(n, d, FP16)
         # packed codes, with 4 bytes of scale and minimum for each group, and an fp16 residual of 2 bytes a number
         key_bytes = channels * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
@@ -243,6 +245,7 @@ def _kivi() -> Figures:
 
 def _flexgen() -> Figures:
     """Yield the bytes that FlexGen stores for a group of 64 values, and how many times smaller this is than fp16."""
+    # one token with a key of 64 numbers, which make one group
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
     yield StatedFigure(
         paper="flexgen",
@@ -262,7 +265,7 @@ def _flexgen() -> Figures:
         unit="x",
         digits=2,
         published=None,
-        # 64 values of 2 bytes over the 36 bytes above
+        # 64 values of 2 bytes over the 36 bytes of the figure above
         formula=128 / 36,
         stored=128 / block.key_bytes,
     )
@@ -304,6 +307,7 @@ def _qhitter() -> Figures:
 
 def _uncomp() -> Figures:
     """Yield UNComp's cache sizes in per cent of the full cache: 100 x tokens kept / tokens of the context."""
+    # (tokens kept, tokens of the context, printed per cent, its place in the paper)
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
     for size, context, value, where in printed:
         chain = chain_of({"method": "snapkv", "kv_size": size})
@@ -347,9 +351,12 @@ FIGURES: dict[str, Callable[[], Figures]] = {
 
 
 def _payload_bytes(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of n tokens."""
+    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of n tokens.
+
+    chain: a chain with a fixed budget, or the full cache.
+    """
     declared = bytes_declared(chain, shape, n, FP16)
-    # only chains with fixed budgets are asked for
+    # None stands for budgets that the prompt's text decides
     assert declared is not None
     return declared.payload
 
@@ -369,7 +376,10 @@ def _format_mark(figure: StatedFigure, value: float) -> str:
 
 
 def _format_number(value: float | None, digits: int, reference: float | None = None) -> str:
-    """Format a number with ``digits`` decimals. With a ``reference`` it gets one more if rounding changes it."""
+    """Format a number with ``digits`` decimals; None is a dash. A ``reference`` adds one more if rounding changes it.
+
+    The further decimal shows how far the number is off the reference.
+    """
     if value is None:
         return "—"
     if reference is not None and _round_as_papers(value, digits) != value:

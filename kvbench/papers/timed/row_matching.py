@@ -32,7 +32,7 @@ class TimedCell:
 
     status: the row's status (``measured``, ``OOM``, ...), ``not run`` (see ``reason``), or ``missing`` if it can be
     measured and was not yet.
-    value, spread: our median and (lower, upper) quartile, in the printed unit.
+    value, spread: our median and (lower, upper) quartile, in the printed unit; None if the row has none.
     ratio: our value divided by our base row's value.
     published_ratio: the printed value divided by the printed base.
     marks: the row's marks that concern this quantity, such as ``integrated``.
@@ -51,24 +51,24 @@ class TimedCell:
     base: Row | None = None
 
     @property
-    def lower(self) -> bool:
-        """Tell whether a smaller value of the cell's quantity is better, as for times and bytes."""
+    def less_is_better(self) -> bool:
+        """True if a smaller value of the cell's quantity is better, as for times and bytes."""
         return self.printed.metric not in MORE_IS_BETTER
 
     @property
     def device(self) -> str:
-        """Return the device on which the row was measured, or '' without a row."""
+        """The device on which the row was measured, or '' without a row."""
         return "" if self.row is None else device_name(self.row)
 
 
 def device_name(row: Row) -> str:
     """Return the device of a row by name. A CPU's name includes its number of threads, on which its times depend."""
-    # PyTorch names a CPU only by its architecture; the processor's name says more
     facts = row["facts"]
     if not str(facts["device"]).startswith("cpu"):
         return str(facts["device"])
     threads = facts.get("threads")
     plural = "" if threads == 1 else "s"
+    # PyTorch names a CPU only by its architecture; the processor's name says more, if it is known
     return f"CPU {facts.get('processor') or facts['device']}, {threads} thread{plural}"
 
 
@@ -76,10 +76,13 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
     """Return a TimedCell for every printed cell, with the latest measured row that belongs to it.
 
     All rows are of one device: the device that measured this table last.
+
+    rows: the rows of the table's file, oldest first. They may be of other tables, models and devices, too.
     """
+    # (workload, method) of the table's rows
     table_rows = set()
     for cell in printed:
-        key = declared.ours(cell)
+        key = declared.row_key(cell)
         if key is not None:
             table_rows.add(key)
     # rows of two devices do not compare, so a table shows the device that was measured last
@@ -111,7 +114,7 @@ def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bo
     for cell in cells:
         # a cell with a reason against running has no row, so ``measured`` leaves it out, too
         if cell.status == MISSING or (measured and cell.row is not None):
-            key = declared.ours(cell.printed)
+            key = declared.row_key(cell.printed)
             if key is not None:
                 workload, _ = key
                 names.append(workload)
@@ -138,7 +141,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     published_ratio = None
     if printed_base is not None and printed_base.value and cell.value is not None:
         published_ratio = cell.value / printed_base.value
-    key = declared.ours(cell)
+    key = declared.row_key(cell)
     quantity = declared.quantities.get(cell.metric)
     reason = declared.why_not(cell)
     if not reason and cell.dataset == AVERAGE:
@@ -165,6 +168,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
         base_value = _statistic_of(base, rows, quantity, "median")
         if base_value:
             ratio = value / base_value
+    # a unit without an entry, such as token/s, is kvbench's own
     unit = UNITS.get(cell.unit, 1.0)
     return TimedCell(
         printed=cell,
@@ -181,7 +185,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
 
 def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
     """Return the last row of a model, workload and method; None if there is no such row."""
-    # rows are appended as they are measured, so the last one comes first here
+    # rows are appended as they are measured, so the latest one comes first in reverse
     for row in reversed(rows):
         if (row.get("model"), row.get("workload"), row.get("method")) == (model, workload, method):
             return row
@@ -190,9 +194,10 @@ def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> 
 
 def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
     """Return the row of the base method that was measured beside ``row`` on its device, or None without such a row."""
-    key = declared.ours(cell, declared.base)
+    key = declared.row_key(cell, declared.base)
     if key is None:
         return None
+    # ``row_of_base`` looks on the workload of ``row``
     _, method = key
     base = records.row_of_base(row, rows, method)
     if base is None or base["status"] != MEASURED or device_name(base) != device_name(row):
@@ -214,7 +219,10 @@ def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Publis
 
 
 def _quartiles_of(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
-    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once."""
+    """Return the quartiles of a row's quantity in the printed unit; None if it was measured once, or has none.
+
+    unit: the size of the printed unit in kvbench's units.
+    """
     low, high = (_statistic_of(row, rows, quantity, stat) for stat in ("q1", "q3"))
     # a single repeat has no spread
     repeats = int(row["quantities"].get(source_quantity(quantity), {}).get("n", 1))
@@ -232,6 +240,7 @@ def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> fl
         # the quartiles of a row and of its full cache do not give the quartiles of their ratio
         if stat != "median":
             return None
+        # without a method, ``row_of_base`` finds the row of the full cache
         return records.ratio_of_medians(row, records.row_of_base(row, rows), SHARES[quantity])
     statistics = row["quantities"].get(source_quantity(quantity))
     if statistics is None or stat not in statistics:

@@ -54,17 +54,18 @@ class Timings:
 
     @property
     def stand_in(self) -> bool:
-        """Tell whether the table shows a small model on a CPU in place of the paper's model."""
+        """True if the table shows a small model on a CPU in place of the paper's model."""
         return self.bench.scaled
 
     @property
-    def there(self) -> bool:
-        """Tell whether any row of the table was measured."""
+    def any_measured(self) -> bool:
+        """True if any row of the table has run, be it that it ran out of memory."""
         return any(c.status in DONE for c in self.cells.values())
 
     @property
     def device(self) -> str:
-        """Return the device of the measured rows, or '' without any."""
+        """The device of the measured rows, or '' without any."""
+        # all rows are of one device (see ``row_matching.match_cells``)
         for cell in self.cells.values():
             if cell.row is not None:
                 return cell.device
@@ -72,7 +73,7 @@ class Timings:
 
     @property
     def command(self) -> str:
-        """Return the command that measures the missing rows."""
+        """The command that measures the missing rows."""
         if not self.stand_in:
             return f"{SCRIPT} {self.bench.results}"
         command = f"kvbench table {self.table.id}"
@@ -82,24 +83,26 @@ class Timings:
 
 
 def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
-    """Read the stored rows of a table on ``model``. Raises KvbenchError for a damaged file.
+    """Read the stored rows of a table on ``model``.
 
-    Without a model, read the rows of the paper's own model if there are any, else the tiny model's.
+    model: an entry of conf/model, a folder or a hub id; '' for the paper's own model if it has rows, else the tiny
+    model.
+    results: the results folder.
+
+    Raises UsageError for a table without a declaration, and KvbenchError for a damaged file.
     """
     bench = bench_spec.load(table.paper, table.table)
     if not model:
         timings = read_timings(table, bench.model, results)
-        if timings.there:
+        if timings.any_measured:
             return timings
         return read_timings(table, stand_ins.MODEL, results)
-    # the paper's models run at its own sizes, others at the stand-in's
+    # the paper's models run at the paper's sizes on a GPU, other models at the stand-in's sizes on a CPU
     paper_models = {model_id(table.entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
-    folder = "gpu"
     if model_id(model) not in paper_models:
         bench = bench.scaled_for(model)
-    if bench.scaled:
-        folder = "cpu"
+    folder = "cpu" if bench.scaled else "gpu"
     file = results / folder / f"{bench.results}.jsonl"
     rows = records.read_rows(file)
     cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.match_cells(bench, table.printed, rows)]
@@ -123,9 +126,8 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
     of one whole prompt. ``shape`` is the shape of the model's cache.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
-    stored_heads = shape.kv_heads
-    if "per=query_head" in row["method"].split():
-        stored_heads = shape.query_heads
+    per_query_head = "per=query_head" in row["method"].split()
+    stored_heads = shape.query_heads if per_query_head else shape.kv_heads
     # bytes of one prompt's keys and values, under the heads of the method and of the full cache
     method_payload = shape.full_bytes(row["prompt"], itemsize, stored_heads)
     full_payload = shape.full_bytes(row["prompt"], itemsize, shape.kv_heads)
@@ -134,7 +136,10 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
 
 
 def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
-    """Return a cell with the share of tokens kept as its value, if this is its quantity; else return it as it is."""
+    """Return a cell with the share of tokens kept in per cent as its value, if this is its quantity.
+
+    Return the cell as it is for another quantity, and if one of the two rows that are needed was not measured.
+    """
     if bench.quantities.get(cell.printed.metric) != TOKENS or cell.row is None or cell.status != records.MEASURED:
         return cell
     # a share of tokens needs the full cache of the same session
@@ -146,12 +151,12 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
 
 @cache
 def _shape_of_model(model: str) -> Shape:
-    """Return the shape of a model's cache: its layers, heads and head dimension."""
+    """Return the shape of a model's cache: its layers, heads and head dimension. It is read once for all cells."""
     return architecture.shape_of(config.configure({"model": model}).model)
 
 
 def is_table_key(key: str) -> bool:
-    """Tell whether ``kvbench table`` takes the key for a table of times.
+    """Return True if ``kvbench table`` takes the key for a table of times.
 
     It takes results=, and each key of ``bench time`` that the table's declaration does not fix.
     """
@@ -161,12 +166,15 @@ def is_table_key(key: str) -> bool:
 def trace_number(timings: Timings, row: str, column: str) -> str:
     """Return the origin of a number: its lines in the file of timings, and the steps from these lines to the number.
 
-    Raises UsageError for a cell that is not there.
+    row, column: the names of the number's row and column.
+
+    Raises UsageError for a cell that is not in the table, and for one that is not measured.
     """
     cell = _find_cell(timings, row, column)
     if cell.row is None:
         reason = cell.reason or f"not measured yet ({timings.command})"
         raise UsageError(f"{row} on {column} is not there: {reason}")
+    # a cell has a row only if its quantity is declared
     quantity = timings.bench.quantities[cell.printed.metric]
     # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
     stored_quantity = row_matching.source_quantity(quantity) if quantity != TOKENS else BYTES
@@ -190,7 +198,7 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
     """Return the cell at a row's and a column's name. Several models may have such a row: prefer a measured one.
 
-    Raises UsageError if the table lacks the row or the column.
+    Raises UsageError if the table lacks the row or the column, or prints no such cell.
     """
     table = timings.table
     rows = [table_row for table_row in table.rows if table_row.name == row]
@@ -217,6 +225,7 @@ def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
     # the line's number in the file, from 1; of several equal rows the last one
     number = 1 + max(i for i, stored_row in enumerate(records.read_rows(file)) if stored_row == row)
     statistics = row["quantities"].get(quantity)
+    # a row that ran out of memory has no statistics, but a status that says so
     values = row["status"]
     if statistics is not None:
         values = ", ".join(f"{key} {value}" for key, value in statistics.items())
