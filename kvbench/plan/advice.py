@@ -19,7 +19,7 @@ SHORT_ANSWER = 16
 
 def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -> list[str]:
     """Return notes on prompt settings that are pointless or harmful with this tokenizer and these tasks."""
-    # texts of given tokens are only scored: they are not prompts, and have no answers
+    # a task's examples are all alike in this: texts of given tokens are only scored, and have no answers
     answered = [task for task in tasks if not task.examples[0].scored]
     templated = [task for task in answered if policy.templated(task)]
     notes = []
@@ -45,7 +45,7 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     """Return notes on the keys that the user set although they do not affect these tasks."""
     notes = []
-    # keys of drawn answers, and keys of any answers: True for a key that the user set
+    # keys of drawn answers, and keys of any answers: True for a key that differs from its default
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
     answering = {"temperature": cfg.sampling.temperature != 0}
     answering |= drawing
@@ -58,6 +58,7 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
         notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
     for dataset in cfg.datasets:
         tasks_of_dataset = [task for task in tasks if task.id.partition("/")[0] == dataset.name]
+        # turns= and questions= take effect in a context with several questions
         if any(task.turns for task in tasks_of_dataset):
             continue
         defaults = entries("dataset").get(dataset.name, {})
@@ -80,10 +81,11 @@ def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
 
 
 def at_floor(task: Task, full: stats.Scores) -> bool:
-    """Return True if the full cache's scores of a task say nothing, as ``stats.at_floor`` decides.
+    """Return True if the full cache's scores of a task say nothing: they are hardly above empty answers or guessing.
 
     Return False for a likelihood, which has no floor.
     """
+    # only metrics of likelihoods have a function ``shown``
     return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
 
 
@@ -95,7 +97,9 @@ def chance(task: Task) -> float:
     first = task.examples[0]
     if first.scored is not None:
         return 0.0
+    # the questions of a context have references of their own
     question = first.asked(0) if first.turns else first
+    # a metric may give an empty answer no score
     empty_score = score(task.metric, task.answer(""), question) or 0.0
     if not first.classes:
         return empty_score
@@ -105,13 +109,14 @@ def chance(task: Task) -> float:
 def about_floors(names: Sequence[str], columns: int) -> list[str]:
     """Return a note on the columns ``names``, where the full cache's scores say nothing; [] without names.
 
-    ``columns`` is the number of all columns.
+    columns: the number of all columns of the report.
     """
     if not names:
         return []
     clause, pronoun = "those columns show", "them"
     if len(names) == 1:
         clause, pronoun = "that column shows", "it"
+    # a report of one column has no mean
     effect_on_mean = f" The mean counts {pronoun}, too." if columns > 1 else ""
     return [
         f"{', '.join(names)}: the full cache itself scores next to nothing or no better than guessing, so {clause} "

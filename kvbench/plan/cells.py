@@ -21,8 +21,10 @@ from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
 from kvbench.tasks.prompt import PromptPolicy, check_policy
 
-SCHEMA = 1  # the version of the facts in a cell's identity, and one of them
-LEAST_PROMPT = 32  # tokens; the plan encodes a shorter prompt before the run
+SCHEMA = 1
+"""The version of the facts in a cell's identity. It is one of these facts."""
+LEAST_PROMPT = 32
+"""Tokens. If the context leaves less room than this for a prompt, the plan encodes the prompt to see what is cut."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,12 @@ def build_groups(
 ) -> list[Group]:
     """Return a run's groups, one per task. Each begins with the full cache's cell unless ``baseline=false``.
 
-    ``context`` is the number of tokens that the model can read. ``identify`` returns all facts that decide a chain's
-    results: its own identity, and its calibration's identity if it has one.
+    model_identity: the facts about the model that decide numbers.
+    context: the number of tokens that the model can read; None if unlimited.
+    identify: returns all facts that decide a chain's results: the chain's own identity, and its calibration's identity
+    if it has one.
+
+    Raises UsageError for data and settings that do not fit each other, and if there is nothing to measure.
     """
     policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
@@ -62,6 +68,7 @@ def build_groups(
         knobs = dict(dataset.knobs)
         if cfg.reads_through_cache:
             _check_through_cache(dataset.name, knobs, chains)
+            # these windows have no prompt: only their first token is read at once
             knobs["windows"] = "llamacpp"
         tasks = load_tasks(
             dataset.name,
@@ -76,8 +83,9 @@ def build_groups(
             check_installed(task.metric)
             task = _with_samples(task, cfg.sampling.samples_per_prompt)
             label = dataset.label
+            # the examples of a task are alike: all are texts that are scored, or none is
             if task.turns or task.examples[0].scored:
-                # here both values mean the same protocol, so neither gets a column of its own
+                # here both values of query_aware= mean the same protocol, so neither gets a column of its own
                 label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
             column = f"{task.id} {label}".strip()
             # both values of query_aware= give this column if the label left them out: measure it once
@@ -93,12 +101,11 @@ def build_groups(
             check_policy(tokenizer, task, policy)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains])
-            limit = cfg.limit
-            if limit is None:
-                limit = dataset.default_limit
+            limit = cfg.limit if cfg.limit is not None else dataset.default_limit
             examples = _examples_of_shard(task.take_examples(limit), cfg)
             _check_room(task, examples, policy, tokenizer, context)
             groups.append(Group(task, column, tuple(cells), examples))
+    # one shard of several may have no example
     if not any(g.examples for g in groups) and cfg.shards == 1:
         raise UsageError("nothing to measure: the datasets have no examples")
     return groups
@@ -109,6 +116,7 @@ def _with_samples(task: Task, count: int) -> Task:
 
     Raises UsageError for several answers where a context has several questions.
     """
+    # the examples of a task are alike: all are texts that are read, or none is
     if count == 1 or task.examples[0].scored:
         return task
     if task.turns:
@@ -142,6 +150,7 @@ def _task_identity(
     # only some cells have these keys, so that all others keep their ids
     if task.turns:
         identity["turns"] = task.turns
+    # some tasks are compared with the full cache in any case, by default settings
     if cfg.kl or task.fidelity:
         tokens = cfg.kl_tokens if cfg.kl else None
         identity["fidelity"] = fidelity_identity(tokens)
@@ -197,11 +206,13 @@ def _check_answers(task: Task, context: int | None) -> None:
 def _check_room(
     task: Task, examples: Sequence[Example], policy: PromptPolicy, tokenizer: Any, context: int | None
 ) -> None:
-    """Raise UsageError if the context holds little more than an answer, so that prompts would be cut away."""
+    """Raise UsageError if the context holds little more than an answer, so that most of a prompt would be cut."""
     for example in examples:
+        # a prompt is encoded only if the context leaves little room for it
         if example.scored or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
             continue
         encoded = encode_prompt(tokenizer, example, task, policy, context)
+        # less than half of the prompt is left
         if encoded.cut > len(encoded):
             raise UsageError(
                 f"{task.id}, example {example.id}: the model's context of {context} tokens and an answer of "
@@ -211,7 +222,11 @@ def _check_room(
 
 
 def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
-    """Raise UsageError if a text is fed in larger chunks than a method's budget while decoding can take."""
+    """Raise UsageError if a text is fed in chunks that a method cannot take while decoding.
+
+    A chunk may be larger than the method's budget, or may not end where the method chooses tokens again.
+    """
+    # all texts of a task are fed in equal chunks
     text = task.examples[0].scored
     if text is None:
         return
@@ -246,8 +261,10 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
 
 def with_full(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells of one prompt. If they are compared with a full cache that is missing, add a hidden one."""
+    # all cells of a task are compared, or none is
     if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
         return list(cells)
+    # it is not stored, so it needs no identity of its own
     hidden_full = replace(cells[0], chain=Chain(), label="full", hidden=True)
     return list(cells) + [hidden_full]
 
@@ -273,15 +290,17 @@ def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
 
 
 def pair_by_question(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
-    """Return the groups. A task's groups with its question in view and withheld form one pair, in that order."""
-    by_task: dict[tuple[str, int], dict[bool, Group]] = {}
+    """Return the groups in tuples of one or two. Two are a task with its question in view, then with it withheld."""
+    # by (task, number of the pair among the task's pairs): the pair's groups, by whether the question is withheld
+    pairs: dict[tuple[str, int], dict[bool, Group]] = {}
     for group in groups:
-        alike = [key for key in by_task if key[0] == group.task.id]
+        keys_of_task = [key for key in pairs if key[0] == group.task.id]
         # other knobs may give a task several groups of one kind: each begins another pair
-        key = next((key for key in alike if _withholds(group) not in by_task[key]), (group.task.id, len(alike)))
-        by_task.setdefault(key, {})[_withholds(group)] = group
+        new_key = (group.task.id, len(keys_of_task))
+        key = next((key for key in keys_of_task if _withholds(group) not in pairs[key]), new_key)
+        pairs.setdefault(key, {})[_withholds(group)] = group
     in_order = []
-    for pair in by_task.values():
+    for pair in pairs.values():
         # False before True: the question in view comes first
         in_order.append(tuple(pair[withheld] for withheld in sorted(pair)))
     return in_order

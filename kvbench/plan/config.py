@@ -36,11 +36,12 @@ MAX_THREADS = 1024
 
 
 LEAST_TEMPERATURE = 1e-4
-"""The lowest ``temperature`` above 0: logits over it stay far below float32's largest number."""
+"""The lowest ``temperature`` above 0. Logits divided by it stay far below float32's largest number."""
 
 
 def _is_number(value: Any) -> bool:
-    """Tell if a value is a finite number of at least 0. Booleans are not."""
+    """Return True if a value is a finite number of at least 0. Booleans are no numbers here."""
+    # a comparison with nan is False
     return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
 
 
@@ -76,6 +77,7 @@ class Sampling:
     samples_per_prompt: int = identity(default=1)
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a setting that is not possible."""
         drawn = _is_number(self.temperature) and LEAST_TEMPERATURE <= self.temperature <= 1000
         fits = drawn or (_is_number(self.temperature) and self.temperature == 0)
         check("temperature", self.temperature, fits, f"0 (greedy), or {LEAST_TEMPERATURE:g} to 1000")
@@ -116,6 +118,7 @@ class LoggerConfig:
     samples: int = runtime(default=100)
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a setting that is not possible."""
         modes = ("online", "offline", "disabled")
         check("logger.mode", self.mode, self.mode in modes, ", ".join(modes))
         if self.mode != "disabled" and self.name != "wandb":
@@ -167,12 +170,14 @@ class RunConfig:
 
     @property
     def model_name(self) -> str:
-        """Return the model's entry in conf/model. A model without an entry has the name of its folder or its hub id."""
+        """The model's entry in conf/model. A model without an entry has its folder or its hub id as its name."""
+        # the entry hf loads any folder or hub id
         if self.model.name == "hf":
             return self.model.path
         return self.model.name
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a setting that is not possible."""
         tokens_fit = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
         check("kl_tokens", self.kl_tokens, tokens_fit, "a number of tokens, 2 or more, or null")
         check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
@@ -214,7 +219,10 @@ class RunConfig:
 
 
 def read(arguments: Sequence[str]) -> RunConfig:
-    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault."""
+    """Return the one run that ``key=value`` arguments ask for. Raises UsageError naming the key and value at fault.
+
+    The arguments must name one model at most, since each model has a run of its own.
+    """
     (request,) = words.read(arguments)
     return parse(request)
 
@@ -234,8 +242,8 @@ def parse(
 ) -> RunConfig:
     """Return the run that a request asks for, with grids of knobs expanded. Raises UsageError naming key and value.
 
-    ``composed`` is Hydra's composition of the request's ``group_overrides``, if it was made before. ``methods`` are the
-    request's methods, if some are dicts with knobs of their own.
+    composed: Hydra's composition of the request's ``group_overrides``, if it was made before.
+    methods: the request's methods, if some are dicts with knobs of their own.
     """
     raw = compose(request, composed)
     model = ModelConfig(**raw["model"])
@@ -245,6 +253,7 @@ def parse(
         chains = resolve(methods or raw["chains"], knobs, request.preset_values)
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
+    # the fields whose values stand in conf/ as they are; those that need a record or another key follow
     other_settings = {
         f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")
     }
@@ -253,6 +262,7 @@ def parse(
     other_settings["data_root"] = raw["data"]["root"]
     other_settings["preset"] = request.preset
     other_settings["logger"] = LoggerConfig(**raw["logger"])
+    # without a logger its settings would be ignored silently
     logger_key = next((key for key in request.values if key.startswith("logger.")), None)
     if logger_key is not None and other_settings["logger"].name != "wandb":
         raise UsageError(f"{logger_key}={request.values[logger_key]} needs a logger: add logger=wandb")
@@ -275,7 +285,12 @@ def group_overrides(request: RunRequest) -> list[str]:
 
 
 def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the entries of conf/ that the request chooses, with its values set. Its knobs are left to ``resolve``."""
+    """Return the entries of conf/ that the request chooses, with the request's values set.
+
+    The knobs of methods are left to ``resolve``.
+
+    composed: Hydra's composition of the request's ``group_overrides``, if it was made before. It is not changed.
+    """
     if composed is not None:
         raw = copy.deepcopy(dict(composed))
     else:
@@ -286,6 +301,7 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     raw["tasks"] = list(request.tasks) or raw["tasks"]
     for key, value in request.values.items():
         _set_value(raw, key, value)
+    # entries of conf/ write ??? for a value that has no default
     missing = next((k for k, v in raw["model"].items() if v == "???"), None)
     if missing:
         raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
@@ -293,7 +309,7 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
 
 
 def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
-    """Return the configuration that ``run --config`` prints: that of ``compose``, and each stage's knobs as ``method``.
+    """Return the configuration that ``run --config`` prints: that of ``compose``, with the stages' knobs in ``method``.
 
     The knobs are only printed. A run takes its methods' knobs from ``resolve``.
     """
@@ -304,7 +320,7 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
-    """Return the configurations in ``folder`` as Hydra composes them. Composing takes 50 ms."""
+    """Return the configurations in ``folder`` as Hydra composes them. They are cached, as composing takes 50 ms."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return hydra_compose(config_name="config", overrides=list(overrides))
 
@@ -325,6 +341,7 @@ def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     prefix = ""
     if parent:
         prefix = f"{parent}."
+        # ``words`` accepts only keys below groups that exist
         for part in parent.split("."):
             mapping = mapping[part]
     if last not in mapping:
@@ -357,6 +374,7 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
         key = f"model.prompt_templates.{policy['name']}"
         check(key, template, fits, "off, on, skip, or Jinja of messages without system=")
         policy["frame"] = template
+    # the name of the paper whose limits the prompts have, not a number
     limits = policy.pop("limits")
     if limits is not None and limits not in _limit_names():
         raise unknown("value of prompt.limits", limits, _limit_names())
@@ -367,7 +385,7 @@ def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
 
 
 def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
-    """Return each order of reading that ``query_aware=`` asks for: true, false, or None for each task's own choice.
+    """Return each value of ``query_aware=`` that is asked for: true, false, or None for each task's own choice.
 
     A list of both values asks for both. Raises UsageError for another value.
     """
@@ -386,6 +404,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     query_aware_values = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
+        # a list is a grid of values unless the knob's default is a list
         axes = list(grids(entry, entries("dataset").get(name, {})))
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
@@ -399,6 +418,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
                 # each value of query_aware has columns of its own
                 label.insert(0, f"query_aware={words.text_of(query_aware)}")
             knobs = dict(entry) | swept_values
+            # an entry's default_limit is for the run, and no knob of the dataset's loader
             default_limit = knobs.pop("default_limit", None)
             yield DatasetConfig(
                 name, knobs, tasks, label=",".join(label), default_limit=default_limit, query_aware=query_aware
@@ -406,7 +426,10 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
 
 
 def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
-    """Return a dataset's tasks that were typed, or () if the whole dataset was typed, such as ``tiny``."""
+    """Return a dataset's tasks that were typed, or () if the whole dataset was typed, such as ``tiny``.
+
+    written_tasks: the typed tasks of all datasets, such as ``tiny/needle`` and ``tiny``.
+    """
     names: list[str] = []
     for written in written_tasks:
         owner, _, task = str(written).partition("/")

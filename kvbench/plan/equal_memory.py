@@ -21,10 +21,14 @@ from kvbench.methods.core.resolve import BUDGET_PARTS, ChainConfig, chain_config
 from kvbench.plan.config import RunConfig
 
 KINDS = ("bytes", "nominal")
-LONG = 2**20  # tokens; a prompt of unknown length counts as this long, and no kv_size beyond it is searched
-TOLERANCE = 0.05  # the largest difference from the reference's bytes, relative to them, that counts as a match
-CLOSE = 0.005  # payloads whose relative difference is no larger count as equal
-FLOOR = 4096  # search a chain's least kv_size at most this far above its window and sinks
+LONG = 2**20
+"""Tokens. A prompt of unknown length counts as this long, and no kv_size beyond it is searched."""
+TOLERANCE = 0.05
+"""The largest difference from the reference's bytes, relative to them, that counts as a match."""
+CLOSE = 0.005
+"""Payloads whose relative difference is no larger than this count as equal."""
+FLOOR = 4096
+"""A chain's least kv_size is searched at most this far above the sum of its window and sinks."""
 PayloadCounter = Callable[[Chain], float]
 """From a chain to the bytes of its payload after the prompt."""
 
@@ -49,6 +53,7 @@ class Matched:
     sizes: dict[str, int]
 
     def __str__(self) -> str:
+        """Return the match as a line for readers: both payloads, and the kv_size of the other count if it differs."""
         counts = [f"{_compare_bytes(*self.bytes)} are held at 16 bits"]
         if self.nominal != self.bytes:
             counts.append(f"{_compare_bytes(*self.nominal)} nominal")
@@ -62,9 +67,13 @@ class Matched:
 def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tuple[RunConfig, tuple[Matched, ...]]:
     """Return (run, matches). Every chain of the run but the reference gets the kv_size that is nearest in bytes.
 
-    Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is.
-    ``tokens`` is the prompt length. Without it, prompts are assumed to be longer than any budget, so the reference must
-    have a kv_size. Raises UsageError that names the chain that cannot be matched and a remedy.
+    Each setting of the reference gives every other chain a kv_size of its own. The full cache stays as it is. A run
+    without ``match=`` stays as it is, and has no matches.
+
+    tokens: the prompt length. Without it, prompts are assumed to be longer than any budget, so the reference must have
+    a kv_size.
+
+    Raises UsageError that names the chain that cannot be matched and a remedy.
     """
     if cfg.match is None:
         return cfg, ()
@@ -82,6 +91,7 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
     for reference in references:
         _check_reference(reference.chain, cfg.match, tokens)
         for other in others:
+            # a run with both values of per= has its reference under each: match within one value
             if other.chain.per != reference.chain.per:
                 continue
             sizes = {kind: nearest_kv_size(other, reference, count, kind) for kind, count in counters.items()}
@@ -100,6 +110,7 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
             )
             matches.append(match)
         chains.append(reference)
+    # two settings of the reference can give a chain one kv_size
     distinct = {(c.chain.name, repr(c.chain.identity())): c for c in chains}
     return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
 
@@ -107,21 +118,23 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
 def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
+    Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
+    size within CLOSE of the reference, if there is one.
+
     template: the chain, of any budget.
     count: the function from a chain to its payload.
-    kind: how ``count`` counts, for
-    the error.
+    kind: one of KINDS, the way in which ``count`` counts, for the error.
 
-    Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
-    size within CLOSE of the reference, if there is one. Raises UsageError if the nearest is off by over TOLERANCE.
+    Raises UsageError if the nearest payload is off by more than TOLERANCE.
     """
     target = count(reference.chain)
     least = _smallest_size(template, kind)
 
     def payload_at(size: int) -> float:
+        """Return the chain's payload at a kv_size."""
         return count(with_size(template, size).chain)
 
-    # double the size until its payload reaches the target, then bisect
+    # double the size until its payload reaches the target, then bisect; a payload may never reach it
     high = least
     while payload_at(high) < target and high < LONG:
         high *= 2
@@ -136,7 +149,7 @@ def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: Payloa
     coder = template.chain.coder
     reach = 2
     if coder is not None:
-        # a quantiser's payload falls where a block is packed, so bisection may miss: try all sizes of some blocks
+        # a quantiser's payload falls where a block is packed, so bisection may miss: try all sizes of several blocks
         reach = 8 * (coder.keys.block + coder.values.block)
     distance = {size: abs(payload_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
     best = min(distance, key=lambda size: (distance[size], size))
@@ -154,12 +167,20 @@ def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: Payloa
 
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
-    """Return the chain with kv_size=``size`` in place of its budget. Its other knobs stay."""
+    """Return the chain with kv_size=``size`` in place of its budget. The chain's other knobs stay.
+
+    Raises UsageError if the chain does not accept this size.
+    """
     return with_options(template, {"kv_size": size})
 
 
 def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainConfig:
-    """Return the chain with ``options`` set on its selector. A new budget replaces the old one of any kind."""
+    """Return the chain with ``options`` set on its selector. A new budget replaces the old one of any kind.
+
+    template: a chain with a selector.
+
+    Raises UsageError if the chain does not accept the options.
+    """
     owner = next(stage.id for stage in template.chain.stages if isinstance(stage, Selector))
     entries = dict(template.entries)
     entries[owner] = overlay(template.entries[owner], options)
@@ -167,16 +188,19 @@ def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainC
 
 
 def _reference_name(cfg: RunConfig) -> str:
-    """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last one named.
+    """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last in method=.
 
-    The last is the default because the chain under test is commonly named after the method that it extends. In
-    method=h2o,h2o+think kv_size=128 its setting stays as written, and the method before it gets the same bytes.
+    The last chain is the default because the chain under test commonly stands behind the method that it extends. In
+    method=h2o,h2o+think kv_size=128, h2o+think keeps its setting as written, and h2o gets the same bytes.
+
+    Raises UsageError if there is no such chain.
     """
     names = list(dict.fromkeys(c.chain.name for c in cfg.chains if c.chain.stages))
     if cfg.reference is None:
         if not names:
             raise UsageError(f"match={cfg.match} compares methods, and this run has only full: name one with method=")
         return names[-1]
+    # the user may write the stages in any order, and under other names that ``split`` knows
     stages = sorted(registry.split(cfg.reference))
     match = next((name for name in names if sorted(name.split("+")) == stages), None)
     if match is None:
@@ -203,9 +227,8 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     tokens: the prompt's length, None if it is unknown.
     """
     selector = chain.selector
-    reason = "it has no kv_size"
-    if isinstance(selector, Selector):
-        reason = "its budget is a fraction of each prompt"
+    is_selector = isinstance(selector, Selector)
+    reason = "its budget is a fraction of each prompt" if is_selector else "it has no kv_size"
     if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
         raise UsageError(
             f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {reason}. Give it "
@@ -224,7 +247,9 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
             f"match={kind}: {chain.name} has no kv_size to set. Leave it out, or combine it with a method that selects "
             f"tokens, as in snapkv+{chain.name}"
         )
+    # sinks and window are always kept, and a budget has room for one token more
     size = sum(selector.protected()) + 1
+    # other knobs may need larger budgets: only the chain itself knows which sizes it accepts
     for extra in range(FLOOR):
         try:
             with_size(template, size + extra)
@@ -244,12 +269,12 @@ def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
 
 
 def payload_counter(kind: str, shape: Shape, tokens: int) -> PayloadCounter:
-    """Return a function that gives a chain's payload in bytes after a prompt of ``tokens``.
+    """Return a function that gives a chain's payload in bytes at 16 bits, after a prompt of ``tokens`` tokens.
+
+    Windows and states, which no method compresses, are left out: beside them any two methods would seem alike.
 
     kind: ``bytes`` counts the payload that the chain declares to store. ``nominal`` counts pruned channels as ThinK's
     paper does: (1 - ratio) D channels a token, not rounded.
-
-    Windows and states, which no method compresses, are left out: beside them any two methods would seem alike.
     """
     fixed = shape.fixed_bytes(tokens, HALF)
 

@@ -37,13 +37,19 @@ class Estimate:
     seconds: float | None
 
     def bytes(self, cells: Sequence[Cell], memory: int) -> int:
-        """Return the peak bytes of caches and observations, with as many prompts as ``rows`` and ``memory`` allow."""
+        """Return the peak bytes of caches and observations, with as many prompts as ``rows`` and ``memory`` allow.
+
+        cells: the cells of one part, all of which lack answers.
+        memory: the bytes that caches may take.
+        """
         per_prompt = sum(self.cells[c.id] for c in cells)
         prompts = max(1, self.rows // max(1, len(cells)))
+        # one prompt is decoded whatever it takes
         return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
 
     def alone(self, cell: Cell) -> int:
         """Return the bytes that one prompt takes under this cell alone. No part with this cell takes less."""
+        # a cell without work left has no entry
         return self.layer + self.cells.get(cell.id, 0)
 
     def parts(self, group: Group, memory: int) -> list[Group]:
@@ -52,6 +58,7 @@ class Estimate:
         A cell that does not fit even alone is a part of its own. Cells that share a prefill stay together where they
         can, since each further part reads the prompts again. Cells without work left are in no part.
         """
+        # while a prompt is read, one layer stays dense beside the rows
         memory_for_rows = memory - self.layer
         cells_by_prefill: dict[str, list[Cell]] = {}
         for cell in group.cells:
@@ -91,9 +98,13 @@ def estimate(
 ) -> Estimate:
     """Return the estimate of a group's remaining work, as if every prompt were as long as the longest.
 
-    ``todo`` holds, by example id, the cells that still need the example, and ``samples`` the stored samples by cell id.
-    ``itemsize`` is the bytes of one number, ``rows`` the most rows that are decoded at once, and ``prompt_tokens``
-    returns the length of an example's prompt. A chain whose size depends on the prompt's text counts as the full cache.
+    A chain whose size depends on the prompt's text counts as the full cache.
+
+    todo: by example id, the cells that still need the example.
+    samples: the stored samples by cell id.
+    itemsize: the bytes of one number.
+    rows: the most rows that are decoded at once.
+    prompt_tokens: returns the length in tokens of an example's prompt.
     """
     examples = [e for e in group.examples if e.id in todo]
     longest = sorted(examples, key=Example.size, reverse=True)[:LENGTHS_LOOKED_AT]
@@ -130,11 +141,10 @@ def estimate(
 
 def _dense_bytes(shape: Shape, n: int, itemsize: int) -> int:
     """Return the bytes of the layers that are held whole at a time while a prompt of n tokens is read."""
+    # a layer of the kind that methods compress, before it is compressed
     compressed = shape.layer_bytes(n, itemsize)
-    local = 0
-    if shape.local_layers:
-        # a local layer, too, holds all tokens until its window is cut out
-        local = shape.local_layer_bytes(n, itemsize)
+    # a local layer, too, holds all tokens until its window is cut out
+    local = shape.local_layer_bytes(n, itemsize) if shape.local_layers else 0
     dense = max(compressed, local)
     if shape.sharing_layers:
         # later layers share the last layer of each kind, which therefore stays
@@ -186,6 +196,7 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
     typical_s = fmean(answer_s.values())  # cells without an answer yet are assumed to take this time
     prefills, answers_s = 0, 0.0
     for cells in todo.values():
+        # methods with equal keys share a prefill
         prefills += len({cell.chain.prefill_key for cell in cells})
         answers_s += sum(answer_s.get(cell.id, typical_s) for cell in cells)
     return prefills * fmean(prefill_times) + answers_s
@@ -194,7 +205,8 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
 def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     """Return True if a method only chooses tokens and its budget is never reached.
 
-    ``n`` and ``answer`` are the tokens of the prompt and of the longest answer.
+    n: the tokens of the prompt.
+    answer: the tokens of the longest answer.
     """
     # all other stages, such as quantisers, save bytes even if every token stays
     if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
@@ -207,10 +219,11 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     # while decoding, such a method never comes to choose
     if evictor is None or (evictor.every and answer <= evictor.every):
         return True
+    # not every selector has the knobs of decoding
     ratio = getattr(chain.selector, "decode_ratio", None)
     if ratio is not None:
         return bool(ratio == 1)
-    # a capacity is cut to the prompt; the budget while decoding is not
+    # a capacity is cut to the prompt; the budget while decoding is not, and decode_budget= replaces kv_size=
     budget = capacity.tokens
     for name in ("kv_size", "decode_budget"):
         size = getattr(chain.selector, name, None)

@@ -56,11 +56,9 @@ def forecast_run(plan: RunPlan) -> Forecast:
         estimate, parts = estimates[group.column], parts_of[group.column]
         # each part reads its prompts again; contexts that another group reads are not read here
         prefills = plan.count_prefills(group, parts) - shared_prefills[group.column]
-        todo = replace(
-            todo,
-            prefills=prefills,
-            prefills_saved=todo.prefills_saved - (prefills - todo.prefills),
-        )
+        # every prompt that is read once more is one less that is saved
+        prefills_saved = todo.prefills_saved - (prefills - todo.prefills)
+        todo = replace(todo, prefills=prefills, prefills_saved=prefills_saved)
         too_large = []
         for part in parts:
             too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
@@ -85,8 +83,10 @@ def forecast_run(plan: RunPlan) -> Forecast:
 def _cache_memory(plan: RunPlan) -> int:
     """Return the bytes that caches may take: the configured number, or the devices' memory minus the weights."""
     limit = memory.cache_limit(plan.cfg.memory, plan.devices())
+    # memory= is for caches alone
     if plan.cfg.memory is not None:
         return limit
+    # no weights are loaded yet, so the devices' free memory still includes their room
     weights = int(memory.USED_SHARE * load.weight_bytes(plan.source))
     return max(0, limit - weights)
 

@@ -49,6 +49,7 @@ def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) 
         if not entry.chain.foreign:
             continue
         try:
+            # with a seed the method may draw random numbers, as it may in the run; without one it would be refused
             with contained(entry.chain.name, seed=0):
                 ask(entry.chain)
         except Refused:
@@ -65,13 +66,14 @@ def _ask_for_identity(chain: Chain) -> None:
     """
     chain.identity()
     hash(chain)
+    # reading an attribute runs the code of a property
     for name in ("prefill_key", "evictor", "rolled"):
         getattr(chain, name)
 
 
 def _ask_for_budgets(chain: Chain, shape: Shape, lengths: Collection[int]) -> None:
     """Ask a method for its budgets and bytes on prompts of these lengths in tokens."""
-    # the answers are not used: only errors matter, so the bytes of a number may be any
+    # the answers are not used: only errors matter, so the bytes of a number and the tokens of an answer may be any
     for n in lengths:
         chain.needs(n)
         cache_bytes(chain, shape, n, itemsize=2)
@@ -83,6 +85,7 @@ def _prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenize
     lengths = set()
     for group in groups:
         by_length = sorted(group.examples, key=Example.size)
+        # slices, since a group may have no example in this shard
         for example in group.examples[:1] + tuple(by_length[-1:]):
             with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
                 if example.scored is not None:

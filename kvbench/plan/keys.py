@@ -31,6 +31,7 @@ class Key:
             return None
         try:
             return self.read(text)
+        # a UsageError is a ValueError, too, but has a message of its own
         except UsageError:
             raise
         except ValueError:
@@ -38,12 +39,18 @@ class Key:
 
 
 def values(keys: Iterable[Key], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the value of each key by the key's name, from its text in ``texts`` or its default."""
+    """Return the value of each key by the key's name, from its text in ``texts`` or its default.
+
+    Raises UsageError for a text that is not allowed.
+    """
     return {key.name: key.value(texts) for key in keys}
 
 
 def whole(name: str, least: int, default: str | None = None, allowed: str = "") -> Key:
-    """Return a key whose values are whole numbers of at least ``least``. ``allowed`` replaces the words that say so."""
+    """Return a key whose values are whole numbers of at least ``least``.
+
+    allowed: the words for the allowed values, in place of "a whole number, N or more".
+    """
     return Key(name, default, partial(whole_number, least=least), allowed or f"a whole number, {least} or more")
 
 
@@ -51,6 +58,7 @@ def flag(name: str) -> Key:
     """Return a key with the values true and false, by default false."""
 
     def read(text: str) -> bool:
+        """Return the value of a text. Raises ValueError for another text than true and false."""
         if text not in ("true", "false"):
             raise ValueError(text)
         return text == "true"
@@ -106,5 +114,8 @@ def parse_pairs(arguments: Iterable[str], example: str = "method=snapkv+think or
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (arguments without =, texts of the ``key=value`` arguments by key as ``pairs`` returns them)."""
+    """Return (arguments without =, texts of the ``key=value`` arguments by key).
+
+    Raises UsageError as ``parse_pairs`` does.
+    """
     return [a for a in arguments if "=" not in a], parse_pairs(a for a in arguments if "=" in a)

@@ -20,12 +20,17 @@ from kvbench.base.errors import UsageError, unknown
 
 @dataclass(frozen=True)
 class Setting:
-    """One value of a preset with its full key (``method.snapkv.window``), its source, and the model that it is for."""
+    """One value of a preset.
+
+    key: the full key, such as ``method.snapkv.window``.
+    source: where the paper or its code states the value.
+    model: the entry of conf/model that the value is for; '' for every model without a value of its own.
+    """
 
     key: str
     value: Any
     source: str
-    model: str = ""  # '' means every model without a value of its own
+    model: str = ""
 
 
 @cache
@@ -36,12 +41,12 @@ def available() -> tuple[str, ...]:
 
 def about(name: str) -> str:
     """Return the description of a preset: the comment at the head of its file."""
-    words = []
+    lines = []
     for line in _read_text(name).splitlines():
         if not line.startswith("#"):
             break
-        words.append(line[1:].strip())
-    return " ".join(words)
+        lines.append(line[1:].strip())
+    return " ".join(lines)
 
 
 @cache
@@ -49,19 +54,23 @@ def settings(name: str) -> tuple[Setting, ...]:
     """Return all settings of a preset in the order of its file. Raises UsageError for an unknown name."""
     text = _read_text(name)
     lines = text.splitlines()
-    result = []
+    # nodes know their place in the text, and so the comment behind them; loaded values do not
     root = yaml.compose(text, yaml.SafeLoader)
+    # a file of comments alone
     if root is None:
         return ()
+    found = []
     for path, node in _value_nodes(root):
+        # models, the name of the model, then the key
         if path[:1] == ("models",):
             model, key = path[1], ".".join(path[2:])
         else:
             model, key = "", ".".join(path)
         # the source is the comment behind the value, and the value is read from its own piece of the text
         source = lines[node.end_mark.line].partition(" #")[2].strip()
-        result.append(Setting(key, yaml.safe_load(text[node.start_mark.index : node.end_mark.index]), source, model))
-    return tuple(result)
+        value = yaml.safe_load(text[node.start_mark.index : node.end_mark.index])
+        found.append(Setting(key, value, source, model))
+    return tuple(found)
 
 
 def values(name: str, model: str = "") -> dict[str, Any]:
@@ -94,6 +103,7 @@ def explain(error: UsageError, name: str | None) -> UsageError:
 def _read_text(name: str) -> str:
     """Return the text of a preset's YAML file. Raises UsageError with the nearest names for an unknown preset."""
     if name not in available():
+        # a list of presets, as other keys take lists
         hint = "One preset a run." if "," in name else ""
         raise unknown("preset", name, available(), hint)
     return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")

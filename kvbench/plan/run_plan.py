@@ -45,7 +45,7 @@ class GroupTodo:
     """The remaining work of one group in prompts and answers, and the answers already stored.
 
     task: the group's column.
-    methods, cells: the labels and the ids of its cells.
+    methods, cells: the labels and the ids of the group's cells.
     examples, of: the number of the task's examples in this run, and in all.
     prefills: the prompts to read.
     prefills_saved: the answers that share the prefill of another answer.
@@ -68,7 +68,7 @@ class GroupTodo:
 class RunPlan:
     """The plan of a run: its groups of cells, with all facts that are known before weights are loaded.
 
-    Its configuration, data, checkpoint and results folder were found good.
+    The run's configuration, data, checkpoint and results folder were found good.
 
     source: the checkpoint's configuration, folder and fingerprint.
     context: the tokens that the model can read; None if unknown.
@@ -124,9 +124,10 @@ class RunPlan:
         """Return a note for each task whose first prompt will be cut to a small part of its tokens."""
         notes = []
         for group in self.groups:
+            # texts that are scored are never cut
             first = next((e for e in group.examples if not e.scored), None)
             if first is None:
-                continue  # texts that are scored are never cut
+                continue
             encoded = self._encoded(first, group)
             if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
                 continue
@@ -140,21 +141,22 @@ class RunPlan:
         """Return a prompt as token ids, or None if it cannot be encoded. The runner meets and reports that error."""
         try:
             return encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context)
+        # templates and tokenizers are the user's, and may raise anything
         except Exception:
             return None
 
     def _unreached(self) -> list[str]:
         """Return a note for each method whose budget exceeds every prompt of a task with its answer."""
-        tasks: dict[str, list[str]] = {}
+        columns_by_label: dict[str, list[str]] = {}
         for group in self.groups:
-            # the tokens of the longest prompt; 0 for a group without examples
+            # the tokens of the longest prompt; 0 if no example is left to answer
             n = self.estimate(group).prompt_tokens
             answer = max((e.max_new_tokens for e in group.examples), default=0)
             for cell in group.cells:
                 if n and keeps_everything(cell.chain, n, answer):
-                    tasks.setdefault(cell.label, []).append(f"{group.column} (at most {n} tokens)")
+                    columns_by_label.setdefault(cell.label, []).append(f"{group.column} (at most {n} tokens)")
         notes = []
-        for label, columns in tasks.items():
+        for label, columns in columns_by_label.items():
             notes.append(
                 f"{label}: nothing will be compressed of {', '.join(columns)}: no prompt is longer than its budget."
             )
@@ -193,6 +195,7 @@ class RunPlan:
         device = load.resolve_device(self.cfg.device)
 
         def tokens(example: Example) -> int:
+            """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
             if example.scored is not None:
                 return len(example.scored.ids)
             return len(self._encoded(example, group) or ())
@@ -213,7 +216,9 @@ class RunPlan:
                 prompt_tokens=tokens,
             )
         finally:
-            functions.restored()  # methods were asked for needs and budgets here, outside the isolation of foreign code
+            # methods were asked for needs and budgets here, outside the isolation of foreign code, which may have
+            # replaced functions that others compute with
+            functions.restored()
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
         """Return a cell's stored samples by example, for this run's examples only."""
@@ -221,7 +226,10 @@ class RunPlan:
         return {i: sample for i, sample in self.store.samples(cell.id).items() if i in ids}
 
     def answers(self, row: int) -> dict[str, dict[str, float]]:
-        """Return the stored scores in [0, 1] of the cells at index ``row``, by task and example."""
+        """Return the stored scores in [0, 1] of the cells at index ``row``, by task and example.
+
+        All groups must have their cells in the same order, so that an index stands for a method.
+        """
         by_task = {}
         for group in self.groups:
             # sort them, since resamples depend on the order
@@ -237,6 +245,7 @@ class RunPlan:
         for cell in self._cells():
             if self.store.damage(cell.id) is not None:
                 continue
+            # a file's size tells this without reading it
             sample_files = self.store.folder(cell.id).glob("samples-*.jsonl")
             if not any(file.stat().st_size for file in sample_files):
                 continue
@@ -256,7 +265,7 @@ class RunPlan:
         for group in self.groups:
             remaining = self.left(group)
             answers = sum(len(cells) for cells in remaining.values())
-            # in each round, methods with other code read the prompts again
+            # in each round, methods with other code read the prompts again; a round of one group is a tuple of one
             prefills = self.count_prefills(group, [part for (part,) in rounds([group])])
             # several methods may need the same calibration, which is computed once
             missing: dict[str, Request] = {}
@@ -284,7 +293,11 @@ class RunPlan:
         return todos
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
-        """Return groups with every chain bound to its calibration. Compute missing calibrations first."""
+        """Return groups with every chain bound to its calibration. Compute missing calibrations first.
+
+        quiet: True to show no progress.
+        """
+        # a chain stands in every group, and needs to be bound once
         calibrated: dict[Chain, Chain] = {}
         bound_groups = []
         for group in groups:
@@ -305,11 +318,12 @@ def labels(group: Group) -> list[str]:
 def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     """Return the plan of a run, after all checks that need no weights. Raises UsageError naming key and value.
 
-    With ``reading`` nothing will be written, so the results folder need not be writable.
+    reading: True if nothing will be written, so that the results folder need not be writable.
     """
     store = ResultStore(Path(cfg.results).expanduser())
     if not reading:
         store.check()
+    # refuse a missing device before anything is read
     load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
@@ -343,14 +357,15 @@ def plan_run(
     failed = foreign.find_early_failures(cfg.chains)
     cfg = _without(cfg, failed)
     foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
-    # methods are asked for needs and budgets in here, so code of foreign methods runs
-    with contained(", ".join(foreign_names), bool(foreign_names), seed=0, watched=False):
+    # methods are asked for needs and budgets in here, so code of foreign methods runs. They are not watched, since
+    # reading the data may take long, too
+    with contained(", ".join(foreign_names), foreign=bool(foreign_names), seed=0, watched=False):
         cfg, matched = equal_memory.match_budgets(cfg, shape)
         check_model(cfg, source)
         groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
     cfg = _without(cfg, failed)
-    # methods that failed on prompts still have cells
+    # cells were made before methods were tried on prompts
     groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
     for label, why in failed.items():
         # a run without any method left is an error, not a note
@@ -386,10 +401,7 @@ def check_model(cfg: RunConfig, source: load.ModelSource) -> None:
 
 
 def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> dict[str, object]:
-    """Return the facts about the model that are part of a cell's identity.
-
-    ``local`` is one of them if the model has local layers. They pass through; an earlier version compressed them.
-    """
+    """Return the facts about the model that are part of a cell's identity."""
     facts: dict[str, object] = {
         "fingerprint": source.fingerprint,
         "weights": cfg.model.weights,
@@ -397,6 +409,7 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
         "rope_scaling": cfg.model.rope_scaling,
         "dtype": str(load.resolve_dtype(cfg.model, device, source.config)).removeprefix("torch."),
     }
+    # an earlier version compressed local layers: this fact tells its results from today's
     if local_layers(source.config):
         facts["local"] = "passed through"
     return facts
@@ -418,11 +431,12 @@ def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Toke
 def threads(cfg: RunConfig, config: Any, available: int | None = None) -> int:
     """Return how many threads to use: the configured number, else one for a model narrower than SMALL_MODEL.
 
-    All other models use ``available``, by default PyTorch's own number within the system's limit. Tiny matrices are
-    faster on one thread, since several threads mostly wait.
+    config: the model's configuration.
+    available: the threads for all other models; None: PyTorch's own number within the system's limit.
     """
     if cfg.threads:
         return cfg.threads
+    # tiny matrices are faster on one thread, since several threads mostly wait
     if int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL:
         return 1
     if available is None:

@@ -25,9 +25,11 @@ GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "pla
 MODEL_FACTS = ("name", "path", "verified", "prompt_limits", "prompt_templates", "shape", "architecture", "fetch")
 """The keys of an entry of conf/model that cannot be typed without ``model.`` in front."""
 KL_KEYS = ("kl", "kl_tokens", "kl_mode")
-"""The keys of the comparison with the full cache's distributions, which ``fidelity`` said alone before."""
-MAX_SHARDS = 4096  # each shard is a job of its own
-MOST_DIGITS = 400  # longer numbers are read as texts, since Python's floats end before
+"""The keys of the comparison with the full cache's distributions. In earlier versions ``fidelity`` stood for all."""
+MAX_SHARDS = 4096
+"""The most shards of a run. Each shard is a job of its own."""
+MOST_DIGITS = 400
+"""Whole numbers with this many characters or more are read as texts, since Python's floats end before."""
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
@@ -89,6 +91,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
             raise UsageError(f"{group}= is empty: name one, as in {group}={example}")
     # conf/config.yaml supplies every key that is not typed
     methods, tasks = whole_config()["chains"], whole_config()["tasks"]
+    # a request has only what was typed, but knobs are looked for among the methods and datasets that will run
     typed_methods: tuple[str, ...] = ()
     typed_tasks: tuple[str, ...] = ()
     if "method" in texts:
@@ -115,6 +118,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
             run_groups["prompt"] = str(preset_values["prompt"])
         run = RunRequest(
             words=_words_of_run(texts, model, sharded=bool(sweep)),
+            # typed entries win over the preset's
             groups=run_groups | groups,
             methods=typed_methods,
             tasks=typed_tasks,
@@ -142,6 +146,7 @@ def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
                 f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {new_keys[0]}="
             )
         value = settings["fidelity"]
+        # typed on the command line, not given in Python
         if isinstance(value, str):
             value = value_of(value)
         if isinstance(value, bool):
@@ -189,7 +194,7 @@ def _read_settings(
 
 
 def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
-    """Return the arguments of one run: those typed, with its own model, without a launcher's keys.
+    """Return the arguments of one run: those typed, with the run's own model, without a launcher's keys.
 
     sharded: whether a sweep sets the keys of shards. They are left out then, too.
     """
@@ -264,7 +269,7 @@ def value_of(text: str) -> Any:
     # quotes keep a text a text: '12' is no number
     if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
         return text[1:-1].replace("\\" + text[0], text[0])
-    # the items between brackets or braces, if the text turns out to have them
+    # the items between brackets or braces, if the text turns out to have them; [] and {} have none
     inner: list[str] = split_list(text[1:-1]) if text[1:-1].strip() else []
     if text[:1] + text[-1:] == "[]":
         return [value_of(part) for part in inner]
@@ -278,7 +283,10 @@ def value_of(text: str) -> Any:
 
 
 def _dataset_names(tasks: Sequence[str]) -> list[str]:
-    """Return the dataset of each task (``tiny`` of ``tiny/needle``), once. Raises UsageError for an unknown one."""
+    """Return the datasets of all ``tasks`` (``tiny`` for ``tiny/needle``), each once.
+
+    Raises UsageError for an unknown dataset, and for a task that is cut off, such as ``tiny/``.
+    """
     cut_off = next((t for t in tasks if t.endswith("/") or t.startswith("/")), None)
     if cut_off is not None:
         name = cut_off.strip("/").partition("/")[0]
@@ -300,6 +308,7 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> di
     """Return {"match": kind of equal memory}, or {} if equal memory is not asked for.
 
     A typed kind wins. With match=true, or reference= alone, the preset's kind applies, or else bytes.
+    Raises UsageError if a fraction of each prompt is to be matched.
     """
     kind = texts.get("match")
     if kind is None and "reference" in texts:
@@ -318,8 +327,11 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> di
 
 
 def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
-    """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both."""
-    count = keys.whole("shards", 1).value(texts)
+    """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both.
+
+    Raises UsageError for too many shards, and if some shards are missing.
+    """
+    count = keys.whole("shards", least=1).value(texts)
     if count is not None and count > MAX_SHARDS:
         raise UsageError(f"shards={count} is not possible: 1 to {MAX_SHARDS}")
     value = texts.get("shard", ",".join(map(str, range(count or 0))))
@@ -347,6 +359,7 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
     A knob typed without its owner gets the owner's key. A knob of methods keeps its bare key, as ``window``, which
     stands for all methods that have it.
     """
+    # Hydra's ``+key`` adds a key and ``++key`` overrides one; both mean ``key`` here
     plain_key = key.lstrip("+")
     text = text_of(value)
     if "${" in text:
@@ -356,7 +369,7 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
     if plain_key == "shard" and len(split_list(text)) > 1:
         raise UsageError(f"shard={text} is a sweep: add -m, as in: run -m shard={text}")
     if plain_key in top_level():
-        # only per= may be swept
+        # of the keys without a group, only per= may be swept
         if plain_key != "per" and len(split_list(text)) > 1:
             raise UsageError(f"{key}={text} is not possible: {plain_key} takes one value")
         return {plain_key: _read_grid(value, top_level()[plain_key])}
@@ -383,6 +396,7 @@ def _parse_full_key(
     text = text_of(value)
     # groups such as model have their options directly; method and dataset have a name before the option
     if group in LISTED:
+        # LISTED names the entry of each group that lists all options
         known = entries(group)[LISTED[group]]
         name, _, inner = rest.partition(".")
         if name not in known or (inner and not isinstance(known[name], dict)):
@@ -400,6 +414,7 @@ def _parse_full_key(
         used, known = list(datasets), entries("dataset").get(owner, {})
     if owner not in used:
         raise UsageError(f"{group}.{rest}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
+    # names with _ in front are internal to an entry, such as the loader of a dataset
     if knob not in known or knob.startswith("_"):
         names = [name for name in known if not name.startswith("_")]
         raise unknown(f"option of {group} {owner}", knob, names, listed_by=f"kvbench run --help {owner}")
@@ -425,6 +440,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     stages = stages_of(methods)
     # every owner of knobs, each with its knobs and their plain values
     holders: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
+    # the entries hf and plain list all knobs of models and of prompts
     holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     holders["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
     holders |= {f"method.{stage}": registry.defaults(stage) for stage in stages}
@@ -432,6 +448,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     if len({o.partition(".")[0] for o in owners}) > 1:
         raise UsageError(f"{knob}={text} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
     if not owners:
+        # other commands have the key paper=
         if knob == "paper":
             name = text.partition("/")[0]
             raise UsageError(
@@ -452,12 +469,13 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
 def _read_grid(value: Any, default: Any) -> Any:
     """Return the value of a key whose default is ``default``: one value, or a grid, the list of values to sweep.
 
-    A list of values, typed with commas or a list of Python, is one value for a knob whose default is a list.
+    A list of values, typed with commas or given as a list in Python, is one value for a knob whose default is a list.
     """
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, str):
         parts = split_list(value)
+        # one list in brackets, as [0,1], and not several, as [0],[1]
         if isinstance(default, list) and value.startswith("[") and len(parts) == 1:
             return value_of(value)
         values = [value_of(part) for part in parts]
