@@ -39,7 +39,9 @@ ENTER_SHARE = 0.5
 class QueuedRow:
     """One prompt's cache under one method, ready to be decoded. Rows are compared by identity: two may be equal.
 
+    measured: the audited bytes and tokens of the cache.
     cut: the number of tokens cut out of the prompt.
+    ending: how the answer's tokens are drawn, and when the answer ends.
     fidelity: the comparison with the full cache by kind of text, once it was made.
     turn: the index of the context's question that this row answers, or of the answer that it draws for its prompt; None
     for a prompt with one answer.
@@ -58,20 +60,21 @@ class QueuedRow:
 
     @property
     def scored_example(self) -> Example:
-        """Return the example that scores the answer."""
+        """The example that scores the answer: one of a context's questions, or the row's example."""
         if self.turn is None or not self.example.turns:
             return self.example
         return self.example.asked(self.turn)
 
     @property
     def cost(self) -> int:
-        """Return the bytes that decoding takes: the cache, a copy where other answers need it, and the new tokens.
+        """The bytes that decoding takes: the cache, a copy where other answers need it, and the new tokens.
 
         New tokens are counted at the full cache's bytes a token, since most methods store new tokens in full.
         """
         cache_bytes = self.measured.payload + self.measured.overhead
+        # the cache stays for the questions or answers that branch from it
         if self.turn is not None:
-            cache_bytes *= 2  # the cache stays for the questions or answers that branch from it
+            cache_bytes *= 2
         # bytes a token of the full cache * the most new tokens
         new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
         return cache_bytes + new_bytes
@@ -110,6 +113,7 @@ class DecodeQueue:
         most_rows: int,
         most_bytes: int,
         remake: Remake | None = None,
+        # by default nobody keeps anything that could be freed
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
@@ -123,9 +127,11 @@ class DecodeQueue:
         self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
+        """Return the number of rows that have not ended."""
         return len(self.waiting) + len(self.running) + len(self.apart)
 
     def __iter__(self) -> Iterator[QueuedRow]:
+        """Yield the rows that have not ended, those that are being decoded first."""
         yield from self.running
         yield from self.apart
         yield from self.waiting
@@ -159,6 +165,7 @@ class DecodeQueue:
         if self.apart:
             return self._advance_alone(self.apart.pop(0))
         lost = self._admit_rows()
+        # the caller handles lost rows before the batch goes on, since their cells may leave the run
         if lost:
             return lost
         failure: Exception | None = None
@@ -207,8 +214,10 @@ class DecodeQueue:
         cost = sum(r.cost for r in self.running)
         if not self.waiting or not self._batch.open:
             return []
+        # wait until the batch has shrunk, so that rows enter in few and large groups
         if len(self.running) > ENTER_SHARE * self.most_rows or cost > ENTER_SHARE * self.most_bytes:
             return []
+        # the running rows decide for which methods the model is adapted; without any, the first waiting row does
         first = (self.running or self.waiting)[0]
         entering: list[QueuedRow] = []
         for row in self.waiting:
@@ -226,6 +235,7 @@ class DecodeQueue:
         self.running += entered
         # rows that ran out of memory here can be made again later, when running rows have freed theirs
         unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
+        # without running rows, no memory will become free
         if not (unmade and self.running):
             return lost
         release()
@@ -233,7 +243,10 @@ class DecodeQueue:
         return [(row, error) for row, error in lost if row not in unmade]
 
     def _shrink_batch(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
-        """After running out of memory, requeue ``rows`` and cap the batch at ``most_rows`` from now on."""
+        """After running out of memory, requeue ``rows`` and cap the batch at ``most_rows`` from now on.
+
+        where: what took the memory, for the message to the user.
+        """
         self.most_rows = max(1, most_rows)
         self.waiting = list(rows) + self.waiting
         say(f"out of memory {where}; going on with at most {self.most_rows}")
@@ -241,7 +254,10 @@ class DecodeQueue:
     def _enter_rows(
         self, batch: DecodeBatch[QueuedRow], rows: Sequence[QueuedRow]
     ) -> tuple[list[QueuedRow], list[Outcome]]:
-        """Enter rows into a batch, which then owns their caches. Return (entered rows, rows with lost caches)."""
+        """Enter rows into a batch, which then owns their caches.
+
+        Return (entered rows, (row, exception) of rows whose caches could not be made again).
+        """
         lost: list[Outcome] = []
         remade = {}
         # a batch that failed owned these caches, and only their shapes are left
@@ -267,7 +283,7 @@ class Asking:
 
     row: the compressed context. Isolated questions branch from its cache.
     cache: the cache that the next question continues.
-    answered: by index of the question, its record, its answer and the most tokens that a head held meanwhile.
+    answered: by index of the question, the record, the answer and the most tokens that a head held meanwhile.
     """
 
     host: Host
@@ -297,24 +313,26 @@ class Asking:
         Under turns=gold the reference answer to the previous question comes before the question.
         """
         question = list(self.encoded.questions[turn])
+        # the first question has none before it
         if turn and self.cell.task.turns == "gold":
             return list(self.encoded.references[turn - 1]) + question
         return question
 
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Add the answer to a row's question. Return the context's sample once all its questions are answered.
+        """Add the answer to a row's question. Return the context's sample once all questions are answered, else None.
 
-        value: the answer's score.
+        text: the answer's text.
+        value: the answer's score; None if the metric gives no score.
         peak: the most tokens that a head held while answering.
         """
         # rows of questions are numbered by their turn
         assert row.turn is not None
         task, asked = row.cell.task, row.scored_example
+        # when questions see each other, the next one continues the cache that has read this one
         if not self.isolated:
-            # when questions see each other, the next one continues the cache that has read this one
             self.cache = row.cache
+        # the model's own answer stays in the context of the next question
         if task.turns == "own":
-            # the model's own answer stays in the context of the next question
             tokens = self._tokens_to_keep(row, answer)
             if tokens:
                 self.cache = extend_cache(self.host.model, row.cache, tokens)
@@ -325,6 +343,7 @@ class Asking:
             new_tokens=len(answer.tokens),
             decode_s=round(answer.seconds, 6),
             bytes=self.cache.nbytes(),
+            # other metrics than the task's own
             beside={name: score(name, task.answer(text), asked) for name in task.beside},
         )
         self.answered[row.turn] = record, answer, peak
@@ -332,6 +351,7 @@ class Asking:
             return None
         # isolated questions may be answered in any order
         turns = [self.answered[i] for i in range(len(self.answered))]
+        # each turn's record holds its references
         return replace(build_joint_sample(self.row, turns), answers=None, turns=tuple(turn for turn, _, _ in turns))
 
     def _tokens_to_keep(self, row: QueuedRow, answer: Answer) -> list[int]:
@@ -348,6 +368,7 @@ class Asking:
         end = getattr(self.host.tokenizer, "eos_token_id", None)
         if ended or end is None:
             return answer.tokens
+        # the answer was cut at its limit: end it as the model would have
         return answer.tokens + [int(end)]
 
 
@@ -358,7 +379,7 @@ class Drawing:
     All begin from one cache: the prompt is read and compressed once.
 
     row: the compressed prompt.
-    answered: by index of the answer, its record, the answer and the most tokens that a head held meanwhile.
+    answered: by index of the answer, the record, the answer and the most tokens that a head held meanwhile.
     """
 
     row: QueuedRow
@@ -376,9 +397,10 @@ class Drawing:
         return replace(self.row, ending=host.make_ending(self.cell.task, drawn), turn=index)
 
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
-        """Add a row's answer. Return the prompt's sample once all its answers have come.
+        """Add a row's answer. Return the prompt's sample once all its answers have come, else None.
 
-        value: the answer's score.
+        text: the answer's text.
+        value: the answer's score; None if the metric gives no score.
         peak: the most tokens that a head held while answering.
         """
         # rows of drawn answers are numbered by the draw
@@ -403,14 +425,19 @@ def build_joint_sample(
     records = [record for record, _, _ in answered]
     answer = join_answers([answer for _, answer, _ in answered])
     text = "\n".join(record.prediction.strip() for record in records)
-    return build_sample(row, answer, text, average_scores(records), max(peak for _, _, peak in answered))
+    peak = max(peak for _, _, peak in answered)
+    return build_sample(row, answer, text, average_scores(records), decode_peak=peak)
 
 
 def join_answers(answers: Sequence[Answer]) -> Answer:
-    """Return several answers from one cache as one. Its times are sums, its batch sizes are maxima."""
+    """Return one or more answers from one cache as one answer.
+
+    Times are added, numbers of batches are maxima, and the tokens of all answers stand one after the other.
+    """
     tokens: list[int] = []
     for answer in answers:
         tokens += answer.tokens
+    # only methods that mask count what they attend to
     attended = [a.attended for a in answers if a.attended is not None]
     mean_attended = fmean(attended) if attended else None
     return replace(
@@ -435,6 +462,7 @@ def read_question(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
     """Read one question of a context behind the caches of all methods. Return the rows that answer it."""
     if not askings:
         return []
+    # all ask about the same context on the same host
     host, ids = askings[0].host, askings[0].question_ids(turn)
     # one pass of the model serves the caches of all methods
     caches = extend_caches(host.model, [a.cache for a in askings], ids)
@@ -459,6 +487,7 @@ def remake_rows(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, 
         by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
     outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
     for rows_of_prompt in by_prompt.values():
+        # all rows of a prompt read the same tokens
         first = rows_of_prompt[0]
         encoded = host.encode(first.example, first.cell.task)
         outcomes += run_in_parts(rows_of_prompt, partial(_read_prompt_again, host, encoded))
@@ -466,7 +495,7 @@ def remake_rows(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, 
 
 
 def _read_prompt_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) -> list[QueuedRow]:
-    """Return the rows of one prompt with caches that are made anew."""
+    """Return the rows of one prompt with caches made anew, which have read the withheld question if there is one."""
     caches = host.prefill(encoded.ids, [row.cell.chain for row in rows])
     with_caches = [replace(row, cache=cache, given_up=False) for row, cache in zip(rows, caches, strict=True)]
     if encoded.question:
@@ -477,7 +506,8 @@ def _read_prompt_again(host: Host, encoded: Encoded, rows: Sequence[QueuedRow]) 
 def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None, decode_peak: int) -> Sample:
     """Return the sample to store for a row's answer that passed the audit.
 
-    value: the answer's score.
+    text: the answer's text; '' for a text that was scored.
+    value: the answer's score; None if the metric gives no score.
     decode_peak: the most tokens that a head held while answering.
     """
     example = row.example

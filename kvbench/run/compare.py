@@ -37,8 +37,9 @@ from kvbench.tasks.rows import has_half_pair
 MethodEntry = str | Mapping[str, Any]
 """A method as `run` names it, or a dict with the key ``method`` and options of its own."""
 Row = str | Mapping[str, Any]
+"""A plain prompt, or a mapping with the keys of one of ROWS."""
 ROWS = (("prompt", "answers"), ("context", "question", "answers"), ("context", "questions"))
-"""The keys of a row: a prompt with its references, or a context with several questions, which have theirs."""
+"""The keys of a row: a prompt with references, a context with one question, or with several that have references."""
 LOADED = ("dtype", "weights", "attention", "rope_scaling", "device_map", "download", "revision")
 """Settings of a model that are in force once it is loaded."""
 
@@ -75,6 +76,7 @@ def compare(
     check_is_model(model)
     check_tokenizer(tokenizer)
     folder = Path(results).expanduser()
+    # an empty text names no dataset, and is refused as rows
     if isinstance(data, str) and data:
         dataset = data
     else:
@@ -84,7 +86,8 @@ def compare(
         dataset = "file"
         settings["path"] = _store_rows(rows, folder / "prompts")
     entries, names = _list_entries(methods)
-    # take the same path as the command line, so that equal settings give equal ids of cells
+    # take the same path as the command line, so that equal settings give equal ids of cells; a configuration needs a
+    # method, so a list of chains alone is configured with the full cache, which every run measures
     run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
     request = words.request(run_settings)
     cfg = config.parse(request, methods=entries or ["full"])
@@ -121,7 +124,10 @@ def _check_settings(settings: Mapping[str, object], results: object) -> None:
 def _list_entries(
     methods: Sequence[MethodEntry | Chain],
 ) -> tuple[list[MethodEntry], list[str]]:
-    """Return (entries, names) of the methods that are no chains. A text may name several methods, with commas."""
+    """Return (entries, names) of the methods that are no chains. A text may name several methods, with commas.
+
+    An entry has a dict's options, a name does not.
+    """
     entries: list[MethodEntry] = []
     names: list[str] = []
     for method in methods:
@@ -137,15 +143,21 @@ def _list_entries(
 def _read_rows(
     data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """Yield each row as the dataset ``file`` reads it. Raises UsageError for a row without a prompt."""
-    new = settings["max_new_tokens"]
-    check("max_new_tokens", new, is_whole(new) and new >= 1, "a whole number, 1 or more")
+    """Yield each row as the dataset ``file`` reads it. A plain text is answered by the model, with the full cache.
+
+    Raises UsageError for data that are no rows, and for a row without a prompt.
+    """
+    # the answers to plain texts need it here, before the configuration checks it
+    max_new_tokens = settings["max_new_tokens"]
+    is_count = is_whole(max_new_tokens) and max_new_tokens >= 1
+    check("max_new_tokens", max_new_tokens, is_count, "a whole number, 1 or more")
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UsageError(f"data is {type(data).__name__}: give the name of a dataset, or a list of rows")
     for number, row in enumerate(data):
         if isinstance(row, str):
             try:
-                reference = _answer_in_full(model, tokenizer, row, new)
+                reference = _answer_in_full(model, tokenizer, row, max_new_tokens)
+            # tokenizers raise one of these errors for half of a surrogate pair
             except (TypeError, UnicodeEncodeError):
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
             yield {"id": str(number), "prompt": row, "answers": [reference]}
@@ -160,7 +172,7 @@ def _read_rows(
             )
 
 
-def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, new: int) -> str:
+def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, max_new_tokens: int) -> str:
     """Return the full cache's greedy answer to a text."""
     # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenizer.encode(text))
@@ -169,7 +181,9 @@ def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, new: int)
     stop: frozenset[int] = frozenset()
     if end_ids is not None:
         stop = frozenset(torch.as_tensor(end_ids).flatten().tolist())
-    answer = decode.generate_rows(model, prefill_chains(model, ids, [Chain()]), [Ending(new, stop)])[0]
+    # a chain without stages is the full cache
+    caches = prefill_chains(model, ids, [Chain()])
+    (answer,) = decode.generate_rows(model, caches, [Ending(limit=max_new_tokens, stop=stop)])
     return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
 
 
@@ -199,11 +213,13 @@ def _plan_run(cfg: RunConfig, model: PreTrainedModel, tokenizer: Any) -> RunPlan
     """Return the plan of a run on a loaded model. Its weights identify the model."""
     # transformers keeps here the name or folder that a model was loaded from
     name = str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+    # the last part of a folder's path names the model
     if Path(name).is_dir():
         name = Path(name).name
     dtype = str(model.dtype).removeprefix("torch.")
     cfg = replace(cfg, model=replace(cfg.model, name=name, path=name, dtype=dtype), device=str(model.device))
-    source = ModelSource(name, None, model.config, digest_weights(model)[:16])
+    fingerprint = digest_weights(model)[:16]
+    source = ModelSource(location=name, revision=None, config=model.config, fingerprint=fingerprint)
     return plan_run(cfg, source, tokenizer, ResultStore(Path(cfg.results).expanduser()), model)
 
 

@@ -46,7 +46,10 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
 
 
 def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
-    """Print reports as the options say. Return exit status 1 if any cell was refused or failed."""
+    """Print reports as the options say. Return exit status 1 if any cell was refused or failed, else 0.
+
+    args: the parsed options of ``add_report_options``, and ``json``.
+    """
     from kvbench.report import render
 
     if args.json:
@@ -85,17 +88,17 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
     """While the context is open, SIGINT or SIGTERM ends the run once the measured answers are safe.
 
     The run's progress is printed then, and the command to continue with. The context yields a ``Stop``, whose status
-    is set after a signal.
+    is set after a signal. A second signal ends the process at once, since a method's code may have caught the first.
 
-    A second signal ends the process at once, since a method's code may have caught the first. ``arguments`` are the
-    verb and its own arguments.
+    prepared: the runs whose answers are counted.
+    arguments: the verb and the verb's arguments, for the command.
     """
     stop = Stop()
     signals: list[int] = []
 
     def interrupt(number: int, frame: object) -> None:
         """Raise KeyboardInterrupt at the first signal. End the process at the second."""
-        # the default handler ends the process without running any more Python code
+        # a second signal: the default handler ends the process without running any more Python code
         if signals:
             say("ended at once; the answers that were stored are safe")
             signal.signal(number, signal.SIG_DFL)
@@ -130,7 +133,7 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
 
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
-    """Print the plans of runs, and measure nothing. Return exit status 0."""
+    """Print the plans of runs, as text or as JSON, and measure nothing. Return exit status 0."""
     from kvbench.plan.forecast import forecast_run
     from kvbench.store.labels import explain_budgets
 
@@ -161,7 +164,10 @@ def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
 
 
 def _describe_forecast(forecast: Forecast) -> Iterator[str]:
-    """Yield a forecast's lines: each group, dtype, the sum, memory, notes, calibrations, and each method's cells."""
+    """Yield a forecast's lines: each group, dtype, the sum, memory, notes, calibrations, and each method's cells.
+
+    If there are more than MOST_IDS cells, the methods alone are named.
+    """
     from kvbench.report.table import format_size
 
     for group in forecast.groups:
@@ -222,11 +228,11 @@ def _describe_total(groups: Sequence[GroupForecast]) -> Iterator[str]:
     todo = [group for group in groups if group.answers_to_do]
     if not todo:
         return
-    # a sum over only some of the groups would be too short
     seconds = [group.seconds for group in todo if group.seconds is not None]
-    time = "for a time measure a few first (limit=2), then ask again"
-    if len(seconds) == len(todo):
-        time = f"about {describe_duration(sum(seconds))}"
+    # a sum over only some of the groups would be too short
+    is_complete = len(seconds) == len(todo)
+    advice = "for a time measure a few first (limit=2), then ask again"
+    time = f"about {describe_duration(sum(seconds))}" if is_complete else advice
     yield (
         f"together: {sum(group.answers_to_do for group in todo)} answers in "
         f"{sum(group.prefills for group in todo)} prefills "

@@ -35,6 +35,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Make a display of no work yet: ``begin`` tells it the run."""
         self.console, self.clock = console, clock
         self.times: dict[str, TaskTime] = {}
         self.answers = 0
@@ -107,6 +108,7 @@ class Display:
         if self.open_cells[cell.column]:
             return  # other cells of this task are measured in a later round
         self.left.ended(cell.column)
+        # the last line of all: plain lines come only now and then, so the end may not have one yet
         if not any(self.open_cells.values()) and self.bars is None:
             self._print_line(self.clock())
 
@@ -116,9 +118,13 @@ class Display:
             self.bars.stop()
 
     def _show(self, now: float) -> None:
-        """Move the bar, or print a plain line if the last one is PLAIN_EVERY_S old."""
+        """Move the bar, or print a plain line if the previous one is PLAIN_EVERY_S old.
+
+        now: the clock's time.
+        """
         if self.bars is not None and self.bar is not None:
             self.bars.update(self.bar, completed=self.done, task_name=self.current, left=self._estimate_seconds_left())
+        # ``ended`` prints the line of a run that has all answers
         elif now - self.last >= PLAIN_EVERY_S and self.done < self.answers:
             self.last = now
             self._print_line(now)
@@ -129,6 +135,7 @@ class Display:
 
     def _print_line(self, now: float) -> None:
         """Print a plain line: the answers of the whole run, the time that has passed, the time left, the task."""
+        # a run may end before any prompt was read
         elapsed = now - (self.start or now)
         words = [f"{self.done} of {self.answers} answers", f"{elapsed:.0f} s"]
         if not self.done:
@@ -142,10 +149,13 @@ class Display:
 
 
 def _count_work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
-    """Return the work that a group has left: its ``answers``, and the number and sizes of the prompts to be read."""
+    """Return the work that a group has left: its ``answers``, and the number and sizes of the prompts to be read.
+
+    The group must have an answer left.
+    """
     # prompts with a stored answer are not read again, so their lengths must not enter the mean
     waiting = prepared.left(group)
     examples = [e for e in group.examples if e.id in waiting]
     length = fmean(e.size() for e in examples)
     longest_answer = max(e.max_new_tokens for e in examples)
-    return TaskTime(answers, len(examples), length, longest_answer)
+    return TaskTime(answers, prompts=len(examples), length=length, longest_answer=longest_answer)

@@ -43,6 +43,8 @@ ROUNDED = 4
 def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     """Compute the calibrations that the run's methods lack. Return a record of each calibration that the methods use.
 
+    quiet: True to show no progress.
+
     Raises UsageError if no method needs a calibration.
     """
     device = load.resolve_device(cfg.device)
@@ -57,6 +59,7 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     # like a run's numbers, a calibration's sums depend on the number of threads
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
+    # by file, since several methods can use one calibration
     records: dict[str, Facts] = {}
     for chain in chains:
         bound = session.bind(chain, model, quiet)
@@ -69,9 +72,9 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
 
 
 def measure(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] = ()) -> Report:
-    """Measure all missing answers and write each cell's metrics. Return the run's report, as ``report_run`` does.
+    """Measure all missing answers and write each cell's metrics. Return the run's report.
 
-    quiet: whether no progress is shown.
+    quiet: True to show no progress.
     listeners: further listeners to the run's events.
     """
     summaries = fill(prepared, quiet, listeners)
@@ -82,6 +85,9 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
     """Measure all missing answers and write each cell's metrics. Return the summaries of cells by their ids.
 
     No report is made, since groups may have different cells.
+
+    quiet: True to show no progress.
+    listeners: further listeners to the run's events.
     """
     all_listeners = list(listeners)
     if not quiet:
@@ -96,8 +102,8 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
         for group in _measure_groups(prepared, quiet, broadcast):
             summaries |= _settle_group(prepared, group, broadcast)
             unfinished[group.column] -= {cell.id for cell in group.cells}
+    # an interrupt, too: answers that were stored before the end still get their metrics
     except BaseException as error:
-        # answers that were stored before the end still get their metrics
         for group in prepared.groups:
             _settle_group(prepared, group.only(unfinished[group.column]), broadcast, error)
         raise
@@ -107,7 +113,10 @@ def fill(prepared: RunPlan, quiet: bool = False, listeners: Sequence[Listener] =
 
 
 def settle(prepared: RunPlan, listeners: Sequence[Listener] = ()) -> Report:
-    """Write each cell's metrics from the samples of all shards, without measuring. Return the run's report."""
+    """Write each cell's metrics from the samples of all shards, without measuring. Return the run's report.
+
+    listeners: listeners to the run's events.
+    """
     broadcast = Listeners(listeners)
     summaries: dict[str, CellSummary] = {}
     try:
@@ -125,7 +134,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     A task may have a group with its question in view and one with it withheld. Such a pair is read once, if both groups
     fit into memory whole.
     """
-    # reporting stored results needs no weights
+    # reporting stored results needs no weights, so the model is not loaded
     if not any(t.answers_to_do for t in prepared.todo()):
         yield from prepared.groups
         return
@@ -152,6 +161,7 @@ class _Measurement:
     """
 
     def __init__(self, prepared: RunPlan, quiet: bool, broadcast: Listeners) -> None:
+        """Load the model, and collect the provenance of the samples."""
         self.prepared, self.quiet, self.broadcast = prepared, quiet, broadcast
         thread_count = set_threads(prepared.cfg, prepared.source.config)
         model = prepared.load_model()
@@ -161,6 +171,7 @@ class _Measurement:
         # half precision alone changes answers; readers must be able to tell this effect from compression
         facts |= _measure_rounding(self.host, prepared.groups)
         self.facts = facts
+        # in a commit's name, + marks a clone with local changes
         if not quiet and str(facts["commit"]).endswith("+"):
             say(f"the code has local changes (commit {facts['commit']}): results say so")
 
@@ -198,6 +209,7 @@ class _Measurement:
         Return the cells that are left out because another process measures them.
         """
         cfg, store = self.prepared.cfg, self.prepared.store
+        # each turn of the loop leaves out the methods that changed the model
         while True:
             try:
                 return run_groups(
@@ -217,7 +229,7 @@ class _Measurement:
 
 
 def _name_cells(cells: Sequence[Cell]) -> str:
-    """Return the name of the first cell in words, and the number of further cells."""
+    """Return the first cell of ``cells`` in words, and the number of further cells."""
     first = f"{cells[0].label} on {cells[0].column}"
     if len(cells) == 1:
         return first
@@ -230,7 +242,8 @@ def _measure_rounding(host: Host, groups: Sequence[Group]) -> Facts:
         return {}
     comparison = None
     with suppress(Exception):  # measuring reports any error of a prompt or of the model
-        prompts = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples][:ROUNDED]
+        first_prompts = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples]
+        prompts = first_prompts[:ROUNDED]
         comparison = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in prompts])
     if comparison is None:
         return {}
@@ -259,6 +272,7 @@ def _settle_group(
         if summary is not None:
             summaries[cell.id] = summary
         stored = store.status(cell.id)
+        # for listeners, cells that another process measures and cells without examples in this shard are done
         status = "done"
         if stored.status in ("complete", "refused", "failed", "interrupted"):
             status = stored.status
@@ -312,7 +326,8 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
     """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text.
 
-    A stop text of several tokens ends an answer wherever its last token comes.
+    A stop text of several tokens ends an answer wherever its last token comes. Raises UsageError for a stop text
+    without a token.
     """
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     stop_ids = set(load.end_tokens(cfg, prepared.source))
@@ -323,6 +338,7 @@ def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
     if prepared.model is not None:
         # a model that the user passed in may end with other tokens than its checkpoint says
         model_ends = getattr(prepared.model.generation_config, "eos_token_id", None)
+        # one id, a list of ids, or None
         if isinstance(model_ends, int):
             stop_ids.add(model_ends)
         else:
@@ -334,6 +350,9 @@ def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
 
 
 def set_threads(cfg: RunConfig, config: Any) -> int:
-    """Set PyTorch's number of threads for the run and return it."""
+    """Set PyTorch's number of threads for the run and return it.
+
+    config: the model's configuration, by which narrow models get one thread.
+    """
     torch.set_num_threads(threads(cfg, config))
     return torch.get_num_threads()

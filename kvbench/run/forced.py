@@ -37,11 +37,14 @@ def score_text(
 
     The score is the sum of the tokens' losses in nats, over ``text.divisor``. If ``full`` is given, each row is also
     compared with this cache, and keeps the comparison. Return each row with its score, or with the exception by which
-    it failed.
+    the row failed.
+
+    rows: rows whose caches have read the text's prefix.
     """
     # [tokens behind the compressed prefix]
     rest = torch.tensor(text.ids[text.prefix :])
-    # position 0 is the first token behind the prefix; of a long text's window only the tokens behind scored_from count
+    # position 0 is the first token behind the prefix; of a long text's window only the tokens behind scored_from count.
+    # 0: the prefix is the window's whole first half, or the text is no window, and every token behind the prefix counts
     first = max(0, text.scored_from - text.prefix) if text.scored_from is not None else 0
 
     def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
@@ -63,7 +66,8 @@ def score_text(
         seconds = (time.perf_counter() - start) / len(part)
         scored = []
         for result, row in zip(forced, compared, strict=True):
-            # only a window's second half counts; the token before it predicts its first token
+            # where a window's first half is fed, too, the first prediction that counts is made from the token at
+            # ``first``
             counted = result.losses[first + 1 :] if first else result.losses
             loss = float(counted.sum())
             answer = Answer(
@@ -86,9 +90,11 @@ def score_text(
 def compare_rows(
     host: Host, rows: Sequence[QueuedRow], full: PromptCache, texts: Mapping[str, Sequence[int]]
 ) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
-    """Compare each row with ``full`` on ``texts``, the tokens of each kind of text.
+    """Compare each row with the cache ``full`` of the same prompt on texts that continue the prompt.
 
-    Return each row beside a copy with its divergences, or beside the exception by which it failed.
+    Return each row beside a copy with its divergences, or beside the exception by which the row failed.
+
+    texts: the tokens of each text by its kind, as ``choose_texts`` returns them.
     """
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
@@ -109,7 +115,7 @@ def compare_rows(
 
 
 def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TOKENS) -> dict[str, list[int]]:
-    """Return, by kind, the texts on which caches are compared. Each has between two and ``most`` tokens.
+    """Return the token ids of the texts on which caches are compared, by kind. Each has two to ``most`` tokens.
 
     ``reference`` is the first reference of an example with answers. ``greedy`` is the full cache's own likeliest
     answer. The prompt alone predicts a text's first token, so a text of one token compares nothing and is left out.
@@ -124,8 +130,10 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
         texts["reference"] = host.tokenizer.encode(f" {example.answers[0]}", add_special_tokens=False)[:most]
     # a window of a long text is only scored; its prompt asks for no answer
     if example.scored is None or example.scored.scored_from is None:
-        ending = Ending(min(most, example.max_new_tokens), host.stop)
-        texts["greedy"] = generate_rows(host.model, [full], [ending])[0].tokens
+        # without a temperature, tokens are the likeliest ones
+        ending = Ending(limit=min(most, example.max_new_tokens), stop=host.stop)
+        (answer,) = generate_rows(host.model, [full], [ending])
+        texts["greedy"] = answer.tokens
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}
 
 

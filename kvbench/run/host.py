@@ -58,7 +58,7 @@ class Host:
 
     @property
     def most_rows(self) -> int:
-        """Return how many rows are decoded together at most."""
+        """The most rows that are decoded together."""
         return self.batch_rows or default_rows(self.model.device)
 
     def encode(self, example: Example, task: Task) -> Encoded:
@@ -90,6 +90,7 @@ class Host:
             limit=example.max_new_tokens,
             # the model's own end tokens, and those with which this task's answers end
             stop=self.stop | self._encode_last_tokens(task.stop),
+            # the user can only raise the task's own number
             min_new_tokens=max(task.min_new_tokens, self.policy.min_new_tokens or 0),
             forbid_first=self._encode_last_tokens(task.forbid_first),
             temperature=sampling.temperature,

@@ -40,18 +40,23 @@ class Listeners:
         self._listeners = list(listeners)
 
     def begin(self, prepared: RunPlan) -> None:
+        """Tell all listeners that the run begins."""
         self._tell("begin", prepared)
 
     def reading(self, column: str) -> None:
+        """Tell all listeners that a prompt of a task is about to be read."""
         self._tell("reading", column)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
+        """Tell all listeners that a cell has a new sample on disk."""
         self._tell("stored", cell, sample)
 
     def ended(self, cell: Cell, status: str, summary: CellSummary | None, reason: str | None) -> None:
+        """Tell all listeners that a cell has ended."""
         self._tell("ended", cell, status, summary, reason)
 
     def close(self) -> None:
+        """Tell all listeners that the run has ended."""
         self._tell("close")
 
     def _tell(self, event: str, *args: Any) -> None:

@@ -33,26 +33,28 @@ class PromptReader:
 
     def __init__(self, host: Host, with_room: Callable[[Callable[[], Any]], Any]) -> None:
         self.host, self.with_room = host, with_room
-        self.most_cells: int | None = None  # the most cells of one prefill, set after a prefill ran out of memory
+        # the most cells of one prefill, set after a prefill ran out of memory; None: all at once
+        self.most_cells: int | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Drop the caches that are kept."""
+        """Drop the caches that are kept: the tokens of the context that was read last, and its caches."""
         self._ids: Sequence[int] = ()
         self._known: dict[Key, PromptCache] = {}
 
     @property
     def holds(self) -> bool:
-        """Tell whether caches are kept, or the first tokens of a prompt."""
+        """True if caches are kept, or the first tokens of a prompt."""
         return bool(self._known or (self.host.prefix and len(self.host.prefix.ids)))
 
     def forget_all(self) -> bool:
-        """Drop everything that is kept, including a prompt's first tokens. Tell whether there was anything."""
-        anything = self.holds
+        """Drop everything that is kept, including a prompt's first tokens. Return True if there was anything."""
+        # ask before all is dropped
+        held_anything = self.holds
         self.forget()
         if self.host.prefix is not None:
             self.host.prefix.forget()
-        return anything
+        return held_anything
 
     def read_caches(
         self, example: Example, encoded: Encoded, cells: Sequence[Cell], following: Work | None
@@ -60,7 +62,7 @@ class PromptReader:
         """Return (cell, cache) for each cell, or (cell, exception) if its prefill failed.
 
         encoded: the example's prompt.
-        following: the work that is read next, which may share this prompt's pass.
+        following: the work that is read next, which may share this prompt's pass; None if there is none.
         """
         caches: dict[Key, PromptCache | Exception] = {}
         if encoded.question and self._ids == encoded.ids:
@@ -77,12 +79,10 @@ class PromptReader:
             wanted += [(cell, len(context)) for cell in later_cells]
         for (cell, _), cache in self._prefill_cells(encoded.ids, wanted):
             caches[_make_key(cell)] = cache
-        # the next prompt may use the caches of a context whose question was withheld
-        cells_to_keep: Sequence[Cell] = later_cells
-        self._ids = context
-        if encoded.question:
-            cells_to_keep = cells
-            self._ids = encoded.ids
+        # the next prompt may use the caches of a context whose question was withheld: those of this prompt, or those
+        # that were read for the following work
+        cells_to_keep: Sequence[Cell] = cells if encoded.question else later_cells
+        self._ids = encoded.ids if encoded.question else context
         for cell in cells_to_keep:
             cache = caches[_make_key(cell)]
             if isinstance(cache, PromptCache):
@@ -104,7 +104,8 @@ class PromptReader:
             return (), []
         try:
             context = self.host.encode(other, cells[0].task)
-        except Exception:  # the error is reported when that example itself is read
+        # the error is reported when that example itself is read
+        except Exception:
             return (), []
         if not context.question or encoded.ids[: len(context.ids)] != context.ids:
             return (), []
@@ -128,6 +129,7 @@ class PromptReader:
             except Exception as error:
                 if is_out_of_memory(error):
                     self.most_cells = max(1, len(part) // 2)
+                # ``run_in_parts`` tries smaller parts, or keeps the error
                 raise
 
         most = self.most_cells or max(1, len(wanted))
@@ -143,7 +145,9 @@ def _make_key(cell: Cell) -> Key:
 
 
 def why_unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
-    """Return why a cell cannot run an example, or None if it can. The cell's prefill reads ``encoded``.
+    """Return why a cell cannot run an example, or None if it can.
+
+    encoded: the example's prompt, which the cell's prefill reads.
 
     Beyond a sliding window only the full cache can run. Beyond the model's context, texts to be scored
     (``example.scored``) need rolled positions; prompts to be answered were cut to the context already.

@@ -64,6 +64,7 @@ BUSY_WAIT_S = 0.05
 REPEATED_TOKENS = 32
 """Tokens of the prompt that are read again behind its cache to see whether a method decodes alike twice."""
 REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers from a seed such as obs.prompt"
+"""The advice to the author of a method that computes a prompt differently the second time."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
 
@@ -71,11 +72,13 @@ Item = TypeVar("Item", QueuedRow, Asking)
 class ModelChanged(KvbenchError):
     """The error for a method that changed the model, or functions that all methods compute with.
 
-    No measurement after such a change means anything. ``cells`` are the ids of the cells to refuse. ``replaced`` names
-    the changed function, or is '' if the model changed.
+    No measurement after such a change means anything.
+
+    cells: the ids of the cells to refuse.
     """
 
     def __init__(self, cells: Sequence[Cell], replaced: str = "") -> None:
+        """Write the message. ``replaced`` names the changed function, or is '' if the model changed."""
         names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
         if replaced:
             super().__init__(str(replacing(names, replaced)))
@@ -102,6 +105,7 @@ class GroupRun:
     cells go on.
 
     writers: the open samples file of each cell, by the cell's id.
+    shard: the number of this process's part of the examples.
     refused, failed: the reasons, by the id of each cell that left.
     foreign: the cells with code that is not kvbench's own.
     """
@@ -116,10 +120,9 @@ class GroupRun:
     foreign: Sequence[Cell] = ()
 
     def __post_init__(self) -> None:
-        self.model_before = None
-        if self.foreign:
-            # foreign code may change the model: compare the model with this state after each step
-            self.model_before = state_of(self.host.model)
+        """Make the reader of prompts and the decode queue, and note the model's state if foreign code will run."""
+        # foreign code may change the model: compare the model with this state after each step
+        self.model_before = state_of(self.host.model) if self.foreign else None
         # the first prompt of each foreign cell, by the cell's id, to see later whether the method computes it alike
         self.firsts: dict[str, First] = {}
         self.reader = PromptReader(self.host, self._call_with_room)
@@ -142,6 +145,7 @@ class GroupRun:
             while not self.queue.has_room(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
                 self.advance_queue()
                 cells = self.active_cells(cells)  # decoding may have taken some out of the run
+            # no prompt waits for an answer, so this one will be the oldest
             if not len(self.queue):
                 self.reading_since = time.monotonic()
             if not cells:
@@ -151,9 +155,11 @@ class GroupRun:
                 next_example, next_cells = work[i + 1]
                 following = (next_example, self.active_cells(next_cells))
             self.read_prompt(example, cells, following)
+        # no prompt follows that could share the kept caches
         self.reader.forget_all()
         while len(self.queue):
             self.advance_queue()
+        # after a single prompt, a method has nothing to remember; its first prompt was computed twice already
         if len(work) > 1:
             for cell in self.active_cells([c for c in self.foreign if c.id in self.firsts]):
                 self.check_unchanged(cell, self.firsts[cell.id])
@@ -177,13 +183,15 @@ class GroupRun:
     def read_prompt(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
         """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text at once.
 
-        ``following`` is the work that is read next. It may share this prompt's pass.
+        cells: the cells that need the example, at least one. All are of one task.
+        following: the work that is read next, which may share this prompt's pass; None if there is none.
         """
         self.listeners.reading(cells[0].column)
         try:
             encoded = self.host.encode(example, cells[0].task)
             # a table of learned positions has no entries for the tokens behind its end
             check_capacity(self.host.model, len(encoded.ids))
+        # the prompt is the same for all cells, and so is the error
         except Exception as error:
             for cell in cells:
                 self.fail_cell(cell, error, example)
@@ -214,9 +222,10 @@ class GroupRun:
         self.check_model(cells, example)
         for cell, cache in caches:
             try:
+                # the error of the prefill takes the cell out as an error of the audit does
                 if isinstance(cache, Exception):
                     raise cache
-                with contained(cell.chain.name, cell.chain.foreign):
+                with contained(cell.chain.name, foreign=cell.chain.foreign):
                     cell.check_knobs()
                     # count bytes from the tensors themselves, whatever the method says
                     measured = audit(cache, self.host.shape())
@@ -232,8 +241,8 @@ class GroupRun:
                 rows.append(row)
             except Exception as error:
                 self.take_out(cell, error, example)
+        # the compressed caches read the withheld question now
         if encoded.question:
-            # the compressed caches read the withheld question now
             rows = self._run_together(rows, partial(extend_rows, host=self.host, ids=encoded.question))
         self.check_model(cells, example)
         return rows
@@ -254,11 +263,11 @@ class GroupRun:
                     self.take_out(row.cell, outcome, example)
                 else:
                     value, answer, scored_row = outcome
-                    self.store_answer(scored_row, answer, "", value)
+                    # the tokens are the text's own, not an answer of the model
+                    self.store_answer(scored_row, answer, text="", value=value)
         elif isinstance(encoded, EncodedTurns):
-            turns = range(1)  # a question that sees earlier ones waits for their answers
-            if task.turns == "isolated":
-                turns = range(len(encoded.questions))
+            # a question that sees earlier ones waits for their answers
+            turns = range(len(encoded.questions)) if task.turns == "isolated" else range(1)
             self.queue_questions([Asking(self.host, row, encoded, row.cache) for row in rows], turns)
         elif task.samples > 1:
             self.queue_draws([Drawing(row) for row in rows], task.samples)
@@ -269,7 +278,10 @@ class GroupRun:
                     self.queue.add(row)
 
     def queue_questions(self, askings: Sequence[Asking], turns: Iterable[int]) -> None:
-        """Queue the questions with the indices ``turns`` of one context, compressed by several methods."""
+        """Queue the questions with the indices ``turns`` of one context, compressed by several methods.
+
+        askings: the context under each method, all with the same questions.
+        """
         # ``store_answer`` looks up the context of an answer by these ids
         self.asking |= {(a.cell.id, a.example.id): a for a in askings}
         for turn in turns:
@@ -281,6 +293,7 @@ class GroupRun:
 
     def queue_draws(self, drawings: Sequence[Drawing], count: int) -> None:
         """Queue ``count`` answers to one prompt, compressed by several methods. All begin from the same caches."""
+        # ``store_answer`` looks up the drawings of an answer by these ids
         self.asking |= {(d.cell.id, d.row.example.id): d for d in drawings}
         for index in range(count):
             while not self.queue.has_room(len(drawings)):
@@ -312,6 +325,7 @@ class GroupRun:
         """
         self.reader.forget_all()
         outcomes = remake_rows(self.host, rows)
+        # reading has kept the first tokens of the last prompt again
         self.reader.forget_all()
         return outcomes
 
@@ -323,6 +337,7 @@ class GroupRun:
         except Exception as error:
             if not (is_out_of_memory(error) and (len(self.queue) or can_forget)):
                 raise
+        # outside the ``except`` block, since the error's traceback would keep the memory of ``work``
         self.reader.forget_all()
         release()
         while len(self.queue):
@@ -332,7 +347,10 @@ class GroupRun:
     def compare_rows(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
         """Compare rows with the full cache on texts that continue the prompt. Return the rows with divergences."""
         try:
-            texts = forced.choose_texts(self.host, example, full, int(rows[0].cell.identity["fidelity"]["tokens"]))
+            # all cells of a task are compared on texts of the same length
+            most = int(rows[0].cell.identity["fidelity"]["tokens"])
+            texts = forced.choose_texts(self.host, example, full, most)
+        # without texts no row can be compared
         except Exception as error:
             for row in rows:
                 self.fail_cell(row.cell, error, example)
@@ -348,7 +366,7 @@ class GroupRun:
         return compared
 
     def advance_queue(self) -> None:
-        """Decode until some rows have ended, and score and store those."""
+        """Decode until some rows have ended, and score and store those. The queue must not be empty."""
         # if a method has changed the model, the message names this example's prompt
         first = next(iter(self.queue))
         outcomes = self.queue.advance()
@@ -371,7 +389,11 @@ class GroupRun:
                 self.store_answer(row, outcome, text, value)
 
     def store_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None) -> None:
-        """Store a row's answer with its score, or refuse its cell if the audit of decoding fails."""
+        """Store a row's answer with its score, or refuse its cell if the audit of decoding fails.
+
+        text: the answer's text; '' for a text that was scored.
+        value: the answer's score; None if the metric gives no score.
+        """
         cell, example = row.cell, row.example
         # the same step may have refused another row of this cell
         if cell.id in self.refused:
@@ -380,10 +402,10 @@ class GroupRun:
             self.refuse_cell(cell, str(build_answer_refusal(cell.chain, self.host.model.dtype)), example)
             return
         try:
-            with contained(cell.chain.name, cell.chain.foreign):
+            with contained(cell.chain.name, foreign=cell.chain.foreign):
                 cell.check_knobs()
                 # the last token of an answer is never read, so the cache grows by one token less
-                decode_peak = check_peak(row.cache, answer.held, len(answer.tokens) - 1)
+                decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
                 if answer.stored is not None:
                     check_bytes(row.cache, answer.stored, self.host.shape())
             asking = None
@@ -425,6 +447,7 @@ class GroupRun:
         if layer is not None:
             finding = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
             raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
+        # ``cache`` itself stays for the answer, so two further caches read tokens
         if chain.evicts or chain.masks or chain.coder is not None:
             third = self._prefill_again(cell, encoded)
             is_alike = self._decodes_alike(second, third, encoded.ids[:REPEATED_TOKENS])
@@ -439,7 +462,7 @@ class GroupRun:
         return cache
 
     def _decodes_alike(self, one: PromptCache, other: PromptCache, tokens: Sequence[int]) -> bool:
-        """Return True if two equal caches are equal after they have read the same tokens, and give equal logits."""
+        """Return True if two equal caches are equal after both have read the same ``tokens``, and give equal logits."""
         one, other = extend_cache(self.host.model, one, tokens), extend_cache(self.host.model, other, tokens)
         # masks act on single tokens alone
         one, other = extend_cache(self.host.model, one, tokens[:1]), extend_cache(self.host.model, other, tokens[:1])
@@ -462,6 +485,7 @@ class GroupRun:
         Functions that all methods compute with count as the model, too: a method may replace one, and others call it
         later.
         """
+        # no foreign code runs
         if self.model_before is None:
             return
         replaced = self.host.functions.restored()
@@ -496,15 +520,18 @@ class GroupRun:
 
     def fail_cell(self, cell: Cell, error: Exception, example: Example) -> None:
         """Take the cell out of this run and record why. Its samples stay, and the next run measures the others."""
+        # the first error is the reason; rows in the same batch may bring others
         if cell.id in self.failed:
             return
         # messages of PyTorch may have many lines; a reason takes one
         reason = " ".join(str(error).split())[:REASON_LENGTH]
+        # kvbench's own messages speak for themselves
         if not isinstance(error, KvbenchError):
             reason = f"{type(error).__name__}: {reason}".rstrip(": ")
         self.failed[cell.id] = f"{reason} (example {example.id})"
         self.store.mark(cell, "failed", self.failed[cell.id])
         trace = self.store.folder(cell.id) / f"traceback-{self.shard}.txt"
+        # a full disk must not end the run of the other cells
         with suppress(OSError):
             trace.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         say(f"{cell.label} on {cell.column} failed: {self.failed[cell.id]}; see {trace}")
@@ -557,11 +584,14 @@ def run_groups(
                 if example is not None and example.id in cells_left:
                     work.append((example, cells_left[example.id]))
         foreign = [c for c in cells if c.chain.foreign]
-        run = GroupRun(host, store, writers, listeners or Listeners(), shard, foreign=foreign)
+        run = GroupRun(
+            host=host, store=store, writers=writers, listeners=listeners or Listeners(), shard=shard, foreign=foreign
+        )
         # attention runs through kvbench's interface until the last answer
         stack.enter_context(attached(host.model))
         try:
             run.run(work)
+        # an interrupt, too
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (lost := run.describe_unanswered()):
                 error.add_note(lost)
@@ -572,7 +602,10 @@ def run_groups(
 
 
 def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
-    """Return the cells that still need an example, each once."""
+    """Return the cells that still need an example, each once.
+
+    todo: for each group, the cells that need each example, by example id.
+    """
     by_id: dict[str, Cell] = {}
     for cells_by_example in todo:
         for cells in cells_by_example.values():

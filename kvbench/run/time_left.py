@@ -83,18 +83,18 @@ class TaskTime:
 
     def begun_answers(self, read: int) -> int:
         """Return how many answers ``read`` prompts have, ended or not."""
-        # answers per prompt * prompts read
+        # answers per prompt * prompts read; a task that ended before any prompt was read has no prompts
         return round(read * self.answers / max(1, self.prompts))
 
     def left(self, reading: bool) -> Seconds | None:
         """Return the seconds that the task has yet to take, or None if nothing can be said.
 
-        ``reading`` tells whether the newest prompt is still being read.
+        reading: True while the newest prompt is still being read.
         """
         if self.done >= self.answers:
-            return Seconds(0.0, 0.0)
+            return Seconds(low=0.0, high=0.0)
         # the prompt that is being read has no answers yet
-        prompts_read = self.read - reading
+        prompts_read = self.read - int(reading)
         # the answers begun are at least those that have come, and at most all
         begun = max(self.done, min(self.answers, self.begun_answers(prompts_read)))
         if self.done < SEEN * self.answers:
@@ -105,9 +105,13 @@ class TaskTime:
         most = max(self.of_answering / self.done * (begun / self.done), self.known)
         # seconds of a prompt * prompts still to be read
         to_read = self.of_reading * max(0, self.prompts - prompts_read)
+        # answers take too little time to be told from the reading of their prompts
         if not least + to_read:
-            return None  # answers take too little time to be told from the reading of their prompts
-        return Seconds(to_read + least * (self.answers - begun), to_read + most * (self.answers - self.done))
+            return None
+        return Seconds(
+            low=to_read + least * (self.answers - begun),
+            high=to_read + most * (self.answers - self.done),
+        )
 
     def holds(self, other: TaskTime) -> bool:
         """Return True if this task's prompts take at least as long as those of ``other``, judged by their sizes."""
@@ -118,10 +122,16 @@ class TaskTime:
 
 
 class TimeLeft:
-    """The time left of a run's tasks, from the run's events: a prompt is begun, an answer comes."""
+    """The time left of a run's tasks, from the run's events: a prompt is begun, an answer comes.
+
+    Events come with their time ``now`` in seconds, by any one clock.
+
+    tasks: the work of each task by name. Events change it.
+    """
 
     def __init__(self, tasks: Mapping[str, TaskTime]) -> None:
         self.tasks = tasks
+        # the task of the latest event, and whether that event was the beginning of a prompt
         self._newest: TaskTime | None = None
         self._is_reading = False
         self._last_event = 0.0
@@ -145,9 +155,11 @@ class TimeLeft:
     def answered(self, task: str, now: float) -> None:
         """Count an answer that has come."""
         newest = self.tasks[task]
+        # nothing is known of the time before the first event
         if self._newest is None:
             self._last_event = now
         newest.done += 1
+        # the time since the previous event holds the reading of a prompt, too
         if self._is_reading:
             newest.mixed += 1
         newest.other_s += now - self._last_event

@@ -31,8 +31,11 @@ from kvbench.tasks.metrics import metric
 
 CONNECT_S, FINISH_S = 10, 10
 """Seconds to wait for the service when a run is started, and when it is finished."""
-# an offline run only writes files, and these do not hang, however busy the machine is
 CLOSE_S = {"online": 30, "offline": 120}
+"""Seconds to wait for the logger's thread at the end of a run, by mode.
+
+An offline run only writes files, and these do not hang, however busy the machine is.
+"""
 RUNTIME = ("limit", "batch_rows", "shared_prefix", "threads", "device", "mix", "shard", "shards")
 """The settings of the run that the config of a W&B run holds under ``runtime``."""
 ROW_EVERY_S = 2.0
@@ -48,11 +51,17 @@ SETTINGS: dict[str, Any] = {
     "init_timeout": CONNECT_S,
     "finish_timeout": FINISH_S,
 }
-"""Nothing about the machine is sent but the facts that a cell records, and a silent service costs a few seconds."""
+"""The settings of wandb.
+
+Nothing about the machine is sent but the facts that a cell records, and a silent service costs a few seconds.
+"""
 
 
 def listeners(cfg: LoggerConfig) -> tuple[Listener, ...]:
-    """Return the listeners that the configuration asks for: () or one that logs to W&B."""
+    """Return the listeners that the configuration asks for: () or one that logs to W&B.
+
+    Raises UsageError if wandb is not installed.
+    """
     if cfg.mode == "disabled":
         return ()
     require("wandb", "logger=wandb")
@@ -124,8 +133,9 @@ class WandbLogger:
 class _CellRun:
     """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps.
 
+    group: the cell's group.
     samples: the cell's samples on disk, by example.
-    last: the time of the last row that was logged.
+    last: the time of the row that was logged last, in seconds of the monotonic clock.
     """
 
     run: Any
@@ -134,7 +144,10 @@ class _CellRun:
     last: float = -ROW_EVERY_S
 
     def progress(self) -> dict[str, Any]:
-        """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names."""
+        """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names.
+
+        Without samples or scores, the means are left out.
+        """
         # the store may hold samples of a larger limit than this run's
         ids = {example.id for example in self.group.examples}
         samples = self.samples.values()
@@ -158,6 +171,7 @@ class _Sender:
     prepared: RunPlan
 
     def __init__(self, cfg: LoggerConfig, warn: Callable[[str], None]) -> None:
+        # without logger=wandb this class is not used, and wandb is not imported
         import wandb
 
         self.wandb, self.cfg, self.mode, self.warn = wandb, cfg, cfg.mode, warn
@@ -189,7 +203,8 @@ class _Sender:
         """Log a cell's last row with a table of answers, write its summary, and finish its run."""
         run = self._open_run(cell)
         row = run.progress()
-        shown = list(self.prepared.store.samples(cell.id).values())[: self.cfg.samples]
+        stored_samples = list(self.prepared.store.samples(cell.id).values())
+        shown = stored_samples[: self.cfg.samples]
         if shown:
             answers = {e.id: e.answers for e in run.group.task.examples}
             row["samples"] = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
@@ -228,6 +243,7 @@ class _Sender:
         maps = _build_heat_maps(self.prepared)
         if not maps:
             return
+        # a map of a method that compressed nothing says nothing about the method
         titles = {label: f"{label}: {needle_found.mean():.0f} %" for label, (_, needle_found) in maps.items()}
         titles |= {label: f"{label}: nothing was compressed" for label in self._find_unchanged()}
         # all methods share one run for the needle maps: a map spans lengths, and so cells
@@ -267,6 +283,7 @@ class _Sender:
         """Return the open W&B run of a cell. It is started when it is first asked for."""
         if cell.id not in self.open:
             cfg = self.prepared.cfg
+            # every cell of the run is in one group
             group = next(group for group in self.prepared.groups if group.only([cell.id]).cells)
             # W&B filters and groups runs by their job_type: the run of a whole cell, or of one shard
             job_type = "shard" if cfg.shards > 1 else "cell"
@@ -280,8 +297,11 @@ class _Sender:
             self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
         return self.open[cell.id]
 
-    def _start_run(self, id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
-        """Start a W&B run beside the open ones and return it. If the service fails in any way, start it on disk."""
+    def _start_run(self, run_id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
+        """Start a W&B run beside the open ones and return it. If the service fails in any way, start it on disk.
+
+        cell: the run's cell, or one of several, whose dataset names the group of the run.
+        """
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
         group_name = f"{preset}/{dataset}" if preset else dataset
@@ -291,7 +311,7 @@ class _Sender:
             # an offline file knows no earlier run; `wandb sync` sends several files with one id one after the other
             resume: Any = "allow" if self.mode == "online" else None
             return self.wandb.init(
-                id=id,
+                id=run_id,
                 name=name,
                 group=self.cfg.group or group_name,
                 job_type=job_type,
@@ -341,8 +361,9 @@ def describe_run(prepared: RunPlan, cell: Cell) -> dict[str, object]:
     """
     cfg, record = prepared.cfg, prepared.store.cell(cell.id)
     model = cfg.model_name
+    # a hub id is owner/name; any other path without an entry in conf/model is a folder
     if cfg.model.name == "hf" and cfg.model.path.count("/") != 1:
-        model = Path(model).name  # a folder, not a hub id
+        model = Path(model).name
     provenance: list[object] = list(record.provenance) if record is not None else []
     config: dict[str, object] = {
         "cell": cell.id,
@@ -350,6 +371,7 @@ def describe_run(prepared: RunPlan, cell: Cell) -> dict[str, object]:
         "method": cell.chain.name,
         "per": cell.chain.per,
     }
+    # W&B groups runs by these keys: the budgets, which labels always name
     for stage in cell.chain.stages:
         for knob in ALWAYS_NAMED:
             value = getattr(stage, knob, None)
@@ -407,6 +429,7 @@ def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
                 score_points.setdefault(cell.label, []).extend(points)
                 above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in points]
                 found_points.setdefault(cell.label, []).extend(above_silence)
+    # a method without an answer yet has no map
     return {
         label: (build_map(score_points[label]), build_map(found_points[label]))
         for label in score_points
