@@ -14,22 +14,23 @@ from kvbench.store.store import ResultStore
 
 
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
-    """Write the records and samples of ``cells`` as gzipped JSON lines. Equal content gives equal bytes."""
+    """Write the records and samples of ``cells`` as gzipped JSON lines to ``path``. Equal content gives equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # gzip's header holds a name and a time unless both are empty; with them, equal content would give unequal bytes
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell in sorted(set(cells)):
-            cell_record = None
             stored_record = store.cell(cell)
-            if stored_record is not None:
-                cell_record = stored_record.record()
+            cell_record = stored_record.record() if stored_record is not None else None
             out.write(_write_line({"cell": cell_record}))
             for line in store.lines(cell).values():
                 out.write(_write_line({"of": cell, "sample": line}))
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
-    """Add the records and samples of ``path`` that ``store`` lacks. Return the number of added samples by cell id."""
+    """Add the records and samples of ``path`` that ``store`` lacks. Return the number of added samples by cell id.
+
+    Raises UsageError if ``path`` is not a file of samples.
+    """
     records = {}
     samples = defaultdict(list)
     try:

@@ -23,6 +23,7 @@ class Cell:
     identity: all facts that decide the number, as they are stored.
     label: the method with its budgets and knobs. It names the row of the table.
     column: the task with any swept values. It heads the column of the table.
+    hidden: True for a cell that is read only to compare others with it, and is not stored.
     """
 
     identity: Mapping[str, Any]
@@ -30,7 +31,6 @@ class Cell:
     label: str
     task: Task
     column: str
-    # a hidden cell is read only to compare others with it, and is not stored
     hidden: bool = False
 
     @property
@@ -54,7 +54,8 @@ class Cell:
 
     def check_knobs(self) -> None:
         """Raise Refused if a stage that is not kvbench's own has changed its knobs since the run began."""
-        # the stages are read anew; ``id`` is the hash from the run's start
+        # the stages are read anew, and laid over the stored facts, which include a calibration; ``id`` is the hash from
+        # the run's start
         identity_now = dict(self.identity)
         identity_now["chain"] = self.identity["chain"] | self.chain.identity()
         if self.chain.foreign and identity_hash(identity_now) != self.id:
@@ -62,7 +63,8 @@ class Cell:
 
 
 def identity_hash(identity: Mapping[str, Any]) -> str:
-    """Return the id of the cell with an identity."""
-    # sorted keys make the order of settings irrelevant. 16 hexadecimal digits are 64 bits: among a million cells, two
-    # share an id with a probability of about 3e-8
-    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Return the id of the cell with an identity: 16 hexadecimal digits."""
+    # sorted keys make the order of settings irrelevant
+    text = json.dumps(identity, sort_keys=True, default=str)
+    # 16 hexadecimal digits are 64 bits: among a million cells, two share an id with a probability of about 3e-8
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -76,7 +76,7 @@ class TextFidelity:
 
     @property
     def sums(self) -> tuple[float, float, float, float]:
-        """Return the sums of tokens, divergences, equal first choices and log ratios."""
+        """The sums over positions: (tokens, divergences, equal first choices, log ratios)."""
         return float(len(self.kl)), float(np.sum(self.kl)), float(self.same.count("1")), self.log_ratio
 
 
@@ -85,7 +85,8 @@ class FidelitySummary:
     """The fidelity of a cell on one kind of text, pooled over its tokens; intervals are over prompts or documents.
 
     n, n_tokens: the prompts with such a text, and their scored tokens.
-    kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens.
+    kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens (see FOR_PERCENTILE).
+    ci, top1_ci, ppl_ratio_ci: the 95 % intervals of ``kl_mean``, ``top1`` and ``ppl_ratio``.
     top1: equal first choices in per cent.
     shift_rms: the root mean square of the true token's change in probability, in percentage points.
     ppl_ratio: the perplexity over the full cache's.
@@ -131,14 +132,16 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     clusters = _sum_by_document(sums, texts)
 
     def percentile(name: str) -> float | None:
+        """Return one of FOR_PERCENTILE; None on too few tokens."""
         percent, fewest = FOR_PERCENTILE[name]
         if len(kl) < fewest:
             return None
         return float(np.percentile(kl, percent))
 
-    # pooled over tokens: sum of equal first choices / sum of tokens; log ratios likewise
-    top1 = stats.pooled_interval(clusters[:, [2, 0]], (0.0, 1.0))
-    ratio = stats.pooled_interval(clusters[:, [3, 0]], None)
+    # pooled over tokens: sum of equal first choices / sum of tokens; log ratios, which have no bounds, likewise
+    top1 = stats.pooled_interval(clusters[:, [2, 0]], bounds=(0.0, 1.0))
+    ratio = stats.pooled_interval(clusters[:, [3, 0]], bounds=None)
+    # a text counts by its tokens, as in the other means
     floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))
     return FidelitySummary(
         n=len(texts),
@@ -149,6 +152,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
         **{name: percentile(name) for name in FOR_PERCENTILE},
         kl_max=float(kl.max()),
         top1=100 * same / tokens,
+        # an interval that is None stays None
         top1_ci=top1 and (100 * top1[0], 100 * top1[1]),
         shift_rms=100 * sqrt(sum(t.shift for t in texts) / tokens),
         # exp(-mean ln q(y)), and exp(mean ln (p(y) / q(y))) for the ratio to the full cache's
@@ -173,6 +177,8 @@ def mean_divergence(texts: Sequence[TextFidelity], start: int = 0, end: int | No
     """Return the mean divergence at the positions from ``start`` up to ``end``; None if no text reaches them.
 
     Every token weighs the same. A shorter text adds the positions that it has.
+
+    end: the first position that does not count; None for the end of each text.
     """
     reaching = [text for text in texts if len(text.kl) > start]
     if not reaching:
@@ -189,22 +195,31 @@ def _sum_by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -
 
     Windows of one document are alike, so an interval must count them as one draw.
     """
-    # a text without a document is a cluster of its own, named by its index
+    # by document, its row in the result; a text without a document is a cluster of its own, named by its index
     places: dict[object, int] = {}
-    rows = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
-    # np.add.at adds every row, even if several rows share a place
+    row_of_text = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
+    # np.add.at adds every text, even if several texts share a row
     clusters = np.zeros((len(places),) + sums.shape[1:])
-    np.add.at(clusters, rows, sums)
+    np.add.at(clusters, row_of_text, sums)
     return clusters
 
 
 def log_ratio_of_means(
     ours: Sequence[TextFidelity], theirs: Sequence[TextFidelity]
 ) -> tuple[float, stats.Interval | None]:
-    """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts."""
+    """Return ``ln(mean KL of ours / mean KL of theirs)`` over the same texts, with its interval over paired prompts.
+
+    ours, theirs: the comparisons of two methods with the full cache on the same texts, in the same order.
+    """
+    sums_by_text = []
+    for our_text, their_text in zip(ours, theirs, strict=True):
+        _, our_kl, _, _ = our_text.sums
+        _, their_kl, _, _ = their_text.sums
+        sums_by_text.append((our_kl, their_kl))
     # [texts, 2]: the summed divergences of ours and of theirs on the same text
-    sums: NDArray[np.float64] = np.array([(a.sums[1], b.sums[1]) for a, b in zip(ours, theirs, strict=True)])
+    sums: NDArray[np.float64] = np.array(sums_by_text)
     interval = stats.ratio_interval(_sum_by_document(sums, ours))
     ours_mean, theirs_mean = sums.mean(0)
     point = float(np.log(ours_mean) - np.log(theirs_mean))
+    # an interval that is None stays None
     return point, interval and (float(np.log(interval[0])), float(np.log(interval[1])))

@@ -26,8 +26,9 @@ BUDGETS = {
 def explain_budgets(labels: Iterable[str]) -> list[str]:
     """Return one note on the meaning of the budgets in ``labels``; [] if no label has a budget."""
     options = set()
-    for text in labels:
-        for option in text.split(" ")[1:]:
+    for label in labels:
+        # the first word of a label is the method, the others are options
+        for option in label.split(" ")[1:]:
             # method.snapkv.kv_ratio=0.25 is a kv_ratio, too
             options.add(option.partition("=")[0].rpartition(".")[2])
     meanings = [f"{name}: {meaning}" for name, meaning in BUDGETS.items() if name in options]
@@ -39,7 +40,7 @@ def explain_budgets(labels: Iterable[str]) -> list[str]:
 def label_cell(identity: Identity, otherwise: str = "") -> str:
     """Return a cell's label in a table: the method, its budgets and every knob that differs from the defaults.
 
-    ``otherwise`` is the label of a cell without a chain, which was imported.
+    otherwise: the label of a cell without a chain, which was imported.
     """
     chain = identity.get("chain")
     if not isinstance(chain, Mapping):
@@ -56,9 +57,11 @@ def label_cell(identity: Identity, otherwise: str = "") -> str:
         in_order += [knob for knob in stage["knobs"] if knob not in defaults]
         for knob in in_order:
             value = stage["knobs"][knob]
+            # a knob that several stages have is named with its stage
             key = f"{stage['id']}.{knob}" if owners[knob] > 1 else knob
             if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _pass_through_json(value):
                 words.append(f"{key}={_write_value(value)}")
+    # kv_head is the default
     if chain["per"] != "kv_head":
         words.append(f"per={chain['per']}")
     return " ".join(words)
@@ -68,7 +71,8 @@ def list_settings(identity: Identity) -> dict[str, object]:
     """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
     chain = _mapping_or_empty(identity.get("chain"))
     policy = _mapping_or_empty(identity.get("prompt"))
-    prompt = identity.get("prompt")  # an imported cell may have a text here
+    # query_aware has a name of its own below; an imported cell may have a text in place of a policy
+    prompt = identity.get("prompt")
     if policy:
         prompt = {key: value for key, value in policy.items() if key != "query_aware"}
     settings: dict[str, object] = {
@@ -78,6 +82,7 @@ def list_settings(identity: Identity) -> dict[str, object]:
         "query_aware": policy.get("query_aware"),
         "dtype": _mapping_or_empty(identity.get("model")).get("dtype"),
     }
+    # only some cells have these two
     if "turns" in identity:
         settings["turns"] = identity["turns"]
     decoding = _mapping_or_empty(identity.get("decoding"))
@@ -117,7 +122,10 @@ def describe_differences(identities: Sequence[Identity]) -> list[str]:
 
 
 def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted path, value) of each setting in an identity, without the stages' ids and knobs."""
+    """Yield (dotted path, value) of each setting in an identity, without the stages' ids and knobs, which labels show.
+
+    prefix: the path of ``identity`` itself if it is a part of a larger one, with a dot behind it.
+    """
     for key, value in identity.items():
         if isinstance(value, Mapping) and value:
             yield from _walk_settings(value, f"{prefix}{key}.")
@@ -131,7 +139,11 @@ def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _write_word(key: str, value: Any) -> str:
-    """Return the value of a setting as one word. A template or a hash is cut to its first 8 characters."""
+    """Return the value of the setting at the dotted path ``key`` as one word.
+
+    A template or a hash is cut to its first 8 characters.
+    """
+    # an identity has false in place of a template if prompts have none
     if key == "prompt.template" and not value:
         return "off"
     if key in ("prompt.template", "content", "model.fingerprint"):
@@ -151,7 +163,7 @@ def _write_value(value: Any) -> str:
 
 
 def _pass_through_json(value: Any) -> Any:
-    """Return the value in the form that writing it as JSON and reading it again gives."""
+    """Return the value as it comes back from JSON, so that it can be compared with stored values."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -22,11 +22,12 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
     """Return the provenance of a run by name: versions, device, threads, dtype and more.
 
     ``torch`` is only the major and the minor version, since patches do not change results.
+
+    threads: the number of threads that PyTorch uses.
     """
     device = model.device
-    name = f"cpu {platform.machine()}"
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    is_gpu = device.type == "cuda"
+    device_name = torch.cuda.get_device_name(device) if is_gpu else f"cpu {platform.machine()}"
     # kernels sum in another order than plain attention, so the last digits change
     attention = "plain"
     if kernels.serves(device):
@@ -36,7 +37,7 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
     return {
         "kvbench": version(),
         "commit": read_commit(),
-        "device": name,
+        "device": device_name,
         "threads": threads,
         # 2.4.1+cu121 becomes 2.4
         "torch": ".".join(torch.__version__.split("+")[0].split(".")[:2]),
@@ -56,21 +57,22 @@ MEASURES = ("kvbench", "conf", "pyproject.toml", "constraints.txt")
 def describe_local_changes(records: Iterable[CellRecord]) -> str:
     """Return the note that some cells were measured with uncommitted changes, or '' if no cell was."""
     count = 0
-    changed = 0
+    changed_count = 0
     base_commits: set[str] = set()
     for record in records:
         count += 1
+        # outside a clone the commit is None
         commits = [str(facts.get("commit") or "") for facts in record.provenance]
         # in ``read_commit``, a + behind the commit marks a changed clone
         changed_commits = [commit for commit in commits if commit.endswith("+")]
         if changed_commits:
-            changed += 1
+            changed_count += 1
             base_commits.update(commit.removesuffix("+") for commit in changed_commits)
-    if not changed:
+    if not changed_count:
         return ""
     names = ", ".join(sorted(base_commits))
     return (
-        f"{changed} of {count} results were measured with local changes to the code (behind commit {names}): "
+        f"{changed_count} of {count} results were measured with local changes to the code (behind commit {names}): "
         "commit and measure again before you publish them."
     )
 

@@ -105,7 +105,7 @@ class Sample:
 
     @property
     def answer_lengths(self) -> list[int]:
-        """Return the length in tokens of each drawn answer, or of the one answer."""
+        """The length in tokens of each drawn answer, or of the only answer."""
         if self.draws:
             return [draw.new_tokens for draw in self.draws]
         return [self.new_tokens]
@@ -178,7 +178,7 @@ class CellRecord:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
         """Return the record in the JSON of a cell.json. Raises ValueError naming its damaged fields."""
-        # an older version may lack a field; the empty value of the field's type takes its place
+        # an older version may lack a field; the empty value of the field's type, kind(), takes its place
         damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
         if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
             damaged = ["provenance"]
@@ -193,11 +193,12 @@ class CellRecord:
     def record(self) -> dict[str, object]:
         """Return the record as the JSON of cell.json."""
         known = {name: getattr(self, name) for name in _list_fields(CellRecord)}
-        return {k: v for k, v in known.items() if v is not None} | dict(self.more)
+        # None means unknown; a newer version's fields come last, in the form in which they were read
+        return {name: value for name, value in known.items() if value is not None} | dict(self.more)
 
     @property
     def model(self) -> str:
-        """Return the model's name as the last run gave it, or its fingerprint if no run gave a name."""
+        """The model's name as the latest run gave it, or the model's fingerprint if no run gave a name."""
         # the identity holds a fingerprint of the weights, since one model may have several names
         names = [facts["model"] for facts in self.provenance if facts.get("model")]
         if names:
@@ -214,9 +215,9 @@ class Status:
     """The current status of a cell.
 
     status: never, started (being measured now), done (all that a run asked for), complete (all that there are),
-        refused, failed or interrupted.
+    refused, failed, interrupted or damaged.
     n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
-    reason: why the cell is refused, failed or interrupted.
+    reason: why the cell is refused, failed, interrupted or damaged.
     measuring: the shards that some process is measuring now.
     changed: the time of the last write, in seconds since the epoch.
     """
@@ -282,7 +283,9 @@ class BucketScore:
 class CellSummary(ScoreSummary):
     """The means over a cell's samples, under the names of ``Sample``.
 
-    cut, shrunk: how many prompts were cut, and how many had too small a budget. decode_peak: a maximum.
+    prompt_tokens: the mean of ``Sample.n``.
+    cut, shrunk: how many prompts were cut, and how many had too small a budget.
+    decode_peak: the maximum over the samples.
     percent_of_full: payload and overhead in per cent of the full cache, at 16 bits.
     buckets: the scores by LongBench-E's ranges of length.
     fidelity: the comparison with the full cache by kind of text.

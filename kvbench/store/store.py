@@ -147,7 +147,11 @@ class ResultStore:
     ) -> Writer:
         """Start or resume a cell, mark it as started, and return the writer of one shard of it.
 
-        Raises Busy for a shard that another process has measured for ``wait_s`` seconds. Raises UsageError if the
+        provenance: the facts of this process to record with the samples.
+        mix: True to allow samples of several devices, torch versions and calibrations in one cell.
+        wait_s: the seconds to wait for the shard's lock.
+
+        Raises Busy for a shard that another process still measures after ``wait_s`` seconds. Raises UsageError if the
         cell's samples were measured with another device, torch version or calibration, unless ``mix`` is set.
         """
         folder = self.folder(cell.id)
@@ -166,6 +170,7 @@ class ResultStore:
                     # synced lines are lost all the same unless the names of their file and folder are synced, too
                     sync_folder(folder)
                     sync_folder(folder.parent)
+            # an interrupt, too, must not leave the shard locked
             except BaseException:
                 os.close(shard_lock)
                 raise
@@ -204,8 +209,9 @@ class ResultStore:
             writer.ended = status != "started"
         process = {"host": socket.gethostname(), "pid": os.getpid()}
         with suppress(KvbenchError, OSError):
+            # a cell that fails before it was opened still gets a record, so that lists can name it
             if self.cell(cell.id) is None:
-                # a cell that fails before it was opened still gets a record, so that lists can name it
+                # leaving the context writes the record
                 with self._editing_record(cell):
                     pass
             shard = writer.shard if writer is not None else 0
@@ -222,8 +228,8 @@ class ResultStore:
         n = len(self.lines(cell_id))
         record = self.cell(cell_id)
         of = record.of if record is not None else None
+        # records of older versions lack the number of examples; the metrics have it, too
         if of is None:
-            # records of older versions lack the number of examples; the metrics have it, too
             of = self.metrics(cell_id).get("of")
         earlier_marks = self._read_marks(cell_id)
         measuring = self.measuring(cell_id)
@@ -275,8 +281,8 @@ class ResultStore:
         """Return the marks of all shards, oldest first, without those that cannot be read."""
         marks = []
         for path in self._find_files(cell_id, "state-*.json"):
+            # a damaged mark tells nothing, so the cell's samples decide alone
             with suppress(UsageError):
-                # a damaged mark tells nothing, so the cell's samples decide alone
                 marks.append(read_json(path) or {})
         # an empty mark is a file that was removed meanwhile
         return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
@@ -296,7 +302,8 @@ class ResultStore:
         """Return why the cell's folder, or a file that it needs, cannot be read; None if the cell is whole."""
         try:
             folder = self.folder(cell_id)
-        except UsageError as error:  # a cleaning leaves such a cell alone
+        # a cleaning leaves such a cell alone, so the reason goes without that advice
+        except UsageError as error:
             return str(error)
         try:
             self._check_files(folder)
@@ -370,10 +377,12 @@ class ResultStore:
 
     def refusal(self, cell_id: str) -> str | None:
         """Return the reason why the cell must not be reported, or None."""
+        # several examples may have shown reasons; the first one is enough
         for path in self._find_files(cell_id, "refused-*.json"):
             try:
                 reason = (read_json(path) or {}).get("reason")
-            except UsageError:  # the cell was refused, whatever the reason was
+            # the cell was refused, whatever the reason was
+            except UsageError:
                 reason = None
             if not reason:
                 return f"{path.name} cannot be read; kvbench clean cells={cell_id} removes the result"
@@ -397,7 +406,7 @@ class ResultStore:
             write_json(path, metrics)
 
     def folders(self) -> list[str]:
-        """Return the ids of all cells, even of cells without a record or with something else in place of a folder.
+        """Return the ids of all cells, sorted, even of cells without a record or with something else than a folder.
 
         Links to other folders are left out, with a warning.
         """
@@ -442,7 +451,10 @@ class ResultStore:
             os.close(record_lock)
 
     def _register(self, cell: Cell, provenance: Mapping[str, object], mix: bool) -> int:
-        """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list."""
+        """Add ``provenance`` to the cell's record if it is not there yet, and return its index in the record's list.
+
+        Raises UsageError if facts that may change the numbers differ from those recorded, unless ``mix`` is set.
+        """
         facts = dict(provenance)
         with self._editing_record(cell) as recorded:
             # each distinct set of facts is stored once, and samples refer to it by its index
@@ -460,7 +472,7 @@ class ResultStore:
             return recorded.index(facts)
 
     def _warn(self, path: Path, text: str) -> None:
-        """Add a warning about a file, which replaces an earlier warning about the same file."""
+        """Add a warning about a file. It replaces an earlier warning about the same file."""
         # the list is changed in place, since a caller may hold it
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")]
         self.warnings.append(f"{path}: {text}")
@@ -479,5 +491,5 @@ def _describe_uncounted(what: str, numbers: Sequence[int], plural: str | None = 
 
 
 def _is_link(folder: Path) -> bool:
-    """Tell whether a cell's folder is a link to one elsewhere. Nothing is read or written through such a link."""
+    """Return True if a cell's folder is a link to one elsewhere. Nothing is read or written through such a link."""
     return folder.is_symlink() and folder.is_dir()

@@ -68,7 +68,10 @@ def list_leftovers(store: ResultStore) -> list[Removal]:
 
 
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
-    """Carry out the removals of each cell under its locks. Raises KvbenchError if a process began to measure a cell."""
+    """Carry out the removals of each cell under its locks. Raises KvbenchError if a process began to measure a cell.
+
+    removals: the removals of one cell stand next to each other.
+    """
     # ``list_removals`` returns the removals of one cell next to each other
     for cell, group in groupby(removals, key=attrgetter("cell")):
         with ExitStack() as stack:
@@ -94,7 +97,10 @@ def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
 
 
 def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
-    """Yield the removals that lose no sample of a cell: the whole cell if it has none, else the remains beside them."""
+    """Yield the removals that lose no sample of a cell: the whole cell if it has none, else what is left beside them.
+
+    No process may be measuring the cell.
+    """
     folder = store.folder(cell)
     status = store.status(cell)
     if status.status == DAMAGED:
@@ -113,7 +119,7 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     for pattern in MARKS:
         marks += folder.glob(pattern)
     marks.sort()
-    # something other than a file stands in a file's place, so the file can neither be read nor written
+    # where something other than a file stands in a file's place, the file can neither be read nor written
     blocked_paths = [path for path in [folder / "metrics.json"] + marks if is_blocked(path)]
     for path in marks:
         if path not in blocked_paths:
@@ -129,21 +135,21 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     for path in sorted(folder.glob("samples-*.jsonl")):
         numbers = read_lines(path, cell).uncounted
         if numbers:
-            count = f"{len(numbers)} lines that do not count"
-            if len(numbers) == 1:
-                count = "1 line that does not count"
+            several = f"{len(numbers)} lines that do not count"
+            count = several if len(numbers) > 1 else "1 line that does not count"
             yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
     for path in sorted(folder.glob("lock*")):
         yield Removal("lock", cell, path, "held by nobody")
 
 
 def _has_lines(folder: Path) -> bool:
-    """Tell whether a cell's folder has lines of samples. These may be another cell's lines."""
+    """Return True if a cell's folder has lines of samples. These may be another cell's lines."""
     return any(path.is_file() and path.stat().st_size for path in folder.glob("samples-*.jsonl"))
 
 
 def aside_path(store: ResultStore, cell: str) -> Path:
     """Return a new path outside the folder of cells, for the damaged parts of a cell."""
+    # a random end, since a cell may be set aside more than once
     return store.root / "damaged" / f"{cell}-{secrets.token_hex(4)}"
 
 
@@ -185,7 +191,8 @@ def _set_aside(path: Path, cell: str) -> None:
     to_keep = b"".join(counted_lines)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files
+        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files. "ab"
+        # adds to the lines of earlier cleanings, "xb" makes a new file
         for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
             with target.open(mode) as out:
                 out.write(content)
@@ -205,7 +212,7 @@ def _locking_cell(store: ResultStore, cell: str) -> Iterator[None]:
     folder = store.folder(cell)
     with ExitStack() as stack:
         locks = []
-        # a damaged cell's folder may be a file, and a file holds no locks
+        # where a cell is damaged, a file may stand in the folder's place, and it holds no locks
         if folder.is_dir():
             locks.append(folder / "lock")
             locks += store.shard_locks(cell)

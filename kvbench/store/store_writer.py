@@ -19,6 +19,7 @@ class Writer:
     lock: the file descriptor that holds the lock.
     cell: the cell's id. Every line names it, so a file copied into another cell's folder is not taken for its answers.
     provenance: the index of this process's facts in the cell's record.
+    shard: the number of the shard.
     written: called after every line.
     ended: whether the cell is marked as failed or interrupted.
     """

@@ -87,6 +87,7 @@ def first_and_last_scores(contexts: Contexts) -> dict[str, tuple[float, float]]:
 def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) -> TurnsSummary | None:
     """Return the scores by question of one cell under the metric ``name``; None if there are no contexts.
 
+    contexts: the answers by context, each with at least one question.
     compressed: the bytes of each compressed context, before its first question.
     """
     if not contexts:
@@ -102,9 +103,9 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
         all_scores += scores
     pairs = list(first_and_last_scores(contexts).values())
     # a score lies in [0, 1], hence a difference of two in [-1, 1]
-    fall, interval = _average([last - first for first, last in pairs], 1.0)
+    fall, interval = _average([last - first for first, last in pairs], most=1.0)
+    # ``show`` prints means and may be more than a factor; a difference is only scaled
     if fall is not None:
-        # ``show`` prints means and may be more than a factor; a difference is only scaled
         fall *= scale
     return TurnsSummary(
         contexts=len(contexts),
@@ -159,7 +160,7 @@ def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float,
             full_first, full_last = scores_of_full[context]
             differences.append((last - first) - (full_last - full_first))
     # a difference of two falls lies in [-2, 2]
-    mean, interval = _average(differences, 2.0)
+    mean, interval = _average(differences, most=2.0)
     if mean is None:
         return None
     scale = metric(name).scale
@@ -167,7 +168,10 @@ def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float,
 
 
 def _average(values: Sequence[float], most: float) -> tuple[float | None, stats.Interval | None]:
-    """Return the mean of values between ``-most`` and ``most``, with its interval if there are enough of them."""
+    """Return the mean of values between ``-most`` and ``most``, with its interval if there are FEWEST or more of them.
+
+    Without values, both are None.
+    """
     if not values:
         return None, None
     interval = stats.mean_interval(values, (-most, most)) if len(values) >= FEWEST else None
