@@ -69,7 +69,7 @@ def test_values_are_in_printed_units_and_ratios_stand_beside_ratios(think):
     assert memory.spread == (pytest.approx(48.6), pytest.approx(59.4))
     assert memory.printed.value == 53.3 and memory.published_ratio == pytest.approx(53.3 / 61.7)
     # a peak is that of the rows as they are: only times are interpolated
-    assert memory.marks == () and memory.device == "a GPU" and memory.lower
+    assert memory.marks == () and memory.device == "a GPU" and memory.less_is_better
     token = think[f"kivi+think {setting}", "tpot/tpot"]
     # a step of 45 ms for 300 rows
     assert (token.value, token.ratio) == (pytest.approx(0.15), pytest.approx(0.75))
