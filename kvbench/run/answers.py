@@ -113,7 +113,7 @@ class DecodeQueue:
         most_rows: int,
         most_bytes: int,
         remake: Remake | None = None,
-        # by default nobody keeps anything that could be freed
+        # by default, nothing else can be freed
         make_room: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model

@@ -279,7 +279,7 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
     for measure, numbers in record["measures"].items():
         if numbers["verdict"] == record["verdict"]:
             return measure, numbers
-    # every verdict comes from a measure: only a file edited by hand comes here
+    # every verdict comes from a measure, so only a file edited by hand can lead here
     return next(iter(record["measures"].items()))
 
 

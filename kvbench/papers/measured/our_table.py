@@ -125,7 +125,7 @@ class OurTable:
 
         A line that is not measured has a result with a status (refused, failed, missing) and its reason.
         """
-        # tables have columns and ids of their own, so these results name no task, and without cells no id
+        # a table names its columns itself, so its results name no task; a line without cells has no id either
         if line.refused:
             return CellResult(task="", cell="", status="refused", reason=line.refused)
         cells = self.cells(line, column)
@@ -461,7 +461,7 @@ def _assign_workloads(
             if workload in absent and stand_in and dataset in INSTEAD:
                 substitute, note = INSTEAD[dataset]
                 instead = replace(workload, name=substitute)
-                # only a replacement that can be read is noted as tried
+                # of the replacements, ``tried`` holds only those that can be read
                 if instead in tried or not reader.why_not(instead):
                     tried.add(instead)
                     notes[note] = None

@@ -59,7 +59,7 @@ class Timings:
 
     @property
     def any_measured(self) -> bool:
-        """True if any row of the table has run, be it that it ran out of memory."""
+        """True if any row of the table has run, even if it ran out of memory."""
         return any(c.status in DONE for c in self.cells.values())
 
     @property
