@@ -40,9 +40,12 @@ def conf_dir() -> Path:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises UsageError with file and line if the file holds no mapping."""
-    # an empty file is an empty mapping
+    """Return the mapping in a YAML file; {} for an empty file.
+
+    Raises UsageError, with the file and mostly the line, if the file is not YAML or holds no mapping.
+    """
     try:
+        # YAML reads an empty file as None; here it is an empty mapping
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER) or {}
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
@@ -58,8 +61,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """Return the entry in a method's file: ``_target_`` and its knobs. The entry of ``full`` is {}."""
+    """Return the entry in a method's file: ``_target_``, the path of its class, and its knobs with their defaults.
+
+    The entry of ``full`` is {}. Raises UsageError if the file does not define the method that it is named after.
+    """
     method = path.stem
+    # the entry stands under the method's name, since Hydra merges all methods into one mapping
     entry = read_yaml(path).get(method)
     # the full cache has no stage to make
     if method == "full":
@@ -85,7 +92,7 @@ def top_level() -> dict[str, Any]:
 
 @cache
 def entries(group: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of one config group by id. Entries of datasets come without their outer key."""
+    """Return the entries of one config group, such as ``model``, by the names of their files."""
     return {path.stem: read_entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
@@ -98,7 +105,7 @@ def read_entry(group: str, path: Path) -> dict[str, Any]:
     else:
         # a dataset's keys stand under its name, since Hydra merges all datasets into one mapping
         content = read_yaml(path).get(path.stem) or {}
-    # the dataset's loader does not take the limit and the origin of the files
+    # the default limit and the origin of the files are not for a dataset's loader; other groups lack these keys
     return {key: value for key, value in content.items() if key not in ("default_limit", "hub")}
 
 
@@ -134,16 +141,19 @@ def key_help(topic: str) -> str:
     for name in names:
         joined_lines: list[str] = []
         for line in keys_with_comments(name).strip().splitlines():
-            # a comment on a line of its own goes on from a comment above it
+            # a comment on a line of its own goes on from a comment above it; a comment at the margin, which explains a
+            # block of keys, goes on only from another one at the margin
             above = joined_lines[-1] if joined_lines else ""
-            if line.lstrip().startswith("# ") and "# " in above and line.startswith("#") == above.startswith("#"):
+            same_place = line.startswith("#") == above.startswith("#")
+            if line.lstrip().startswith("# ") and "# " in above and same_place:
+                # [1:] drops the mark and keeps the space behind it
                 joined_lines[-1] += line.lstrip()[1:]
             else:
                 joined_lines.append(line)
         lines: list[str] = []
         for line in joined_lines:
             lines += _wrap_line(line)
-        # conf/keys.yaml and conf/config.yaml are one list
+        # a group's file has a heading such as method=snapkv; conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")
         blocks.append("\n".join(lines) + "\n")
@@ -166,12 +176,18 @@ def _wrap_line(line: str) -> list[str]:
 
 
 def identity(**kwargs: Any) -> Any:
-    """Return a dataclass field for a setting that decides the measured numbers. It is part of a result's identity."""
+    """Return a dataclass field for a setting that decides the measured numbers. It is part of a result's identity.
+
+    kwargs: arguments of ``dataclasses.field``, such as ``default``.
+    """
     return field(metadata={"role": "identity"}, **kwargs)
 
 
 def runtime(**kwargs: Any) -> Any:
-    """Return a dataclass field for a setting that changes how numbers are measured, but not the numbers."""
+    """Return a dataclass field for a setting that changes how numbers are measured, but not the numbers.
+
+    kwargs: arguments of ``dataclasses.field``, such as ``default``.
+    """
     return field(metadata={"role": "runtime"}, **kwargs)
 
 
@@ -181,11 +197,13 @@ def is_whole(value: object) -> bool:
 
 
 def check(key: str, value: object, ok: bool, allowed: str) -> None:
-    """Raise UsageError that names the key, its value and the allowed values, unless ``ok``."""
+    """Raise UsageError that names the key, its value and the allowed values, unless ``ok``.
+
+    ok: True if the caller has found the value possible.
+    allowed: the possible values in words.
+    """
     if ok:
         return
-    place = ""
     # the file explains its own keys, and not those of methods, datasets and models
-    if key in whole_config():
-        place = " (see conf/config.yaml)"
+    place = " (see conf/config.yaml)" if key in whole_config() else ""
     raise UsageError(f"{key}={value!r} is not possible: {allowed}{place}")

@@ -26,7 +26,7 @@ class MissingFiles(UsageError):
     """
 
     def __init__(self, text: str, names: Iterable[str] = ()) -> None:
-        """Take the message and the names."""
+        """Take the message ``text`` and the names of the missing files."""
         super().__init__(text)
         self.names = tuple(names)
 
@@ -44,7 +44,8 @@ class Refused(KvbenchError):
 
 
 def ending(error: BaseException) -> str:
-    """Return the reason why a run ended early, as text."""
+    """Return the reason why a run ended early, as text: the text of ``error``, or the name of its type without one."""
+    # the text of a SystemExit is mostly an exit status, which tells the user nothing
     if isinstance(error, SystemExit):
         return "its process was told to end"
     return str(error) or type(error).__name__
@@ -103,8 +104,10 @@ def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", li
     """
     names = sorted(set(allowed))
     question = did_you_mean(value, names)
+    # the value stands behind the noun: "unknown option ratio of snapkv"
     noun, of, owner = kind.partition(" of ")
     shown = str(value)
+    # quotes show where an empty value, or one with spaces, begins and ends
     if not shown or " " in shown:
         shown = repr(shown)
     message = f"unknown {noun} {shown}{of}{owner}.{question}"

@@ -76,7 +76,7 @@ class Example:
     turns: tuple[Turn, ...] = ()
 
     def facts(self) -> dict[str, object]:
-        """Return the facts that are stored with an answer: ``meta``, and how a scored text is read."""
+        """Return {name: value} of the facts that are stored with an answer: ``meta``, and how a scored text is read."""
         if self.scored is None:
             return dict(self.meta)
         return self.scored.facts() | dict(self.meta)
@@ -93,6 +93,7 @@ class Example:
     def content(self) -> dict[str, Any]:
         """Return all that the example holds as {name: value}, for hashes of the data."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scored"}
+        # as dictionaries, from which ``Task.content_hash`` leaves out fields that are not used
         content["turns"] = [asdict(turn) for turn in self.turns]
         # hashes name a scored text's ids and facts as they did before it had a record of its own
         content["tokens"] = self.scored.ids if self.scored is not None else ()
@@ -117,6 +118,6 @@ class Example:
 
 
 def scored_text(example: Example) -> ScoredText:
-    """Return the text of an example that is scored by its likelihood."""
+    """Return the text of an example that is scored by its likelihood. The caller ensures that it is such an example."""
     assert example.scored is not None, f"{example.id} has a prompt and an answer"
     return example.scored

@@ -31,23 +31,28 @@ EXTRAS = {
 
 
 def require(package: str, use: str) -> None:
-    """Raise UsageError with the command that installs ``package`` if it is missing. ``use`` names its user."""
+    """Raise UsageError, with the command that installs ``package``, if the package is missing.
+
+    package: a key of EXTRAS.
+    use: the part of kvbench that needs the package, as the error names it.
+    """
     if not installed(package):
         raise missing(package, use)
 
 
 def missing(package: str, use: str) -> UsageError:
-    """Return the error for a package of EXTRAS that is needed by ``use`` and not installed."""
+    """Return the error for a package of EXTRAS that is not installed, although ``use`` needs it."""
     extra = EXTRAS[package]
-    command = f"pip install 'kvbench[{extra}]'"
-    # install a clone from its own folder: otherwise pip would put a release in its place
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
+        # install a clone from its own folder: otherwise pip would put a release in its place
         command = f"pip install -e '.[{extra}]'"
+    else:
+        command = f"pip install 'kvbench[{extra}]'"
     return UsageError(f"{use} needs the package {package}, which is not installed: {command}")
 
 
 def installed(package: str) -> bool:
-    """Return True if a package is installed, found without importing it."""
+    """Return True if a package is installed. The package is not imported, since importing it may take seconds."""
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # the package that contains it is missing

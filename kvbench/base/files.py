@@ -52,7 +52,7 @@ class Lines:
 
 
 def is_blocked(path: Path) -> bool:
-    """Return True if ``path`` exists and is no readable file: a folder, a pipe, a link that leads nowhere."""
+    """Return True if ``path`` exists and is no readable file, such as a folder, a pipe or a link that leads nowhere."""
     # check existence last: a file that is removed meanwhile blocks nothing
     return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
 
@@ -70,7 +70,10 @@ def sha256(path: Path) -> str:
 
 
 def line_of(sample: Mapping[str, object]) -> str:
-    """Return the sample as a line of JSON. Its last field, ``crc``, is the CRC-32 of the JSON without that field."""
+    """Return the sample as a line of JSON that ends with a newline.
+
+    The last field, ``crc``, is the CRC-32 of the JSON without that field.
+    """
     # keep text of any language readable; it is also shorter than its escapes
     return _with_checksum(json.dumps(dict(sample), ensure_ascii=False)) + "\n"
 
@@ -84,8 +87,10 @@ def parse_line(line: bytes) -> Line | None:
         if text != _with_checksum(body):
             return None
         sample = json.loads(body)
+    # the errors for bytes that are not UTF-8 and for text that is not JSON are both ValueErrors
     except ValueError:
         return None
+    # readers find samples by their ids
     if not isinstance(sample, dict) or "id" not in sample:
         return None
     return sample
@@ -99,18 +104,20 @@ def _with_checksum(body: str) -> str:
 def read_lines(path: Path, cell: str | None = None) -> Lines:
     """Return the lines of a file of samples. Raises UsageError if the file cannot be read.
 
-    cell: the id of the cell that the file belongs to. Lines of an older version name none and belong to every cell.
+    cell: the id of the cell that the file belongs to; None: lines of any cell count. Lines of an older version name no
+    cell and belong to every cell.
     """
     try:
         check_ends(path)
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    # the last piece is empty, because it follows the last newline, unless the last line is torn
+    # the last piece follows the last newline, so it is empty unless the last line is torn
     intact, damaged, foreign = [], [], []
     for number, line in enumerate(lines, 1):
         sample = parse_line(line)
         if sample is None:
+            # an empty line holds no sample that could be damaged
             if line:
                 damaged.append(number)
         elif cell is not None and sample.get("cell", cell) != cell:
@@ -129,7 +136,7 @@ class Appender:
     """A file to which one process appends whole lines.
 
     fd: the file's open descriptor.
-    torn: whether the file does not end with a newline. The next line must then start with one.
+    torn: True if the file holds a last line without its newline. The next line must then start with a newline.
     unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
     """
 
@@ -140,10 +147,12 @@ class Appender:
 
     @classmethod
     def open(cls, path: Path) -> Appender:
-        """Open a file for appending, and create it if it does not exist."""
+        """Open a file for appending, and create it if it does not exist. Raises OSError if that is not possible."""
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         size = os.fstat(fd).st_size
-        return cls(path, fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n")
+        # an earlier process may have been killed in the middle of a line
+        torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
+        return cls(path, fd, torn)
 
     def append(self, line: bytes) -> None:
         """Append one line that ends with a newline.
@@ -183,11 +192,13 @@ class Appender:
         self.unsynced = None
 
     def close(self) -> None:
-        """Sync and close the file. It is closed even if the sync fails."""
+        """Sync and close the file. It is closed even if the sync fails. Raises KvbenchError if the device fails."""
         try:
             self.sync()
         finally:
+            # a closed file cannot be synced again
             self.unsynced = None
+            # an error of closing must not hide the sync's error, and a sync without an error has stored all lines
             with suppress(OSError):
                 os.close(self.fd)
 
@@ -195,11 +206,14 @@ class Appender:
 def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> None:
     """Write a JSON file atomically: readers see the old or the new content, never a part.
 
-    With ``sync`` this also holds after a power cut. A file with the same content is not written again.
+    With ``sync`` this also holds after a power cut. A file with the same content is not written again. Raises
+    KvbenchError if the file cannot be written.
+
+    content: values that JSON lacks, such as paths, are written as their text.
     """
     data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
-    # use the same folder, since a file is replaced atomically only within one file system; several processes may write
-    # it
+    # the temporary file is in the same folder, since a file is replaced atomically only within one file system; the
+    # random part of its name keeps processes that write the same file apart
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with suppress(FileNotFoundError):
@@ -210,6 +224,7 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
         with temporary.open("xb") as out:
             out.write(data)
             out.flush()
+            # without this, a power cut could leave the new name with an empty file
             if sync:
                 os.fsync(out.fileno())
         temporary.replace(path)
@@ -220,12 +235,16 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
 
 
 def read_json(path: Path) -> Line | None:
-    """Return the content of a JSON file, or None if it does not exist. Raises UsageError if it is damaged."""
+    """Return the JSON object in a file, or None if the file does not exist.
+
+    Raises UsageError if the file cannot be read, or holds anything but a JSON object.
+    """
     try:
         check_ends(path)
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    # json raises RecursionError for a text of thousands of nested brackets
     except (ValueError, OSError, RecursionError) as error:
         raise unreadable(path, error) from None
     if not isinstance(content, dict):
@@ -242,12 +261,14 @@ def lock(path: Path, wait_s: float) -> int | None:
     """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
 
     None means that another process held the lock all the time. The lock ends when the descriptor is closed or the
-    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0. Raises OSError
-    if the file cannot be created or is a link.
+    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0.
+
+    Raises OSError if the file cannot be created or is a link, and UsageError if the file system has no locks.
     """
     end = time.monotonic() + wait_s
     # flock could wait by itself, but only without a limit
     while True:
+        # in the loop, since ``kvbench clean`` may remove the folder meanwhile
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: through a link, two names would lock one file
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -261,7 +282,7 @@ def lock(path: Path, wait_s: float) -> int | None:
 
 
 def locked(path: Path) -> bool:
-    """Return True if some process holds the exclusive lock on a file now."""
+    """Return True if some process holds the exclusive lock on a file now. Raises UsageError without locks."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -287,7 +308,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def disk_error(error: OSError, path: Path) -> KvbenchError:
-    """Return the error for a file that could not be written. It names a full disk as the cause if that is the case."""
+    """Return the error for a file that could not be written. It says so if the disk is full or the quota is used up."""
     if error.errno in FULL:
         return KvbenchError(
             f"the disk is full: {path} could not be written. Everything before is safe; free some space and run the "

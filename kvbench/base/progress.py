@@ -40,7 +40,7 @@ def progress(
 ) -> Iterator[Tick]:
     """While the context is open, show the progress of work. Yield the function that the work calls as it gets on.
 
-    totals: how many pieces are to do, by the name of the work.
+    totals: how many pieces are to do, by the name of the work. The work reports only names with at least one piece.
     quiet: True shows nothing.
     unit: the word for the pieces in the plain lines.
     clock: a function that returns the present time in seconds.
@@ -54,6 +54,7 @@ def progress(
             tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
 
             def advance(name: str, n: int) -> None:
+                """Advance the bar of the work ``name`` by ``n`` pieces."""
                 bars.advance(tasks[name], n)
 
             yield advance
@@ -72,17 +73,19 @@ class Left(ProgressColumn):
     """
 
     def __init__(self) -> None:
+        """Begin without an estimate for any task."""
         super().__init__()
-        # (completed, seconds passed and left at that moment)
+        # by task, when it was last advanced: (pieces completed, seconds passed, seconds left or None)
         self._last: dict[TaskID, tuple[float, float, float | None]] = {}
 
     def render(self, task: Task) -> Text:
         """Return the column's text, counted down since the task was last advanced."""
+        # rich may ask before the task has begun, and without a finished piece there is no rate
         if not task.completed or task.total is None or task.elapsed is None:
             return Text(UNKNOWN, style="progress.remaining")
         last = self._last.get(task.id)
         if last is None or last[0] != task.completed:
-            # seconds a piece so far, times the pieces to do
+            # seconds per piece so far, times the pieces left
             by_rate = task.elapsed / task.completed * (task.total - task.completed)
             last = task.completed, task.elapsed, task.fields.get("left", by_rate)
             self._last[task.id] = last
@@ -95,7 +98,7 @@ class Left(ProgressColumn):
 
 
 def bars_of(more: str, console: Console) -> Progress:
-    """Return progress bars on a terminal.
+    """Return progress bars on a terminal, which disappear when they are closed.
 
     more: rich's template of a further column of text, such as ``{task.fields[task_name]}``; '' leaves it empty.
     """
@@ -116,7 +119,12 @@ class _PlainLines:
     """A plain line every PLAIN_EVERY_S seconds, and one at the end of work that took longer than that."""
 
     def __init__(self, total: int, unit: str, clock: Callable[[], float]) -> None:
-        """Begin to count the pieces done of ``total``. ``unit`` is the word for them, ``clock`` returns seconds."""
+        """Begin to count pieces.
+
+        total: the number of all pieces, of all works together.
+        unit: the word for the pieces.
+        clock: a function that returns the present time in seconds.
+        """
         self.clock = clock
         self.total = total
         self.done = 0
@@ -125,9 +133,13 @@ class _PlainLines:
         self.start = self.last = clock()
 
     def tick(self, name: str, n: int) -> None:
-        """Count ``n`` more as done, and print a line if it is time for one."""
+        """Count ``n`` more pieces as done, and print a line if it is time for one.
+
+        All works are counted together, so ``name``, which says whose pieces they are, is not used.
+        """
         self.done += n
         now = self.clock()
+        # short work has printed no line so far, and gets none at its end
         is_end_of_long_work = self.done >= self.total and self.last > self.start
         if now - self.last < PLAIN_EVERY_S and not is_end_of_long_work:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def version() -> str:
-    """Return the version that was installed. It comes from the tags of git."""
+    """Return the installed version, which comes from the tags of git; ``0+source`` if kvbench is not installed."""
     # import late: otherwise every import of kvbench would wait for it
     from importlib import metadata
 

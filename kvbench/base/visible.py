@@ -20,6 +20,7 @@ def visible(text: str) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
+    """Return the character that was found as its escape in JSON."""
     return f"\\u{ord(match[0]):04x}"
 
 
@@ -38,7 +39,7 @@ class VisibleStream:
     """A stream of text that never writes control characters to a terminal."""
 
     def __init__(self, stream: IO[str], as_json: bool) -> None:
-        """Wrap a stream. Characters that its encoding lacks are printed as ?, or as escapes in JSON."""
+        """Wrap a stream. Characters that its encoding lacks are printed as ?, or, with ``as_json``, as JSON escapes."""
         self._stream = stream
         # a stream in memory, such as tests use, has no encoding
         if hasattr(stream, "reconfigure"):
@@ -46,19 +47,22 @@ class VisibleStream:
             stream.reconfigure(errors=errors)
 
     def write(self, text: str) -> int:
+        """Write a text with its control characters escaped. Return the number of characters written."""
         return self._stream.write(visible(text))
 
     def __getattr__(self, name: str) -> Any:
+        """Return any other attribute of the wrapped stream."""
         return getattr(self._stream, name)
 
 
 def _json_escapes(error: UnicodeError) -> tuple[str, int]:
     """Return (JSON's ASCII escapes for the characters that cannot be encoded, the index at which encoding goes on).
 
-    It is an error handler of codecs (``codecs.register_error``).
+    It is an error handler of codecs (``codecs.register_error``). An error of decoding is raised again.
     """
     if not isinstance(error, UnicodeEncodeError):
         raise error
+    # [1:-1] drops the quotes that json.dumps puts around a text
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
