@@ -31,7 +31,7 @@ and codes of few bits would look smaller beside one.
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """The bytes of storages by purpose. The first three are the payload, the others the overhead.
+    """The bytes of storages by purpose. The first three purposes are the payload, the others the overhead.
 
     exact: keys and values as the model made them.
     codes: the packed codes of keys and values.
@@ -50,17 +50,21 @@ class HeldBytes:
 
     @property
     def payload(self) -> int:
+        """The bytes of keys and values, packed or not."""
         return self.exact + self.codes + self.scales
 
     @property
     def overhead(self) -> int:
+        """The bytes of all that is stored beside keys and values."""
         return self.positions + self.ids + self.state
 
     @property
     def total(self) -> int:
+        """The bytes of all purposes together."""
         return self.payload + self.overhead
 
     def __add__(self, other: HeldBytes) -> HeldBytes:
+        """Return the sums of both records' bytes, purpose by purpose."""
         return HeldBytes(
             exact=self.exact + other.exact,
             codes=self.codes + other.codes,
@@ -100,10 +104,11 @@ def bytes_held(layer: LayerCache) -> HeldBytes:
             state_tensors.extend(segment.codes.frozen())
         id_tensors = [t for t in (segment.key_channels, segment.value_channels, segment.leads) if t is not None]
         codes = storage_bytes(codes_alone)
+        # The scales and minima are what a packed tensor stores beside its codes.
         scales = storage_bytes(codes_and_scales) - codes
         ids = storage_bytes(id_tensors)
         state = storage_bytes(state_tensors)
-        # The rest of the payload is exact. The rest of the overhead are positions and counts.
+        # The rest of the payload is exact. The rest of the overhead is positions and counts.
         total += HeldBytes(
             exact=storage_bytes(segment.payload()) - codes - scales,
             codes=codes,
@@ -136,6 +141,7 @@ class DeclaredBytes:
 
     @property
     def total(self) -> int:
+        """The bytes of payload and overhead together."""
         return self.payload + self.overhead
 
 
@@ -155,11 +161,15 @@ class LayerTokens(NamedTuple):
 
 
 def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> DeclaredBytes | None:
-    """Return the bytes by formula after a prompt of n tokens, or None if its text decides how many tokens stay."""
+    """Return the bytes by formula after a prompt of n tokens, or None if its text decides how many tokens stay.
+
+    itemsize: the bytes of an exact number.
+    """
     counts = layer_counts(chain, shape, n)
     if counts is None:
         return None
     heads = chain.heads(shape.kv_heads, shape.query_heads)
+    # Local layers and states hold their bytes under every method.
     payload = shape.fixed_bytes(n, itemsize)
     overhead = shape.local_overhead(n)
     tokens = 0
@@ -175,11 +185,12 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         ragged = not keeps_all and (sizes_open or len(set(expected.low)) > 1)
         # All heads use one row of positions if they keep the same tokens.
         shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
-        count_tensors = 0
-        if ragged and chain.quantiser:
+        if not ragged:
+            count_tensors = 0
+        elif chain.quantiser:
             # A ragged packed segment stores the lengths of its heads and the counts of its packed keys and values.
             count_tensors = 3
-        elif ragged:
+        else:
             count_tensors = _count_ragged_segments(chain, expected, shape)
         payload += count * payload_bytes(blocks)
         overhead += count * overhead_bytes(blocks, shared, count_tensors)
@@ -189,7 +200,8 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         keyless_heads = heads_without_keys(chain, shape, n)
         if keyless_heads is None:
             return None
-        # A head without keys saves n D numbers. A layer with such a head names the leading head of every query head.
+        # A head without keys saves n D numbers. A layer with such a head stores an id for each query head: that of its
+        # leading head.
         payload -= sum(keyless_heads) * n * shape.head_dim * itemsize
         overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless_heads if count)
     return DeclaredBytes(
@@ -213,12 +225,14 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | N
     total = chain.expected_sum(n, shape.layers, heads)
     if open_layers and total is None:
         return None
+    # Without open layers, ``total`` may be None, and there is nothing to divide.
     remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
     open_layer_tokens = iter(spread_evenly(remaining_tokens, len(open_layers)))
     counts: Counter[LayerTokens] = Counter()
     for i, promise in enumerate(promises):
-        sizes = promise.low
-        if promise.low != promise.high:
+        if promise.low == promise.high:
+            sizes = promise.low
+        else:
             layer_tokens = promise.total
             if layer_tokens is None:
                 layer_tokens = next(open_layer_tokens)
@@ -245,6 +259,7 @@ def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
     # a stored head of several query heads loses its keys only if none of them leads, and the text decides which lead
     if heads < shape.query_heads and min(leading_heads) < shape.query_heads:
         return None
+    # here each stored head serves one query head, or all query heads lead and the differences are 0
     return [shape.query_heads - count for count in leading_heads]
 
 
@@ -283,9 +298,12 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
     state = 0
     for head_blocks in blocks:
         state += sum(block.slot_overhead * block.slots for block in head_blocks)
-    # Segments hold ids for all heads in one tensor, even for a head without tokens in that segment.
+    # Segments hold ids for all heads in one tensor, even for a head without tokens in that segment. Such a head has no
+    # block for the segment, so the head with the most blocks states the overhead of all segments.
     fixed = heads * sum(block.fixed_overhead for block in max(blocks, key=len))
-    return positions + COUNT_BYTES * heads * count_tensors + HEAD_ID_BYTES * named_heads + state + fixed
+    counts = COUNT_BYTES * heads * count_tensors
+    head_ids = HEAD_ID_BYTES * named_heads
+    return positions + counts + head_ids + state + fixed
 
 
 def _count_ragged_segments(chain: Chain, expected: Expected, shape: Shape) -> int:
@@ -341,9 +359,10 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
         return payload_bytes([chain.layout(slots, head_dim, itemsize, layer, shape.own_values)])
     dense = head_dim * itemsize  # the bytes of one exact key or value
     key_ratio = pruner.ratio
-    value_ratio = float(getattr(pruner, "value_ratio", 0.0))
+    value_ratio = float(getattr(pruner, "value_ratio", 0.0))  # some pruners leave values alone
     coder = chain.coder_at(layer)
     if chain.quantiser is None or coder is None:
+        # the latest ``recent`` tokens keep all channels
         # bytes = 2 slots dense - (key_ratio + value_ratio) older dense: keys and values less the older tokens' channels
         older_tokens = max(0, slots - pruner.recent)
         return 2 * slots * dense - (key_ratio + value_ratio) * older_tokens * dense
@@ -359,16 +378,20 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
 def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, shape: CacheShape) -> tuple[int, int]:
     """Return (least, most), the limits of the payload bytes that ``layer`` may hold after ``new`` more tokens.
 
+    layer: the layer's cache as it was before the new tokens.
+    index: the layer's number.
+
     The limits differ only if a chain evicts and some tokens lack channels: the data then decide how many of those
     tokens are left.
     """
     head_dim, itemsize = shape.head_dim, shape.itemsize
     stored_tokens = layer.kept_counts()  # by head
-    dense = head_dim * itemsize  # the bytes of one token's exact key, and of its value beside it
-    if not shape.own_values:
-        dense *= 2
+    # the bytes of one exact token in one head: a key and a value, or a key that is its own value
+    tensors = 1 if shape.own_values else 2
+    dense = tensors * head_dim * itemsize
 
     def payload_of(head_tokens: Iterable[int]) -> int:
+        """Return the declared payload bytes of heads that hold these numbers of tokens."""
         return payload_bytes(
             chain.layout(tokens, head_dim, itemsize, index, shape.own_values) for tokens in head_tokens
         )
@@ -379,9 +402,8 @@ def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, 
             total = payload_of(tokens + new for tokens in stored_tokens)
         elif chain.coder:
             # the coder packs the prompt alone: new tokens stay exact
-            total = (
-                sum(storage_bytes(segment.payload()) for segment in layer.segments) + new * len(stored_tokens) * dense
-            )
+            prompt_bytes = sum(storage_bytes(segment.payload()) for segment in layer.segments)
+            total = prompt_bytes + new * len(stored_tokens) * dense
         else:
             kv_token_bytes = shape.kv_heads * dense
             total = _count_exact_bytes(chain, layer, index, itemsize=itemsize, kv_token_bytes=kv_token_bytes, new=new)
@@ -396,8 +418,8 @@ def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, 
         payload = sum(head_tokens) * dense
         return payload, payload
     thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
-    # At least: eviction leaves thin tokens alone. At most: it leaves every token that has all channels, the exact ones
-    # of the prompt (segments behind the first) and the new ones.
+    # At least: eviction leaves only thin tokens, those without some of their channels. At most: it leaves every token
+    # that has all channels, the exact ones of the prompt (segments behind the first) and the new ones.
     least = sum(head_tokens) * thin
     most = least
     unpruned_counts = [segment.counts for segment in layer.segments[1:]]
@@ -412,18 +434,19 @@ def _count_exact_bytes(
 ) -> int:
     """Return the payload bytes of a layer that stores ``new`` more tokens exactly and evicts none.
 
+    layer: the layer's cache as it was before the new tokens.
+    index: the layer's number.
     kv_token_bytes: the bytes of a token's keys and values over all kv heads.
     """
-    new_token = kv_token_bytes
     if chain.lowrank:
         new_token = sum(chain.lowrank.widths(index)) * itemsize  # latents, which all heads use
+    else:
+        new_token = kv_token_bytes
     stored_heads = len(layer.kept_counts())
     ragged = any(segment.lengths is not None for segment in layer.segments)
     total = new * new_token
     for segment in layer.segments:
-        copies = 1
-        if ragged:
-            # Ragged heads are attended one by one, each with its own copy of a text that was appended since.
-            copies = stored_heads // segment.heads
+        # Ragged heads are attended one by one, each with its own copy of a text that was appended since.
+        copies = stored_heads // segment.heads if ragged else 1
         total += storage_bytes(segment.payload()) * copies
     return total

@@ -39,25 +39,28 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     """
     chain = cache.chain
     selector, evictor = chain.selector, chain.evictor
-    # a cache that grows may hold its earlier tokens and the new ones
-    limits = [layer.tokens + fed for layer in cache.layers]
+    grown_sizes = [layer.tokens + fed for layer in cache.layers]
     limit_over_layers: int | None = None
+    # ``every``: after so many new tokens the evictor chooses again
     if evictor is not None and evictor.every:
-        # the evictor chooses again after a number of tokens, so heads are largest just before a choice
+        # heads grow until the next choice, so they are largest just before it
         limits = []
         for i, layer in enumerate(cache.layers):
             _, most_tokens = evictor.tokens_after(layer, i, fed)
             limits.append(max(most_tokens))
     elif isinstance(selector, EvictingSelector) and selector.evicts:
-        budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(limits))]
+        budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(cache.layers))]
         if chain.rebalancer is None:
             layer_budgets = budgets
         else:
             # the data divide one budget among the layers: each layer has its share, and only the sum is fixed
             layer_budgets = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
             limit_over_layers = sum(min(budget, cache.seen + fed) for budget in budgets)
-        limits = [min(limit, budget) for limit, budget in zip(limits, layer_budgets, strict=True)]
-    # a head may hold fewer, for example if the answer ends before the next choice
+        # before its budget is full, a cache grows
+        limits = [min(size, budget) for size, budget in zip(grown_sizes, layer_budgets, strict=True)]
+    else:
+        limits = grown_sizes
+    # a head may hold fewer than its limit, for example if the answer ends before the next choice
     for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
         if most > limit:
             raise Refused(
@@ -76,7 +79,7 @@ def check_bytes(cache: PromptCache, stored: Stored, shape: CacheShape) -> None:
 
     cache: the cache as it was before the new tokens.
     stored: the payload bytes that a row held in each layer, and how many new tokens it had read.
-    shape: the sizes of the model's cache; see ``models.interface.cache_shape``.
+    shape: the sizes of the model's cache.
     """
     for i, payload in enumerate(stored.payload):
         layer = cache.layers[i]

@@ -55,8 +55,11 @@ class MeasuredBytes:
 class _Sums:
     """Sums over the layers of one cache, to which ``_audit_layer`` adds each layer that methods compress.
 
-    tokens: the tokens of all stored heads. heads, query_heads: the stored heads, and the query heads.
-    payload, overhead: the bytes measured. payload16, overhead16: the bytes of the same tokens at 16 bits, by formula.
+    tokens: the tokens of all stored heads.
+    heads: the stored heads of all layers.
+    query_heads: the query heads of all layers.
+    payload, overhead: the bytes measured.
+    payload16, overhead16: the bytes of the same tokens at 16 bits, by formula.
     storages: the addresses of all storages that have been met.
     """
 
@@ -75,10 +78,10 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
 
     The audit checks how many tokens each head of each layer keeps, and their positions. If the data decide how many
     tokens stay, it compares their numbers with those that the stage recorded (``LayerCache.decided``). It compares
-    payload and overhead bytes with the formula. Every tensor must own its storage. The audit also refuses a cache that
-    differed from the prompt when it was compressed (see kv.content).
+    payload and overhead bytes with the formula. Every tensor must own its storage. The audit also refuses a cache whose
+    keys and values differed from the prompt's when it was compressed (``PromptCache.mismatch``).
 
-    shape: the sizes of the model's cache; see ``models.interface.cache_shape``.
+    shape: the sizes of the model's cache.
     """
     chain = cache.chain
     n = cache.prompt_tokens
@@ -86,25 +89,28 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     sums = _Sums()
     for index in range(n_layers):
         _audit_layer(cache, index, shape, sums)
-    declared_tokens = chain.expected_sum(n, n_layers, sums.heads // n_layers)
+    # all layers store the same number of heads
+    declared_tokens = chain.expected_sum(n, n_layers, heads=sums.heads // n_layers)
     if declared_tokens is not None and sums.tokens != declared_tokens:
         raise Refused(
             f"{chain.name}: keeps {sums.tokens} tokens over all layers and heads, declared were {declared_tokens}"
         )
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
-    # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each
-    entries = n_layers * shape.kv_heads * n * shape.head_dim
-    if not shape.own_values:
-        entries *= 2
+    # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each, or
+    # keys alone if these are their own values
+    tensors = 1 if shape.own_values else 2
+    entries = tensors * n_layers * shape.kv_heads * n * shape.head_dim
     local, local_overhead = _audit_local_layers(cache, shape, sums.storages)
     states = _audit_states(cache, sums.storages)
     # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
     fixed = local * shape.itemsize + states.bytes
     fixed16 = local * HALF + states.bytes16
-    payload_kv_head, payload_query_head = sums.payload, sums.payload
-    if not chain.lowrank:
-        # mean bytes of a stored head times all heads of either kind; latents are one head that all others read
+    if chain.lowrank:
+        # latents are one head that all others read
+        payload_kv_head, payload_query_head = sums.payload, sums.payload
+    else:
+        # mean bytes of a stored head times all heads of either kind
         payload_kv_head = round(sums.payload * n_layers * shape.kv_heads / sums.heads)
         payload_query_head = round(sums.payload * sums.query_heads / sums.heads)
     return MeasuredBytes(
@@ -162,16 +168,20 @@ def _audit_layer(cache: PromptCache, index: int, shape: CacheShape, sums: _Sums)
 
 
 def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses: set[int]) -> tuple[int, int]:
-    """Return (numbers of keys and values, overhead bytes) that local layers hold.
+    """Return (count of numbers in keys and values, overhead bytes) that local layers hold.
 
-    Raises Refused unless each holds the last tokens of its window, and nothing else.
+    storage_addresses: the addresses of all storages met so far, to which those of these layers are added.
+
+    Raises Refused unless each layer holds the last tokens of its window, and nothing else.
     """
     kv_heads, head_dim = shape.local_heads or (shape.kv_heads, shape.head_dim)
     total_numbers, total_overhead = 0, 0
     for i, layer in enumerate(cache.local):
         counts = check_positions("the model", layer, i, n=cache.prompt_tokens, heads=kv_heads)
         check_storages("the model", layer, i, storage_addresses)
+        # every local layer has a window: ``or 0`` is for the type alone
         tokens = min(cache.prompt_tokens, layer.window or 0)
+        # keys and values; all heads share one row of positions
         numbers = 2 * kv_heads * tokens * head_dim
         overhead = POSITION_BYTES * tokens
         if set(counts) != {tokens} or layer.nbytes() != numbers * shape.itemsize + overhead:
@@ -187,8 +197,8 @@ def _audit_local_layers(cache: PromptCache, shape: CacheShape, storage_addresses
 class _States(NamedTuple):
     """The bytes of a cache's states.
 
-    bytes: the bytes of their storages.
-    bytes16: the bytes that they take at 16 bits, by formula. Recurrent states stay in fp32.
+    bytes: the bytes of the states' storages.
+    bytes16: the bytes that the states take at 16 bits, by formula. Recurrent states stay in fp32.
     """
 
     bytes: int
@@ -198,7 +208,9 @@ class _States(NamedTuple):
 def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
     """Return the bytes of all states, as held and at 16 bits. Raises Refused unless each tensor owns its storage.
 
-    States have the dtype that the model gives them.
+    Unlike keys and values, states are not compared with a formula: they have the dtypes that the model gives them.
+
+    storage_addresses: the addresses of all storages met so far, to which those of the states are added.
     """
     tensors: list[torch.Tensor] = []
     bytes16 = 0
@@ -213,7 +225,8 @@ def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
 def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_layers: int, counts: list[int]) -> None:
     """Raise Refused unless each head of a layer keeps as many tokens as the chain declares.
 
-    If a stage recorded how many tokens it decided to keep (``layer.decided``), that must be true as well.
+    If a stage recorded how many tokens it decided to keep (``layer.decided``), the record must be true as well. The
+    record is required if the chain leaves the numbers open.
 
     counts: how many tokens each stored head holds.
     index: the layer's number.
@@ -238,7 +251,7 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
 
 
 def declare_blocks(chain: Chain, counts: list[int], shape: CacheShape, layer: int) -> list[list[Block]]:
-    """Return for each head of a layer the blocks that its chain declares. Head h holds ``counts[h]`` tokens."""
+    """Return for each head of a layer the blocks that ``chain`` declares. Head h holds ``counts[h]`` tokens."""
     # heads of equal counts have equal blocks
     layouts = {}
     for count in set(counts):
@@ -254,11 +267,8 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
     """
     if layer.seen != n:
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
-    stored_heads = layer.heads
-    for segment in layer.segments:
-        stored_heads = max(stored_heads, segment.heads)
-    if stored_heads != heads:
-        raise Refused(f"{name}: layer {index} stores {stored_heads} heads, the method declares {heads}")
+    if layer.stored_heads != heads:
+        raise Refused(f"{name}: layer {index} stores {layer.stored_heads} heads, the method declares {heads}")
     for segment in layer.segments:
         # keys and values of this segment, counted in tokens: the exact ones, and the packed ones before them
         keys, values = segment.k.shape[1], segment.v.shape[1]
@@ -289,7 +299,7 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
 
 
 def _are_in_order(positions: torch.Tensor, n: int) -> bool:
-    """Return True if each row of positions [H, m] ascends within 0..n-1."""
+    """Return True if each row of positions [H, m] ascends within 0..n-1. There must be at least one token."""
     # each row is distinct and in order if every position is larger than the one before
     rows_ascend = bool((positions[:, 1:] > positions[:, :-1]).all())
     return rows_ascend and int(positions[:, 0].min()) >= 0 and int(positions[:, -1].max()) < n
@@ -322,14 +332,16 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
     """Raise Refused if a tensor is a view of a larger storage, or shares its storage with another tensor of the cache.
 
-    ``seen`` collects the addresses of storages over the layers of a cache.
+    name: the method's name in messages.
+    index: the layer's number.
+    seen: collects the addresses of storages over the layers of a cache.
     """
     for kind, t in _describe_tensors(layer):
         _check_owned(f"{name}: layer {index}: {kind}", t, seen)
 
 
 def _check_owned(tensor_name: str, t: torch.Tensor, seen: set[int]) -> None:
-    """Raise Refused unless a tensor owns its storage. ``seen`` collects the addresses of storages."""
+    """Raise Refused unless a tensor owns its storage. ``seen`` collects the addresses of all storages so far."""
     storage = t.untyped_storage()
     if storage.nbytes() > t.nbytes:
         raise Refused(
