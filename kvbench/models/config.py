@@ -36,7 +36,7 @@ class ModelConfig:
     verified: True if the entry has ever been run.
     shape: the numbers of layers and heads, from which bytes of caches are computed without a checkpoint.
     architecture: the settings of the architecture, for ``weights=random`` without a checkpoint.
-    fetch: where the model's files come from, see ``models.fetch``.
+    fetch: the package of the Python index that the model's files come from, with their checksums.
 
     Raises UsageError for a value that is not possible.
     """
@@ -69,15 +69,16 @@ class ModelConfig:
         ):
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
-        texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
-        check("model.stop", self.stop, texts, "a list of texts that are not empty")
-        object.__setattr__(self, "stop", tuple(self.stop))  # YAML gives a list, and a list cannot be hashed
+        are_texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
+        check("model.stop", self.stop, are_texts, "a list of texts that are not empty")
+        # YAML gives a list, and a list cannot be hashed; a frozen dataclass is set only in this way
+        object.__setattr__(self, "stop", tuple(self.stop))
         if isinstance(self.device_map, str) and self.device_map not in DEVICE_MAPS:
             hint = "Or a mapping of layers to devices."
             raise unknown("value of model.device_map", self.device_map, DEVICE_MAPS, hint)
-        mapped = self.device_map is None or isinstance(self.device_map, (str, Mapping))
+        is_map = self.device_map is None or isinstance(self.device_map, (str, Mapping))
         check(
-            "model.device_map", self.device_map, mapped, f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
+            "model.device_map", self.device_map, is_map, f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
         )
         for key, text in (("revision", self.revision), ("chat_template", self.chat_template)):
             # YAML reads a revision such as 20240101 as a number
@@ -92,6 +93,7 @@ class ModelConfig:
             "null or a mapping with rope_type, as {rope_type: linear, factor: 4}",
         )
         context = self.context
-        check("model.context", context, context is None or (is_whole(context) and context >= 1), "a whole number")
+        is_length = context is None or (is_whole(context) and context >= 1)
+        check("model.context", context, is_length, "a whole number")
         # a text such as "false" would be true
         check("model.download", self.download, isinstance(self.download, bool), "true or false")

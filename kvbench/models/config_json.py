@@ -44,12 +44,14 @@ def check_sizes(path: str, config: Any) -> None:
             raise _refusal(path, key, value, WHOLE)
     # the next checks compare sizes that depend on each other, as far as both are given as numbers
     numbers = {key: value for key, value in config.items() if is_whole(value)}
+    # in place of absent sizes: 1 divides every number, and 0 is a multiple of every number
     heads = numbers.get("num_attention_heads", 1)
     kv_heads = numbers.get("num_key_value_heads", 1)
     # each kv head serves a group of query heads
     if heads % kv_heads:
         raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     hidden = numbers.get("hidden_size", 0)
+    # without a head_dim, the heads divide the hidden size among them
     if config.get("head_dim") is None and hidden % heads:
         allowed = f"a divisor of hidden_size={hidden}, or a head_dim beside it"
         raise _refusal(path, "num_attention_heads", heads, allowed)
@@ -75,14 +77,16 @@ def check_sizes(path: str, config: Any) -> None:
 
 
 def check_end_ids(path: str, file: str, config: Any) -> None:
-    """Raise UsageError if the ``eos_token_id`` in a JSON file of a checkpoint is neither an id nor a list of ids.
+    """Raise UsageError if the ``eos_token_id`` in a JSON file of a checkpoint is no id, no list of ids and not null.
 
-    ``path`` is the user's name for the model, ``file`` the name of the file, and ``config`` its parsed content.
+    path: the user's name for the model, for the error.
+    file: the name of the file.
+    config: the parsed content of the file.
     """
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
     ends = config.get("eos_token_id")
-    # the file may give one id, or a list of them
+    # the file may state one id, or a list of ids
     ids: list[Any] = ends if isinstance(ends, list) else [ends]
     if ends is not None and not all(is_whole(i) and i >= 0 for i in ids):
         allowed = "null, a token id of 0 or more, or a list of them"
@@ -101,6 +105,7 @@ def _check_thetas(path: str, config: Mapping[str, object]) -> None:
     Mappings within the configuration are checked as well, because some families have a base for each type of layer.
     """
     theta = config.get("rope_theta")
+    # Python counts true as the number 1
     possible = isinstance(theta, (int, float)) and not isinstance(theta, bool) and 0 < theta < math.inf
     if theta is not None and not possible:
         raise _refusal(path, "rope_theta", theta, "a number above 0")
@@ -110,5 +115,9 @@ def _check_thetas(path: str, config: Mapping[str, object]) -> None:
 
 
 def _refusal(path: str, key: str, value: object, allowed: str) -> UsageError:
-    """Return the error for one impossible value of a config.json. ``allowed`` states the possible values in words."""
+    """Return the error for one impossible value of a config.json.
+
+    path: the user's name for the model.
+    allowed: the possible values in words.
+    """
     return UsageError(f"model={path}: its config.json says {key}={value!r}, which is not possible: {allowed}")

@@ -107,7 +107,10 @@ def damping_needed(moments: Tensor) -> float:
 
 
 def whitening_factor(moments: Tensor, added: float) -> Tensor:
-    """Return the lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal."""
+    """Return the lower Cholesky factor [d, d], fp64, of moments [d, d] with ``added`` on the diagonal.
+
+    ``added`` must be large enough for the factor to exist; ``damping_needed`` finds such a number.
+    """
     m = moments.double()
     return torch.linalg.cholesky(m + added * torch.eye(len(m), dtype=m.dtype, device=m.device))
 
@@ -118,7 +121,7 @@ def group_size(heads: int, most: int) -> int:
 
 
 def step_of(full: int, multiple: int | None) -> int:
-    """Return the step between ranks: ``multiple``, or a sixteenth of the full rank."""
+    """Return the step between ranks: ``multiple``, or without one a sixteenth of the full rank, at least 1."""
     if multiple is not None:
         return multiple
     return max(1, full // STEPS)
@@ -132,7 +135,7 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
     """
     step = step_of(full, multiple)
     if ratio == 0:
-        return full
+        return full  # which need not be a multiple
     # floor(x + 0.5) rounds halves up, whereas round() would round them to even
     steps = math.floor((1 - ratio) * full / step + 0.5)
     return min(full, max(1, steps) * step)
@@ -148,9 +151,10 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
     """
     step = step_of(full, multiple)
     if ratio == 0:
-        return [full] * len(weights)
+        return [full] * len(weights)  # which need not be a multiple
     # a unit is one multiple; the last unit of a full rank may be cut by ``full``
     most_units = ceil_div(full, step)
+    # floor(x + 0.5) rounds halves up; every matrix gets at least one unit
     total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
     units = round_shares(proportional_shares(weights, total, most_units), total)
     for i, count in enumerate(units):
@@ -169,6 +173,8 @@ def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: 
     limit is the largest loss, which gives the smallest ranks.
 
     loss: [projections, ranks], the model's loss with one projection cut to one of the ranks.
+    ranks: the ranks that were tried, one for each column of ``loss``.
+    full: the full rank of every projection.
     """
 
     def choose_ranks(limit: float) -> list[int]:
@@ -182,6 +188,7 @@ def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: 
     losses: set[float] = set()
     for row in loss:
         losses.update(row)
+    # only at these limits do the chosen ranks change
     limits = sorted(losses)
     # a larger limit never gives larger ranks, so limits[high] always suffices or is the last one
     low, high = 0, len(limits) - 1

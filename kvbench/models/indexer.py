@@ -52,6 +52,7 @@ def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for indexer, own_forward in own_forwards.items():
+            # without an entry of its own, the indexer has the forward of its class again
             del vars(indexer)["forward"]
             if own_forward is not None:
                 vars(indexer)["forward"] = own_forward

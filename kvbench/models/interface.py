@@ -91,7 +91,7 @@ class KvbenchLayer(CacheLayerMixin):
         return self, self
 
     def newest_positions(self, tokens: int) -> Tensor:
-        """Return the positions [1 or B, tokens] of the newest tokens of each row."""
+        """Return the positions [1 or B, tokens] of the newest tokens of each row. Here all rows are equally long."""
         return torch.arange(self.seen - tokens, self.seen)[None]
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
@@ -102,15 +102,18 @@ class KvbenchLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
-        """Return (number of keys, position of the first key) for the mask, which ``attention`` does not use."""
+        """Return (number of keys, position of the first key), from which transformers builds a mask.
+
+        ``attention`` does not use that mask.
+        """
         return self.seen, 0
 
     def get_max_length(self) -> int:
-        """Return -1: the cache has no limit."""
+        """Return -1, by which transformers understands that the cache has no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """Return -1: the cache has no limit."""
+        """Return -1, by which transformers understands that the cache has no limit."""
         return -1
 
 
@@ -128,12 +131,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Return (attention [B, T, Hq, D] of query [B, Hq, T, D], None), as transformers' attention functions do.
 
-    key: the cache layer (see ``KvbenchLayer.update``), which computes the attention.
+    key: the cache layer, which stands in the place of all keys and computes the attention.
+    value: the same cache layer.
     attention_mask: the result of ``mask``.
-    scaling: the factor of q.k; None: 1 / sqrt(D).
+    scaling: the factor of a logit q.k; None: 1 / sqrt(D).
     sliding_window: how many of the last tokens the layer attends; None: all.
     softcap: the limit of a logit for models that cap logits.
-    s_aux: the sinks [Hq] of models with attention sinks (``kv.scale``).
+    s_aux: the logits [Hq] of learned sinks, to which heads of some models attend beside the tokens; None: no sinks.
 
     Raises UsageError if the model asks for more than these arguments, such as a mask of its own, or is called outside
     kvbench.
@@ -150,14 +154,13 @@ def attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
     query = scale_queries(module, query, key.newest_positions)
+    # the cache holds latents, so attention runs over them: see ``models.latent``
     latent = expands_after_caching(module)
     if latent:
         query = absorb_query(module, query)
     # a window that is longer than the text changes nothing
-    window = None
-    if sliding_window is not None and key.seen > sliding_window:
-        window = sliding_window
-    sinks = s_aux.detach()[:, None, None] if s_aux is not None else None
+    window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
+    sinks = s_aux.detach()[:, None, None] if s_aux is not None else None  # [Hq, 1, 1], to meet logits [Hq, T, L]
     out = key.attend(query, LogitScale.of(scaling, softcap, sinks), window)
     if latent:
         out = head_outputs(module, out)
@@ -167,11 +170,11 @@ def attention(
 def sliding_window(config: Any) -> int | None:
     """Return the sliding window, in tokens, of a model whose layers all attend that window; None for other models."""
     window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    types = getattr(config, "layer_types", None)
+    if types is None:
         slides = getattr(config, "use_sliding_window", True)  # Qwen2 has a window that it may not use
     else:
-        slides = "sliding_attention" in layer_types
+        slides = "sliding_attention" in types
     # a model with local layers has other layers that attend everything
     if window is None or not slides or local_layers(config):
         return None
@@ -180,7 +183,7 @@ def sliding_window(config: Any) -> int | None:
 
 @dataclass(frozen=True)
 class WindowMask:
-    """The mask of a layer that attends the last ``size`` tokens, or all tokens if ``size`` is None."""
+    """The mask of a layer. It attends the last ``size`` tokens, or all tokens if ``size`` is None."""
 
     size: int | None
 
@@ -227,6 +230,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
     tell_untried()  # the user may have loaded this model without kvbench
     previous = model.config._attn_implementation
     if previous == NAME:
+        # an outer context has set everything, and restores it
         yield
         return
     if not ALL_ATTENTION_FUNCTIONS[NAME].__module__.startswith("kvbench."):
@@ -244,6 +248,7 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """While the context is open, the model is in eval mode. Each module's own mode comes back on exit."""
+    # not model.train() on exit: a user may train only some of the modules
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -283,6 +288,7 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
     A call is recorded before the module's forward.
     """
+    # the model's rotary module; None if the model rotates no keys
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
 
     def note(module: nn.Module, args: object, kwargs: Mapping[str, object]) -> None:
@@ -299,9 +305,11 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
 
 @contextmanager
 def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead | None]) -> Iterator[None]:
-    """While the context is open, cut the inputs of each decoder layer to the tokens that ``tokens_read(layer)`` names.
+    """While the context is open, cut the inputs of each decoder layer to the tokens that the layer reads.
 
-    None names all tokens. Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
+    tokens_read: returns the tokens that the layer of a number reads; None: all tokens.
+
+    Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
     """
 
     def make_cut(index: int) -> Callable[..., object]:
@@ -324,6 +332,7 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
                     kwargs[name] = tokens.of_prompt(kwargs[name])
             # releases before 5.4 also pass positions without a batch axis, by which Ministral scales queries
             if kwargs.get("cache_position") is not None:
+                # [n] -> [1, n] -> [1, m] -> [m]
                 kwargs["cache_position"] = tokens.of_prompt(kwargs["cache_position"][None])[0]
             return args, kwargs
 
@@ -357,6 +366,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
             first = forward(hidden[:, :size])
             if not isinstance(first, Tensor):
                 return forward(hidden)  # a mixture of experts may return router logits, too
+            # one tensor for all parts: joining them at the end would hold the output twice
             out = first.new_empty(*hidden.shape[:2], first.shape[-1])
             out[:, :size] = first
             for start in range(size, hidden.shape[1], size):
@@ -379,6 +389,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
         yield
     finally:
         for mlp, former in zip(mlps, former_forwards, strict=True):
+            # without an attribute of its own, the module has the forward of its class again
             del mlp.forward
             if former is not None:
                 mlp.forward = former
@@ -421,8 +432,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         for child in module.children():
             parents[child] = module
     layers = []
-    for attention in attention_modules(model):
-        layer = parents[attention]
+    for attention_module in attention_modules(model):
+        layer = parents[attention_module]
         # the two attention modules of a layer of LongCat lie in a list
         if isinstance(layer, nn.ModuleList):
             layer = parents[layer]
@@ -433,6 +444,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 def all_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules of all layers, also of those without attention, in order."""
     layers = decoder_layers(model)
+    # the list that holds a layer with attention holds all other layers as well
     for module in model.modules():
         children = list(module.children())
         if isinstance(module, nn.ModuleList) and layers[0] in children:
@@ -442,7 +454,7 @@ def all_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the attention modules that store keys and values in the cache, in layer order."""
-    # layers at the end may share the keys and values of an earlier one, and layers with a state hold none
+    # layers at the end may share the keys and values of an earlier one, and layers with a state may hold none
     listed = range(len(layer_types(model.config)) + sharing_layers(model.config))
     keyless = set(listed).difference(key_layers(model.config))
     modules = []
@@ -459,7 +471,10 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def model_cache(config: Any, layers: Sequence[Any]) -> dict[str, HFCache]:
-    """Return {name: cache}, the keyword argument that gives a model's forward pass these cache ``layers`` in order."""
+    """Return {name: cache}, the keyword argument that gives a model's forward pass these cache ``layers`` in order.
+
+    config: the model's configuration, which says whether layers hold latents.
+    """
     if latent_width(config):
         return named_cache(LatentCache(layers=list(layers)))
     return named_cache(HFCache(layers=list(layers)))

@@ -40,7 +40,7 @@ class LatentCache(HFCache):
 
 
 def expands_after_caching(module: nn.Module) -> bool:
-    """Return True if an attention module caches latents, and only then expands them to keys and values."""
+    """Return True if an attention module caches latents, and expands them to keys and values only afterwards."""
     return hasattr(module, "expand_kv")
 
 
@@ -57,7 +57,8 @@ def find_up_fault(module: nn.Module) -> str | None:
 def absorb_query(module: nn.Module, query: Tensor) -> Tensor:
     """Return the query [B, Hq, T, R + r] to multiply with [c, r], from the model's own query [B, Hq, T, d + r]."""
     key_up, _ = _up_projections(module)
-    unrotated, rotated = query.split([key_up.shape[1], query.shape[3] - key_up.shape[1]], dim=3)
+    unrotated_width = key_up.shape[1]  # d
+    unrotated, rotated = query.split([unrotated_width, query.shape[3] - unrotated_width], dim=3)
     # W_K^T q of each head: [B, Hq, T, d] @ [Hq, d, R]
     return torch.cat([unrotated @ key_up, rotated], dim=3)
 
@@ -65,12 +66,14 @@ def absorb_query(module: nn.Module, query: Tensor) -> Tensor:
 def head_outputs(module: nn.Module, out: Tensor) -> Tensor:
     """Return the heads' outputs [B, Hq, T, v], given the weighted sum of [c, r], ``out`` [B, Hq, T, R + r]."""
     _, value_up = _up_projections(module)
+    latent_width = value_up.shape[2]  # R: the sum of the rotated parts r behind it belongs to no value
     # W_V of each head: [B, Hq, T, R] @ [Hq, R, v]
-    return out[..., : value_up.shape[2]] @ value_up.transpose(1, 2)
+    return out[..., :latent_width] @ value_up.transpose(1, 2)
 
 
 def _up_projections(module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return (W_K [Hq, d, R], W_V [Hq, v, R]) of an attention module, as views of the one matrix that holds both."""
+    # the rows of the matrix lie head by head: d rows of keys, then v rows of values
     key_width, value_width = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
     weight = module.kv_b_proj.weight  # type: ignore[union-attr]
     by_head = weight.unflatten(0, (-1, key_width + value_width))  # type: ignore[operator]

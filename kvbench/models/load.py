@@ -49,7 +49,8 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """The files that may hold a tokenizer's vocabulary. A tokenizer needs one of them."""
 EMBEDDED = Path(__file__).parent / "embedded"
 """The folder of the models that come with kvbench, such as ``tiny``."""
-SLICE = 4096  # for a fingerprint, this many bytes of a tensor are read at its beginning and in its middle
+SLICE = 4096
+"""The most bytes that the fingerprint of a large file reads at the beginning, and at the middle, of a tensor."""
 WHOLE_HASH_LIMIT = 256 * 2**20
 """Safetensors of more bytes are not read whole for a fingerprint, which would take minutes."""
 
@@ -97,13 +98,13 @@ def locate(cfg: ModelConfig) -> ModelSource:
     if exists:
         manifest.check_copy(folder)
         return _check_folder(cfg, folder)
-    # an id of the hub is owner/name
+    # an id of the hub is owner/name; any other path means a folder, which does not exist
     if cfg.path.startswith((".", "/", "~")) or cfg.path.count("/") != 1:
         raise MissingModel(
             f"model={cfg.path}: there is no such folder.{did_you_mean(cfg.path, named_models())} Give a folder with "
             "config.json and *.safetensors, an owner/name id of the Hugging Face hub, or one of "
             "kvbench list models",
-            [cfg.path],
+            names=[cfg.path],
         )
     return _find_on_hub(cfg)
 
@@ -129,6 +130,7 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
             tokenizer.chat_template = cfg.chat_template
         return tokenizer
     except Exception as error:
+        # a damaged tokenizer fails with errors of many types
         why = f"{type(error).__name__}: {headline(error)}"
         raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {why}") from None
 
@@ -144,14 +146,14 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
             source.location, local_files_only=not cfg.download, **_revision_option(source)
         )
     except (OSError, ValueError):
-        generation = None
+        generation = None  # the checkpoint has no such file
     token_ids: set[int] = set()
     for config in (source.config, generation):
         eos = getattr(config, "eos_token_id", None)
         if isinstance(eos, int):
             token_ids.add(eos)
         else:
-            token_ids.update(eos or ())
+            token_ids.update(eos or ())  # a list of ids, or None
     return token_ids
 
 
@@ -163,8 +165,8 @@ def weight_bytes(source: ModelSource) -> int:
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:
     """Return the model in eval mode on ``device``, with trained weights from safetensors or random ones.
 
-    With ``device_map`` accelerate spreads its layers over devices instead. Raises UsageError if the model cannot be
-    loaded, and KvbenchError if it does not fit into memory.
+    With ``device_map`` accelerate spreads the layers over several devices instead. Raises UsageError if the model
+    cannot be loaded, and KvbenchError if it does not fit into memory.
     """
     # errors below may come from a package that is newer than the newest tried release
     tell_untried()
@@ -194,7 +196,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
-    except UsageError:  # weights.read_weights has said its own reason
+    except UsageError:  # its message states the reason already
         raise
     except SafetensorError as error:
         raise UsageError(
@@ -202,15 +204,16 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
             "weights=random runs the same architecture without them"
         ) from None
     except Exception as error:
+        # transformers and the code of families fail with errors of many types
         raise UsageError(
             f"model={cfg.path} cannot be loaded on {cfg.device_map or device}: {headline(error)}"
         ) from None
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
-    """Raise an error if ``device_map`` is set but layers cannot be spread over devices.
+    """Raise UsageError if ``device_map`` is set but layers cannot be spread over devices.
 
-    Raises UsageError if there are no weights to read, and the error of ``require`` without the package accelerate.
+    The reason is that random weights are not read, or that the package accelerate is missing.
     """
     if not cfg.device_map:
         return
@@ -245,6 +248,7 @@ def load_model(
     settings: dict[str, Any] = {"name": str(name), "path": str(name)}
     if isinstance(name, str):
         settings |= named_models().get(name, {})
+    # PyTorch prints a dtype as torch.float32, and ModelConfig takes its name alone
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings |= knobs
     cfg = ModelConfig(**settings)
@@ -259,6 +263,7 @@ def _read_json(path: str, file: Path) -> Any:
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
+    # json raises RecursionError for thousands of nested brackets
     except (ValueError, RecursionError):
         raise UsageError(f"model={path}: its {file.name} is not valid JSON") from None
 
@@ -275,7 +280,7 @@ def resolve_device(device: str) -> torch.device:
         return torch.device("cpu")
     if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
         raise unknown("device", device, ("auto", "cpu", "cuda", "cuda:0"))
-    # a CUDA device must also be one of those that PyTorch sees
+    # a CUDA device must also be one of those that PyTorch sees; ``cuda`` without a number is the first
     resolved = torch.device(device)
     count = torch.cuda.device_count() if has_cuda else 0
     if resolved.type == "cuda" and (resolved.index or 0) >= count:
@@ -288,7 +293,7 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
     """Return 16 digits of the SHA-256 of a folder's config, tokenizer and weights, which identify the checkpoint.
 
     Safetensors of more than ``whole_limit`` bytes are not read whole: only their headers, and the beginning and middle
-    of every tensor, count.
+    of every tensor, count. Raises UsageError if one of these names is not a file.
     """
     digest = hashlib.sha256()
     # other files, such as a README, change no result
@@ -311,7 +316,10 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
 
 
 def _read_slices(f: BinaryIO) -> Iterator[bytes]:
-    """Yield the header of the safetensors file ``f``, then two slices of each tensor: its beginning and its middle."""
+    """Yield the header of a safetensors file, then two slices of each tensor: its beginning and its middle.
+
+    f: the open file, at its beginning.
+    """
     # a file has 8 bytes with the header's length, the header in JSON, and then all tensors, at the header's offsets
     length = f.read(8)
     header = f.read(int.from_bytes(length, "little"))
@@ -322,11 +330,13 @@ def _read_slices(f: BinaryIO) -> Iterator[bytes]:
             first, last = entry["data_offsets"]
             for offset in (first, (first + last) // 2):
                 f.seek(start + offset)
+                # a slice ends with its tensor
                 yield f.read(min(SLICE, last - offset))
 
 
 def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     """Return the checkpoint in a folder. Raises UsageError with the reason if it cannot be used."""
+    # main is the default of conf/model/hf.yaml, which serves folders as well
     if cfg.revision not in (None, "main"):
         hint = f"it is a commit of a hub id, and model={cfg.path} is a folder; leave it out"
         raise UsageError(f"model.revision={cfg.revision} is not possible: {hint}")
@@ -344,9 +354,8 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
             "base model's weights and save those"
         )
     if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
-        pickles = ""
-        if any(folder.glob("*.bin")):
-            pickles = " (*.bin files are pickles, which kvbench does not load)"
+        has_pickles = any(folder.glob("*.bin"))
+        pickles = " (*.bin files are pickles, which kvbench does not load)" if has_pickles else ""
         raise UsageError(
             f"model={cfg.path} has no *.safetensors weights{pickles}. Convert or finish the download, or use "
             "weights=random for the same architecture without them"
@@ -356,8 +365,9 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     try:
         config = config_with_scaling(cfg, AutoConfig.from_pretrained(folder))
     except UsageError:
-        raise
+        raise  # its message states the reason already
     except Exception as error:
+        # the families' own checks raise errors of many types
         raise UsageError(f"model={cfg.path}: its config.json cannot be used: {headline(error)}") from None
     return ModelSource(location=str(folder), revision=None, config=config, fingerprint=fingerprint(folder))
 
@@ -369,6 +379,7 @@ def _check_shards(cfg: ModelConfig, folder: Path) -> None:
         return
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    # the errors of a text that is not JSON, and of JSON of another form
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise UsageError(f"model={cfg.path}: its model.safetensors.index.json is damaged") from None
     missing = sorted(name for name in names if not (folder / name).is_file())
@@ -387,7 +398,8 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     try:
         config = AutoConfig.from_pretrained(cfg.path, revision=cfg.revision, local_files_only=not cfg.download)
     except Exception as error:
-        raise MissingModel(_absence_message(cfg, error), [cfg.path]) from None
+        # the hub and its cache fail with errors of many types
+        raise MissingModel(_absence_message(cfg, error), names=[cfg.path]) from None
     # the commit identifies the files; a branch such as "main" may move to others
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(
@@ -397,18 +409,21 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
 
 def _absence_message(cfg: ModelConfig, error: Exception) -> str:
     """Return the message for a hub id that is not on this machine, or that could not be downloaded for ``error``."""
-    name, where = cfg.path, ""
-    if cfg.name != "hf":
+    # hf is the entry of conf/model for any hub id; other entries have names of their own
+    if cfg.name == "hf":
+        name, where = cfg.path, ""
+    else:
         name, where = cfg.name, f" ({cfg.path})"
     if cfg.download:
         return f"model {name}{where} could not be downloaded. The hub said: {headline(error)}"
-    message = f"model {name}{where} is not on this machine."
-    if cfg.revision != "main":
+    if cfg.revision == "main":
+        message = f"model {name}{where} is not on this machine."
+    else:
         message = f"model {name}{where}, revision {cfg.revision}, is not on this machine."
     if cfg.name == "hf":
         message += " Download it: add download=true."
     else:
-        # a name of conf/model has a command of its own
+        # an entry of conf/model has a command of its own
         message += f" Download it: `kvbench model fetch {name}`, or add download=true."
     message += " Or pass a local folder: model=PATH."
     if cfg.shape is not None:
@@ -431,7 +446,7 @@ def config_with_scaling(cfg: ModelConfig, config: Any) -> Any:
         config.rope_parameters = dict(parameters) | dict(cfg.rope_scaling)
     weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
     try:
-        traits.of_config(config)
+        traits.of_config(config)  # called for its error if kvbench cannot run the model
     except UsageError as error:
         raise UsageError(f"model={cfg.path}: {error}") from None
     return config
@@ -443,11 +458,11 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
     A checkpoint that states no dtype runs in bfloat16 on a GPU.
     """
     if cfg.dtype != "auto":
-        return getattr(torch, cfg.dtype)
+        return getattr(torch, cfg.dtype)  # ModelConfig has checked the name
     # CPUs without bf16 units compute half precision slowly
     if device.type == "cpu":
         return torch.float32
-    checkpoint_dtype = getattr(config, "dtype", None)
+    checkpoint_dtype = getattr(config, "dtype", None)  # None if config.json does not state one
     if isinstance(checkpoint_dtype, torch.dtype):
         return checkpoint_dtype
     return torch.bfloat16

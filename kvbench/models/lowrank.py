@@ -47,6 +47,8 @@ class ProjectionShape:
         return cls(layers=len(modules), heads=heads, head_dim=rows // heads, hidden=hidden)
 
 
+QUERY, KEY, VALUE = range(3)
+"""The places of a head's query, key and value rows in a fused projection."""
 Linear = tuple[Tensor, Tensor | None]
 """The weight [Hk D, d] and the bias [Hk D] of a projection; None: no bias."""
 
@@ -65,7 +67,8 @@ def key_value_weights(attention: nn.Module, heads: int) -> tuple[Linear, Linear]
     if len(modules) == 2:
         k, v = modules
         return (k.weight, k.bias), (v.weight, v.bias)
-    return _split_fused(modules[0], heads, 1), _split_fused(modules[0], heads, 2)
+    (fused,) = modules
+    return _split_fused(fused, heads, KEY), _split_fused(fused, heads, VALUE)
 
 
 def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tuple[Tensor, Tensor]:
@@ -77,16 +80,17 @@ def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tu
         return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
     # rows [Hk, 3, D, d] are the query, key and value rows of each head
     rows = tensors[0].unflatten(0, (heads, 3, -1))
-    return rows[:, 1], rows[:, 2]
+    return rows[:, KEY], rows[:, VALUE]
 
 
 def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """Return (weight, bias) of the query, key or value projection (``which`` is 0, 1 or 2) in a fused projection.
+    """Return (weight, bias) of the projection ``which``, one of QUERY, KEY and VALUE, in a fused projection.
 
     The rows of a fused projection lie head by head: query, key and value rows of one head, then those of the next.
     """
 
     def select(t: Tensor) -> Tensor:
+        """Return the rows of the chosen projection out of t [3 H D, ...], as [H D, ...]."""
         return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
 
     if fused.bias is None:
@@ -108,6 +112,7 @@ class LowRank(nn.Module):
         self.down, self.ups, self.ranks = factors.down, factors.ups, factors.ranks
         self.bias = bias
         self.latent: Tensor | None = None
+        # as the model that it becomes a part of; new modules are in training mode
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ class LowRank(nn.Module):
                 groups.append(group_latent)  # at full rank the latents are the outputs
             else:
                 groups.append(F.linear(group_latent, up))
-        outputs = torch.cat(groups, dim=-1) if len(groups) > 1 else groups[0]
+        outputs = torch.cat(groups, dim=-1) if len(groups) > 1 else groups[0]  # one group needs no copy
         if self.bias is None:
             return outputs
         return outputs + self.bias
@@ -146,7 +151,7 @@ class Fused(nn.Module):
         """
         super().__init__()
         self.heads, self.k_proj, self.v_proj = heads, k_proj, v_proj
-        self.q_weight, self.q_bias = _split_fused(model_projection, heads, 0)
+        self.q_weight, self.q_bias = _split_fused(model_projection, heads, QUERY)
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -164,7 +169,8 @@ def swap_projections(model: PreTrainedModel, layers: Sequence[tuple[Factors, Fac
     ``layers`` has (key factors, value factors) for each layer. Biases stay those of the model.
     """
     heads = ProjectionShape.of(model).heads
-    originals: list[tuple[nn.Module, str, nn.Module]] = []  # (attention module, attribute, module)
+    # replaced so far: (attention module, name of its attribute, the model's own projection)
+    originals: list[tuple[nn.Module, str, nn.Module]] = []
     try:
         for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
             modules = projection_modules(attention)
@@ -193,6 +199,7 @@ class KeyRotation:
         """Return keys [U, Hk, L, D] rotated by positions [U, L]. Dimensions behind the rotary ones stay unchanged."""
         if self.rotary is None:
             return keys
+        # the rotary module reads only the dtype and device of the keys
         cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
         rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
         first, second = rotary.chunk(2, dim=-1)
@@ -231,6 +238,7 @@ class LatentLift:
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
     """Return the map from latents to keys and values of each layer, or [] if the model's projections are its own."""
+    # low-rank methods run only on models with one rotary module, or without any
     rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
     turn = KeyRotation(rotary)
     layer_lifts = []

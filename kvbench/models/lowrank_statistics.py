@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvbench.models.factors import Factors
-from kvbench.models.interface import attention_modules
+from kvbench.models.interface import attention_modules, evaluating
 from kvbench.models.lowrank import ProjectionShape, head_rows, projection_modules, swap_projections
 
 
@@ -51,7 +51,7 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
                     square += gradient.float().square()
             tokens += len(window)
             windows += 1
-    mean = (total / max(tokens, 1)).float()
+    mean = (total / max(tokens, 1)).float()  # without windows the moments are 0
     if not fisher:
         return mean, None
     weights_per_layer = len(projections[0])  # 2, or GPT-NeoX's one
@@ -75,7 +75,10 @@ def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> li
 
 
 def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
-    """Return (the bytes that ``measure_moments`` takes while it measures, the bytes of its mean moments)."""
+    """Return (the bytes that ``measure_moments`` takes while it measures, the bytes of its mean moments).
+
+    fisher: True if it measures Fisher values as well.
+    """
     shape = ProjectionShape.of(model)
     entries = shape.layers * shape.hidden**2
     weights = _select_projection_weights(attention_modules(model), fisher)
@@ -85,17 +88,21 @@ def moments_bytes(model: PreTrainedModel, fisher: bool) -> tuple[int, int]:
 
 
 def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
-    """Return the mean of |x_i| for each input channel i over all tokens of ``samples`` (windows): [layers, d] fp32."""
+    """Return the mean [layers, d], in fp32, of |x_i| for each input channel i over all tokens of ``samples``.
+
+    samples: the windows of text.
+    """
     shape = ProjectionShape.of(model)
     total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
 
     def add(layer: int, x: Tensor) -> None:
+        """Add |x| of the tokens of x [B, n, d] to the layer's sum."""
         total[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
 
     with only_gradients_of(model, ()), projection_inputs(model, add):
         for window in samples:
-            loss_on_window(model, window)
+            loss_on_window(model, window)  # ``add`` sees the inputs, and the loss itself is not used
             tokens += len(window)
     return (total / max(tokens, 1)).float()
 
@@ -128,6 +135,7 @@ def projection_inputs(model: PreTrainedModel, see: Callable[[int, Tensor], None]
         """Hook a layer's projection ``module``, so that ``see`` gets its inputs, and return the hook's handle."""
 
         def see_input(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            """Pass the input of the projection to ``see`` (a forward pre-hook)."""
             see(layer, args[0])
 
         return module.register_forward_pre_hook(see_input)
@@ -147,18 +155,14 @@ def only_gradients_of(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Itera
 
     Without wanted parameters no gradients are computed. The model's settings come back on exit.
     """
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        for p, _ in flags:
-            p.requires_grad_(False)
-        for parameter in wanted:
-            parameter.requires_grad_(True)
-        with torch.set_grad_enabled(bool(wanted)):
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        for weight in wanted:
+            weight.requires_grad_(True)
+        with evaluating(model), torch.set_grad_enabled(bool(wanted)):
             yield
     finally:
-        for p, required in flags:
-            p.requires_grad_(required)
-        for module in training:
-            module.training = True
+        for parameter, required in flags:
+            parameter.requires_grad_(required)

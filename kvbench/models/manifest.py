@@ -97,9 +97,10 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
     """Return a message on the first file that is unreadable or has another checksum than in the manifest, or None.
 
     Files whose checksums were right on this ``machine`` before, and whose size, time and inode have not changed, are
-    not read. With ``again``, all files are read. If all files are right, this is recorded beside the manifest.
+    not read. With ``again``, all files are read. If all files are right, this is recorded beside the manifest. Raises
+    one of UNREADABLE if the manifest cannot be read.
     """
-    known_stamps: Stamps = _read_checked(folder).get(machine, {}) if not again else {}
+    known_stamps: Stamps = {} if again else _read_checked(folder).get(machine, {})
     stamps: Stamps = {}
     for name, checksum in read_sums(folder).items():
         path = folder / name
@@ -110,6 +111,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
                 if again:
                     actual = sha256(path)
                 else:
+                    # from the memory of this process if the file was read before
                     actual = _sum_of(path, (stamp["bytes"], stamp["mtime_ns"], stamp["inode"]))
                 if actual != checksum:
                     return f"{path} has the checksum {actual}, it had {checksum}"
@@ -124,6 +126,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
 
 def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
     """Return {name: record} of the manifest's files. Raises one of UNREADABLE if the manifest is missing or damaged."""
+    # a missing manifest is {}, so that it raises KeyError, one of UNREADABLE
     content = read_json(folder / NAME) or {}
     files = content["files"]
     # a name with folders in it would lead out of this folder
@@ -140,13 +143,13 @@ def _stamp_of_file(path: Path, checksum: str) -> Stamp:
 def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
     """Return a file's SHA-256. It is computed once in a process, even if no record can be written into the folder.
 
-    ``status`` is the file's size, time and inode, so that a file that changed is read again.
+    status: the file's size, time and inode. They are a part of the cache's key, so that a changed file is read again.
     """
     return sha256(path)
 
 
 def _read_checked(folder: Path) -> dict[str, Stamps]:
-    """Return the stamps of files that had the right checksum, by machine; {} if the record is unreadable."""
+    """Return the stamps of files that had the right checksum, by machine; {} if there is no readable record."""
     try:
         content = read_json(folder / CHECKED) or {}
     except UsageError:
@@ -160,7 +163,7 @@ def _remember_stamps(folder: Path, stamps: Stamps, machine: str) -> None:
     # this machine moves to the end, and the oldest machines beyond the limit are dropped
     stamps_by_machine.pop(machine, None)
     stamps_by_machine[machine] = stamps
-    machines = list(stamps_by_machine)[-MACHINES:]
-    # the record only saves time, so a folder that cannot be written is no error
+    latest = dict(list(stamps_by_machine.items())[-MACHINES:])
+    # the record only saves time, so a folder that cannot be written is no error, and a power cut may undo the writing
     with suppress(KvbenchError):
-        write_json(folder / CHECKED, {machine: stamps_by_machine[machine] for machine in machines}, sync=False)
+        write_json(folder / CHECKED, latest, sync=False)

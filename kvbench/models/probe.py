@@ -22,7 +22,7 @@ from kvbench.storage.roles import Rotary
 TOKENS = 8
 """The number of tokens that a probe reads."""
 SHIFT = 5
-"""The tokens are read at two places. The positions of one are this much later."""
+"""The tokens are read at two places. Their positions at the second place are larger by this number."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,13 @@ class ProbeLayer(KvbenchLayer):
     """A cache layer that keeps the queries, keys and values [1, H, T, D] of the tokens that it was given last."""
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Keep these keys and values alone."""
         self.k, self.v, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Keep the queries, and return their attention over the tokens of the same call."""
         self.query = query
+        # a probe reads one row: [1, H, T, D] -> [H, T, D] and back
         return attend_rows(query[0], self.k[0], self.v[0], scale, window)[None]
 
 
@@ -78,11 +81,11 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
         config = model.config
         reader = model
         if model.device.type == "meta":
-            # without weights, PyTorch finds the shapes of experts' products in bf16 only; the copy is in bf16
+            # without weights, PyTorch finds the shapes of experts' products in bf16 only; the model keeps its dtype
             reader = copy.deepcopy(model).bfloat16()
         layers = [ProbeLayer() for _ in key_layers(config)]
         states = state_layers_of(config, layers)
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)  # any token, at position 0
         with torch.no_grad(), attached(reader):
             reader(
                 input_ids=token,
@@ -105,6 +108,7 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
     Under kvbench's attention the tokens are read at two places, which shows whether keys can be rotated. Raises
     UsageError if the logits of the two attentions differ.
     """
+    # any tokens will do; small test models may have fewer than TOKENS
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
     outputs: dict[tuple[int, str], Tensor] = {}  # the outputs of each layer's k_proj and v_proj [1, T, H D]
@@ -113,6 +117,7 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
         """Return a forward hook that records a projection's output under ``key``."""
 
         def record(module: nn.Module, args: object, output: Tensor) -> None:
+            """Record the output of a projection (a forward hook)."""
             outputs[key] = output
 
         return record
@@ -127,16 +132,15 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
             model.set_attn_implementation(attention)
     with torch.no_grad(), attached(model), ExitStack() as stack:
         later_layers, _ = _read_tokens(model, ids, positions + SHIFT)
+        # hooked only now, so that ``outputs`` belong to the reading at ``positions``
         for i, module in enumerate(attention_modules(model)):
             for name in ("k_proj", "v_proj"):
                 if hasattr(module, name):
                     hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
                     stack.callback(hook.remove)
         layers, logits = _read_tokens(model, ids, positions)
-    # the tolerance is needed because the two attentions sum in different orders
-    tolerance = 0.1  # half precision may differ by this much
-    if model.dtype == torch.float32:
-        tolerance = 1e-3
+    # the two attentions sum in different orders, and half precision then differs by more
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     if _relative_distance(logits, model_logits) > tolerance:
         raise UsageError(
             f"the model family {model.config.model_type!r} does not run in kvbench: under its attention function the "
@@ -164,7 +168,7 @@ def _are_rotated(
     for layer, later_layer in zip(layers, later_layers, strict=True):
         for states, later_states in ((layer.k, later_layer.k), (layer.query, later_layer.query)):
             # "not <=" and not ">", so that NaN counts as different
-            if not _relative_distance(rotary.turn(states, 0, SHIFT), later_states) <= tolerance:
+            if not _relative_distance(rotary.turn(states, start=0, end=SHIFT), later_states) <= tolerance:
                 return False
     return True
 
@@ -183,13 +187,14 @@ def _are_projected(
     rotary: the model's rotation; None: keys are compared without rotation.
     tolerance: the relative distance that counts as equal.
     """
-    are_projected = len(outputs) == 2 * len(layers)  # else some layers have no k_proj or v_proj
+    # two outputs a layer, unless some layer has no k_proj or no v_proj
+    are_projected = len(outputs) == 2 * len(layers)
     for (i, name), output in outputs.items():
         cached = layers[i].k if name == "k_proj" else layers[i].v
         # [1, T, H D] -> [1, H, T, D]
         expected = output.unflatten(-1, (cached.shape[1], -1)).transpose(1, 2)
         if name == "k_proj" and rotary is not None:
-            expected = rotary.turn(expected, 0, positions)
+            expected = rotary.turn(expected, start=0, end=positions)
         # "not <=" and not ">", so that NaN counts as different
         if not _relative_distance(expected, cached) <= tolerance:
             are_projected = False
@@ -208,5 +213,7 @@ def _read_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tupl
 def _relative_distance(a: Tensor, b: Tensor) -> float:
     """Return the relative distance |a - b| / |b| in Euclidean norms."""
     b = b.float()
+    # a model's layers may lie on several devices
+    difference = a.to(b.device).float() - b
     # the lower limit of |b| avoids division by 0
-    return float((a.to(b.device).float() - b).norm() / b.norm().clamp_min(1e-30))
+    return float(difference.norm() / b.norm().clamp_min(1e-30))

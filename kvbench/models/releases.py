@@ -38,10 +38,9 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 def _find_cache_name() -> str:
     """Return the cache's name in the installed release of transformers, found by the fields of a model's output."""
+    newer, older = CACHE_NAMES
     output_fields = {field.name for field in fields(CausalLMOutputWithPast)}
-    if "cache" in output_fields:
-        return CACHE_NAMES[0]
-    return CACHE_NAMES[1]
+    return newer if newer in output_fields else older
 
 
 CACHE_NAME = _find_cache_name()
@@ -55,7 +54,7 @@ HOLDS_STATES = hasattr(cache_utils, "DummyLayer")
 def named_cache(cache: Any) -> dict[str, Any]:
     """Return {name: cache}, a keyword argument for a model's forward pass, for ``generate`` and for a model's output.
 
-    The name is the one that the installed release of transformers expects.
+    The installed release of transformers decides the name.
     """
     return {CACHE_NAME: cache}
 
@@ -69,6 +68,7 @@ def note_on_untried(installed: Mapping[str, str], newest_tried: Mapping[str, str
     """Return a note on the packages that are newer than the newest tried release; None if there are no such packages.
 
     installed: the installed version of each package by name.
+    newest_tried: the newest tried release of each package by name.
     """
     newer = []
     # packages that are not installed are extras, which the run does without
@@ -82,8 +82,10 @@ def note_on_untried(installed: Mapping[str, str], newest_tried: Mapping[str, str
 
 @functools.cache
 def tell_untried() -> None:
-    """Say once in a process which installed packages are newer than the newest tried."""
-    # the cache of this function makes it once
+    """Tell the user, once in a process, which installed packages are newer than the newest tried release.
+
+    ``functools.cache`` keeps a second call from running.
+    """
     installed = {}
     for name in NEWEST_TRIED:
         with suppress(PackageNotFoundError):  # not installed, or installed without a record of its version

@@ -27,6 +27,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
     """
 
     def __init__(self, config: Any, rows: Sequence[LayerState] = ()) -> None:
+        """Make a layer for models of ``config`` that goes on with copies of the states ``rows``."""
+        # most families have one state a layer, and their config does not say so
         super().__init__(number_of_states=getattr(config, "number_of_conv_states", 1))
         if not rows:
             return
@@ -43,6 +45,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         self.conv_states[i], self.recurrent_states[i] = conv, recurrent
         self.is_conv_states_initialized[i] = conv is not None
         self.is_recurrent_states_initialized[i] = recurrent is not None
+        # transformers then goes on from the state, as within a text
         self.has_previous_state[i] = True
         if conv is not None:
             self.conv_kernel_size[i] = conv.shape[-1]
@@ -81,17 +84,21 @@ class StateBesideKeys(StateLayer, KvbenchLayer):
     """
 
     def __init__(self, keys: KvbenchLayer, config: Any, rows: Sequence[LayerState] = ()) -> None:
+        """Make a layer from the layer of its keys, and from the states with which its rows go on."""
         StateLayer.__init__(self, config, rows)
         self.of_keys = keys
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Store keys and values in the layer of keys."""
         self.of_keys.add(k, v)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention over the layer of keys."""
         return self.of_keys.attend(query, scale, window)
 
     @property
     def seen(self) -> int:  # type: ignore[override]
+        """The number of tokens that the layer of keys has read."""
         return self.of_keys.seen
 
 
@@ -123,9 +130,13 @@ def state_layers_of(
 def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[StateLayer]) -> list[Any]:
     """Return the layers with keys and those with states as one list, in the order in which transformers counts layers.
 
+    with_keys: the cache layers that hold keys, in order.
+    with_states: the result of ``state_layers_of``, in order.
+
     Layers without either get a placeholder.
     """
     kinds = layer_types(config)
+    # only models with states or keyless layers need placeholders, which older releases of transformers lack
     if not with_states and not any(kind in KEYLESS for kind in kinds):
         return list(with_keys)
     layers: list[Any] = []

@@ -24,6 +24,7 @@ def scaled_here(modules: list[nn.Module]) -> Iterator[None]:
 
     Modules without such a scaling are left as they are.
     """
+    # the condition under which transformers itself scales a module's queries
     chosen = []
     for module in modules:
         if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
@@ -51,4 +52,5 @@ def scale_queries(module: nn.Module, query: Tensor, positions_of: Callable[[int]
     # 1 + a log(1 + floor((p + 1) / f))
     steps = torch.floor((positions.float() + 1.0) / module.floor_scale)  # type: ignore[operator]
     factor = torch.log1p(steps) * module.attn_scale + 1.0  # type: ignore[operator]
+    # the factor is fp32, and its product with half-precision queries as well
     return (query * factor[:, None, :, None]).to(query.dtype)

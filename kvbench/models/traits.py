@@ -50,7 +50,7 @@ READ = (
     "qwen3_moe",
     "smollm3",
 )
-"""Tested families whose traits follow from config and modules alone. All others are probed, too."""
+"""Tested families whose traits follow from config and modules alone. Models of all other families are probed, too."""
 TESTED = (
     *READ,
     "arcee",
@@ -94,7 +94,7 @@ TESTED = (
 )
 """Families on which every method is tested."""
 MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
-MOVING = ("dynamic", "longrope")  # rotary types whose frequencies depend on the length read so far
+MOVING = ("dynamic", "longrope")  # the rotary types whose frequencies depend on the length read so far
 LAYER_TYPES = (
     "full_attention",
     "indexed_attention",
@@ -149,6 +149,7 @@ class ModelTraits:
 
 def check_is_model(model: Any) -> None:
     """Raise UsageError unless ``model`` is a causal language model of transformers."""
+    # a user may give any object, such as a model's name
     can_generate = getattr(model, "can_generate", None)
     if not (hasattr(model, "config") and callable(can_generate) and can_generate()):
         raise UsageError(
@@ -159,6 +160,7 @@ def check_is_model(model: Any) -> None:
 
 def check_tokenizer(tokenizer: Any) -> None:
     """Raise UsageError unless ``tokenizer`` is an object that encodes texts."""
+    # a text, such as the tokenizer's name, has an ``encode`` as well
     if isinstance(tokenizer, str) or not callable(getattr(tokenizer, "encode", None)):
         raise UsageError(f"tokenizer is {type(tokenizer).__name__}: give the model's, as kvbench.load_model returns it")
 
@@ -168,12 +170,14 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
-    if learned_positions(model) and not _reads_position_table(model):
-        unrolled: str | None = f"the family {family!r} rotates no keys"
-        if any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
-            unrolled = f"the family {family!r} learns its positions"
-    else:
+    unrolled: str | None
+    if not learned_positions(model) or _reads_position_table(model):
         unrolled = _find_rotation_fault(model)
+    elif any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
+        # the names of such tables in OPT, GPT-2 and their relatives
+        unrolled = f"the family {family!r} learns its positions"
+    else:
+        unrolled = f"the family {family!r} rotates no keys"
     mixed = _find_projection_fault(model)
     # config and modules may not show every rule of a family, so most families are probed; on meta there are no weights
     if family not in READ and model.device.type != "meta":
@@ -198,9 +202,10 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
 def shape_of(config: Any) -> Shape:
     """Return the shape of a model's cache from its configuration. States are counted by reading one token.
 
-    Raises UsageError if the language model is only a part of the model.
+    Raises UsageError if the language model is only a part of the model, or if a model with states cannot run.
     """
     check_whole(config)
+    # only states need a model: all other sizes are in the configuration
     if state_layers(config):
         return of_config(config).shape
     return from_config(config)
@@ -224,13 +229,15 @@ def of_config(config: Any) -> ModelTraits:
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise _refusal(config, f"its config.json says num_hidden_layers={layers}; {MOST_LAYERS} are the most")
-    # two classes of configuration may have the same values
+    # two classes of configuration may have the same values, so the key names the class
     key = f"{type(config).__name__} {config.to_json_string()}"
     if key not in _KNOWN:
         try:
+            # transformers may write into the configuration of a model that it builds
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         except Exception as error:
+            # the code of families raises errors of many types
             raise _refusal(config, f"transformers builds no causal language model of it ({headline(error)})") from None
         _KNOWN[key] = of_model(model)
     return _KNOWN[key]
@@ -238,18 +245,20 @@ def of_config(config: Any) -> ModelTraits:
 
 def _attends_twice(model: PreTrainedModel) -> bool:
     """Return True if a layer of the model has several attention modules (LongCat)."""
+    # such a layer is listed once for each of its attention modules
     layers = decoder_layers(model)
     return len(set(layers)) < len(layers)
 
 
 def check_whole(config: Any) -> None:
     """Raise UsageError if the language model is only a part of a model, such as a model that also reads pictures."""
-    text = config.get_text_config()
-    if text is not config and not config.is_encoder_decoder:
+    text_config = config.get_text_config()
+    # ``check_served`` refuses an encoder with a decoder, for a better reason
+    if text_config is not config and not config.is_encoder_decoder:
         raise _refusal(
             config,
-            f"its language model, of the type {text.model_type}, is a part of a larger model: save that part as a "
-            "model of its own and give its folder (docs/own.md says how)",
+            f"its language model, of the type {text_config.model_type}, is a part of a larger model: save that part as "
+            "a model of its own and give its folder (docs/own.md says how)",
         )
 
 
@@ -259,11 +268,13 @@ def check_served(model: PreTrainedModel) -> None:
     check_whole(config)
     layers = getattr(config, "num_hidden_layers", 0)
     layer_numbers = [module.layer_idx for module in modules]
-    kinds = sorted(set(layer_types(config)) - set(LAYER_TYPES))
+    unserved = sorted(set(layer_types(config)) - set(LAYER_TYPES))
     up_fault = None
     if latent_width(config):
         up_fault = next((fault for fault in map(find_up_fault, modules) if fault is not None), None)
     arguments = inspect.signature(model.forward).parameters
+    # the device of each part of the model, if accelerate has spread them; None or {} on one device
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
     # each reason has a value that is true if it applies; the first that applies is given, so specific ones come first
     reasons = {
         "it reads through cross-attention": (
@@ -280,7 +291,7 @@ def check_served(model: PreTrainedModel) -> None:
             latent_width(config) and not all(expands_after_caching(module) for module in modules)
         ),
         f"{up_fault}: load it unquantised, and merge adapters first": up_fault is not None,
-        f"it has layers of the type {', '.join(kinds)}, and only {', '.join(LAYER_TYPES)} run": kinds,
+        f"it has layers of the type {', '.join(unserved)}, and only {', '.join(LAYER_TYPES)} run": unserved,
         "all of its layers attend chunks": chunk_size(config) is not None and not local_layers(config),
         "none of its layers has keys and values": not key_layers(config),
         "this version of transformers holds states in another way: install 5.23 or newer": (
@@ -296,7 +307,7 @@ def check_served(model: PreTrainedModel) -> None:
             sharing_layers(config) and not hasattr(config, "kv_sharing_modes")
         ),
         "its layers share keys and lie on several devices: load it on one, without device_map=": (
-            sharing_layers(config) and len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1
+            sharing_layers(config) and len(devices) > 1
         ),
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(
@@ -314,27 +325,30 @@ def _head_size_varies(config: Any) -> bool:
     """Return True if local layers, or the other layers with keys, have heads of several sizes among themselves."""
     try:
         local = local_layers(config)
+        # the different pairs of (True for a local layer, the layer's kv heads and head dimension)
         heads = {(i in local, layer_heads(config, i)) for i in key_layers(config)}
     except RuntimeError:  # transformers raises this for a size that differs by layer
         return True
     except AttributeError:  # the model has no attention, and is refused for that reason
         return False
+    # one pair for each of the two kinds means one size for each
     return len(heads) > len({is_local for is_local, _ in heads})
 
 
 def _indexer_is_known(modules: list[nn.Module]) -> bool:
-    """Return True if the modules' indexers choose among latents, as DeepSeek-V3.2's do: ``models.indexer`` needs it."""
+    """Return True if the modules' indexers choose among latents, as DeepSeek-V3.2's do. Other indexers cannot run."""
     return bool(find_indexers(modules)) and all(expands_after_caching(module) for module in modules)
 
 
 def context_length(config: Any, configured: int | None = None) -> int | None:
     """Return the longest text, in tokens, for which a model is made; None if nothing states a limit.
 
-    A run cuts prompts to it. ``api.prefill`` reads longer ones with a warning. What cannot be read at all,
-    ``engine.limits.find_longest_text`` says.
+    A run cuts prompts to this length. ``api.prefill`` reads longer prompts with a warning, up to the limit of
+    ``engine.limits.find_longest_text``.
 
     config: the model's configuration, whose ``max_position_embeddings`` counts unless the user has set a length.
-    configured: the length that the user has set. The reach of an indexer limits the text under any setting.
+    configured: the length that the user has set; None: no length. The reach of an indexer limits the text under any
+        setting.
     """
     limits = (configured or getattr(config, "max_position_embeddings", None), indexer_reach(config))
     return min((limit for limit in limits if limit is not None), default=None)
@@ -346,12 +360,13 @@ def _refusal(config: Any, reason: str) -> UsageError:
 
 
 def learned_positions(model: PreTrainedModel) -> bool:
-    """Return True if the model learns its positions in a table, that is, if it has no rotary frequencies."""
+    """Return True if the model has no rotary frequencies, as models that learn their positions in a table."""
     return not any(name.endswith("inv_freq") for name, _ in model.named_buffers())
 
 
 def rope_type(config: Any) -> str:
     """Return the kind of a model's rotary positions: ``default`` if they are not scaled, or if they differ by layer."""
+    # where positions differ by type of layer, the parameters are mappings by type, without a common rope_type
     parameters = getattr(config, "rope_parameters", None) or {}
     return str(parameters.get("rope_type", "default"))
 
@@ -398,6 +413,7 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
     """Return why keys and values are not linear in their layer's input, or None if they are."""
     if latent_width(model.config):
         return "it holds latents already (latent attention)"
+    # one attention module stands for those of all layers
     attention = attention_modules(model)[0]
     names = [name for name, _ in attention.named_children()]
     # only GPT-NeoX's ``query_key_value`` has the order of rows that kvbench knows

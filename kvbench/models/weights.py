@@ -39,7 +39,9 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
     not floating-point numbers. Tensors that transformers itself leaves out (buffers of rotations, the second copy of a
     tied weight) are no error.
     """
-    _check_count(path, options["config"], _read_headers(_find_folder(options["config"], location)))
+    config = options["config"]
+    _check_count(path, config, _read_headers(_find_folder(config, location)))
+    # mismatched sizes are not ignored but reported below, all in one message
     loading: Any = AutoModelForCausalLM.from_pretrained(
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
@@ -113,7 +115,8 @@ def _list_first(names: Iterable[str]) -> str:
 def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
     """Return the names of stored tensors that are not floats, although the model's parameters of these names are."""
     parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
-    # some checkpoints are saved without the prefix of the model's body, or with another one
+    # some checkpoints are saved without the prefix of the model's body, or with another one: names are then compared
+    # from the layer's number on, as in 0.mlp.up_proj.weight
     prefix = f"{model.base_model_prefix}."
     in_layers = {name.partition("layers.")[2] for name in parameters} - {""}
     stored = _read_headers(_find_folder(model.config, location))
@@ -130,6 +133,7 @@ def _read_headers(folder: Path) -> dict[str, Stored]:
     stored: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
+            # an open file has keys() but cannot be iterated over
             for name in tensors.keys():  # noqa: SIM118
                 # a slice that is not read costs no memory
                 header = tensors.get_slice(name)
@@ -138,11 +142,15 @@ def _read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def _find_folder(config: Any, location: str) -> Path:
-    """Return the folder of a model's files: ``location`` itself, or the folder of a hub id in the hub's cache."""
+    """Return the folder of a model's files: ``location`` itself, or the folder of a hub id in the hub's cache.
+
+    If the cache does not have the model, the result is a folder that does not exist.
+    """
     if Path(location).is_dir():
         return Path(location)
     from huggingface_hub import try_to_load_from_cache
 
+    # transformers notes in the configuration of which commit it is
     commit = getattr(config, "_commit_hash", None)
     config_path = try_to_load_from_cache(location, "config.json", revision=commit)
     # the cache may say that the hub has no such file, by an object that is no path
@@ -155,8 +163,8 @@ def check_rope(path: str, parameters: Mapping[str, object] | None, config: Any) 
     """Raise UsageError for a RoPE scaling that transformers does not know or that lacks a value.
 
     path: the user's name for the model, for messages.
-    parameters: the model's RoPE parameters.
-    config: the model's configuration.
+    parameters: the model's RoPE parameters; None: it has none.
+    config: the model's configuration, which holds these parameters.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
