@@ -27,12 +27,13 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
     file: XQuAD's JSON, a path below the data folder.
     max_new_tokens: the most tokens of an answer.
     questions: the most questions of an article; its first ones are taken. None takes all.
+
     Raises UsageError naming file and place for an article without paragraphs, questions or answers.
     """
     dataset, files = context.dataset, context.files
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     path = files.path(file)
-    content = parse_json(path, "", read_text(path, f"dataset={dataset}"))
+    content = parse_json(path, place="", text=read_text(path, f"dataset={dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object with a list under 'data'")
     examples = []
@@ -48,7 +49,8 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
         text = "\n\n".join(paragraph.text("context").strip() for paragraph in paragraphs)
         # titles have the form of Wikipedia's addresses
         prompt = f"{INSTRUCTION}\n\n{title.replace('_', ' ')}\n\n{text}"
-        examples.append(Example(title, prompt, (), max_new_tokens, turns=tuple(turns)))
+        # the turns hold the references
+        examples.append(Example(id=title, prompt=prompt, answers=(), max_new_tokens=max_new_tokens, turns=tuple(turns)))
     task = Task(
         id=dataset,
         examples=tuple(examples),
@@ -68,13 +70,16 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
     file: QMSum's JSON lines, a path below the data folder.
     max_new_tokens: the most tokens of an answer.
     questions: the most queries of a meeting; general queries come before specific ones. None takes all.
+
     Raises UsageError naming file and line for a meeting without transcript or queries.
     """
     dataset, files = context.dataset, context.files
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     template = read_official(files, PROMPTS).get("qmsum")
+    # the query must stand behind the context, so that one compressed context serves all queries
     if not isinstance(template, str) or not 0 <= template.find("{context}") < template.find("{input}"):
         raise UsageError(f"{PROMPTS}: the prompt of qmsum must be text with {{context}} and then {{input}}")
+    # the text behind the context ends the prompt of each query
     prefix, _, suffix = template.partition("{context}")
     path = files.path(file)
     examples = []
@@ -93,7 +98,10 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
         if not turns:
             raise row.wrong("the meeting has no query")
         prompt = prefix + "\n".join(transcript)
-        examples.append(Example(f"meeting-{i + 1}", prompt, (), max_new_tokens, turns=tuple(turns)))
+        # the turns hold the references
+        examples.append(
+            Example(id=f"meeting-{i + 1}", prompt=prompt, answers=(), max_new_tokens=max_new_tokens, turns=tuple(turns))
+        )
     task = Task(
         id=dataset,
         examples=tuple(examples),
@@ -107,6 +115,7 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
 
 def _read_speech(row: FileRow) -> str:
     """Return the cleaned words of one speech, '' if the transcript has none."""
+    # ``row.text`` refuses an empty text
     if row.value("content") == "":
         return ""
     return _clean(row.text("content"))

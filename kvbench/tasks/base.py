@@ -31,9 +31,11 @@ UNCUT = ("needle", "RULER")
 class Tokenizer(Protocol):
     """The methods of a transformers tokenizer that tasks may use."""
 
-    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]:
+        """Return the token ids of a text, by default with the special tokens around it."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str:
+        """Return the text of token ids, by default with special tokens written out."""
 
 
 def own_wording(dataset: str, *facts: str) -> str:
@@ -54,14 +56,15 @@ class Task:
     stop: texts whose last token ends an answer (samsum's newline).
     forbid_first: texts whose last token cannot be the first of an answer.
     min_new_tokens: the number of tokens before which an answer cannot end.
-    first_line: only the first line after leading newlines is scored.
-    cut_at: only the text before the first ``cut_at`` is scored.
+    first_line: True if only the first line after leading newlines is scored.
+    cut_at: a text behind which nothing is scored; '' for none.
     chat: False for tasks that are read without a chat template even if the run uses one (few-shot and code).
-    strip: whitespace at the ends of an answer is not scored. False for code, where indentation counts.
-    grid: the keys of ``meta`` over which a limit spreads (a needle's depth). Without keys it takes the first examples.
+    strip: True if whitespace at the ends of an answer is not scored. False for code, where indentation counts.
+    grid: the keys of ``meta`` over which a limit spreads (a needle's depth). Without keys a limit takes the first
+    examples.
     lead: the beginning of a sentence that the prompt asks to complete. It is scored in front of the answer.
-    fidelity: every method is compared with the full cache, token by token, even if the run does not ask for it.
-    query_aware: whether the question is read before the context is compressed. A loader states the task's own choice,
+    fidelity: True if every method is compared with the full cache, token by token, even if the run does not ask for it.
+    query_aware: True if the question is read before the context is compressed. A loader states the task's own choice,
     and ``load_tasks`` replaces it by the run's. It is False wherever a context has several questions.
     turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
@@ -90,6 +93,7 @@ class Task:
     samples: int = 1
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a task without examples, or with two examples of one id."""
         if not self.examples:
             raise UsageError(f"dataset {self.id} has no examples")
         # answers are stored by the id of their example, so a second example with one id would overwrite the first
@@ -110,7 +114,7 @@ class Task:
         return tuple(self.examples[i] for i in chosen)
 
     def answer(self, text: str) -> str:
-        """Return the text that is scored: ``lead``, and the part of a generated text that is its answer."""
+        """Return the text that is scored: ``lead``, then the part of the generated ``text`` that is the answer."""
         if self.first_line:
             text = first_line(text)
         # models continue with another question or article, and this is no part of the answer
@@ -136,7 +140,7 @@ class Task:
         return settings
 
     def content_hash(self) -> str:
-        """Return the SHA-256 of all examples. It identifies the data of a cell."""
+        """Return the SHA-256 of all examples in hexadecimal digits. It identifies the data of a cell."""
         digest = hashlib.sha256()
         for example in self.examples:
             content = example.content()
@@ -152,7 +156,7 @@ class Task:
 
 
 def _plain(value: object) -> object:
-    """Return the fields of a dataclass, or the text of anything else that JSON does not know."""
+    """Return a value that JSON does not know in a form that it knows: a dataclass by its fields, others as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return str(value)
@@ -160,13 +164,13 @@ def _plain(value: object) -> object:
 
 @dataclass(frozen=True)
 class LoadContext:
-    """The first argument of every loader: the request for tasks, and the means to make them.
+    """The request for tasks, and the means to make them. Every loader gets it as its first argument.
 
     dataset: the entry's name. It begins the ids of its tasks and the messages about it.
-    selection: the names of the wanted tasks, () for all. A loader may ignore it: load_tasks leaves out other tasks.
-    tokenizer: the model's, None if tasks are listed without a model.
-    render: the function from a prompt to its text in the model's chat template, None without a template.
-    data: the data folder that the run names. None takes the folder that the environment names.
+    selection: the names of the wanted tasks; () wants all. A loader may ignore it: load_tasks leaves out other tasks.
+    tokenizer: the model's tokenizer; None if tasks are listed without a model.
+    render: the function from a prompt to its text in the model's chat template; None without a template.
+    data: the data folder that the run names; None: the folder that the environment names.
     """
 
     dataset: str
@@ -204,8 +208,9 @@ def load_tasks(
     selection: the names of the wanted tasks, such as ``needle`` for ``tiny/needle``. The part before a slash names
     several tasks, such as ``vt`` for ``ruler/vt`` at all lengths. Empty: all tasks.
     tokenizer, data, render: fields of LoadContext.
-    query_aware: whether questions are in view while prompts are compressed. None leaves each task its own setting.
+    query_aware: True if questions are in view while prompts are compressed; None: each task keeps its own setting.
     """
+    # _target_ is the path of a function, such as kvbench.tasks.needle.load
     module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
     loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
     # these keys are for load_tasks, run and fetch, not for loaders
@@ -229,7 +234,7 @@ def load_tasks(
 def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:
     """Return the tasks with ``max_new_tokens`` for every answer. None keeps the lengths in the data.
 
-    Raises UsageError unless it is a whole number from 1.
+    Raises UsageError if ``max_new_tokens`` is not a whole number of at least 1.
     """
     if max_new_tokens is None:
         return tasks
@@ -257,7 +262,10 @@ def limit_questions(dataset: str, tasks: list[Task], questions: int | None) -> l
 
 
 def _select_tasks(dataset: str, tasks: Sequence[Task], selection: Sequence[str]) -> list[Task]:
-    """Return the tasks that ``selection`` names, each once, in its order. Raises UsageError for an unknown name."""
+    """Return the tasks that ``selection`` names, each once, in the order of the names.
+
+    Raises UsageError for an unknown name.
+    """
     # a single task has its dataset's name as its id, and so no name to select it by
     by_name = {task.id.partition("/")[2]: task for task in tasks}
     selected: dict[str, Task] = {}
@@ -271,7 +279,10 @@ def _select_tasks(dataset: str, tasks: Sequence[Task], selection: Sequence[str])
 
 
 def read_text(path: Path, what: str) -> str:
-    """Return the text of a UTF-8 file. Raises UsageError beginning with ``what``, its use, if it cannot be read."""
+    """Return the text of a UTF-8 file. Raises UsageError if it cannot be read.
+
+    what: the use of the file, with which the message begins.
+    """
     try:
         # reading a pipe or a device would never end
         check_ends(path)

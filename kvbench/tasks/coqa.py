@@ -26,11 +26,15 @@ class DialogueTurn(NamedTuple):
 
 
 def load(context: LoadContext, file: str | None, history: int | str, max_new_tokens: int) -> list[Task]:
-    """Return one task with an example per turn: story, ``history`` earlier turns with their first answers, question.
+    """Return one task with an example per turn: story, earlier turns with their first answers, question.
 
-    ``file`` is the official JSON, with up to four references a turn, or the hub's table as JSON Lines, with one. None
-    takes the first of PLACES that is there. An answer ends at the beginning of the next ``Q:``. The wording of the
-    prompt is ours. Raises UsageError naming file, place and reason for stories without questions or answers.
+    file: the official JSON, with up to four references a turn, or the hub's table as JSON Lines, with one. None takes
+        the first of PLACES that is there.
+    history: the most earlier turns in a prompt, or ``all``.
+    max_new_tokens: the most tokens of an answer.
+
+    An answer ends at the beginning of the next ``Q:``. The wording of the prompt is kvbench's own. Raises UsageError
+    naming file, place and reason for stories without questions or answers.
     """
     dataset, files = context.dataset, context.files
     check_whole(dataset, "max_new_tokens", max_new_tokens)
@@ -39,12 +43,14 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
     if file:
         path = files.path(file)
     else:
+        # if none is there, ``path`` raises the error that names the official file
         path = files.first(*PLACES) or files.path(OFFICIAL)
     examples = []
     for i, row in enumerate(_read_stories(path)):
         story = PROMPT.format(story=row.text("story").strip())
         turns = list(_read_turns(row))
         for n, turn in enumerate(turns):
+            # a history of ``all`` begins with the first turn
             first_shown = max(0, n - history) if isinstance(history, int) else 0
             # earlier turns show their references as answers, so that examples do not depend on each other's answers
             dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first_shown:n]]
@@ -78,7 +84,7 @@ def _read_stories(path: Path) -> Iterator[FileRow]:
     if path.suffix != ".json":
         yield from read_rows(path)
         return
-    content = parse_json(path, "", read_text(path, "dataset=coqa"))
+    content = parse_json(path, place="", text=read_text(path, "dataset=coqa"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object with a list under 'data', got {describe_value(content)}")
     yield from FileRow(path, "top level", content).records("data")
@@ -114,7 +120,7 @@ def _read_columns(row: FileRow) -> tuple[list[str], list[list[str]]]:
         if not isinstance(additional, dict):
             raise row.wrong(f"'additional_answers' must be an object by annotator, got {describe_value(additional)}")
         annotators = FileRow(row.file, f"{row.place}, additional_answers", additional)
-        # the keys are "0", "1" and "2", in any order
+        # the keys are "0", "1" and "2", in any order; sorted, so that the references have the same order everywhere
         for annotator in sorted(additional):
             answers_by_annotator.append(_read_turn_texts(annotators, annotator))
     return _read_turn_texts(row, "questions"), answers_by_annotator

@@ -1,4 +1,4 @@
-"""From an example to token ids: the one entry for prompts, for contexts with several questions, and for texts.
+"""Turn an example into token ids, whether it is a prompt, a context with several questions, or a text to score.
 
 With a chat template, a context with several questions is the beginning of the first user message. If questions follow
 one another, each later one is a message of its own.
@@ -32,7 +32,7 @@ class EncodedTurns(Encoded):
 
     questions: the tokens of each question, up to the beginning of its answer.
     references: the first reference of each question, in the tokens that are read in place of the model's answer.
-    between: True if a question begins with the end of the previous answer, as in a chat template.
+    between: True if a question begins with the end of the answer before it, as in a chat template.
     most: the largest number of tokens that are read behind the context before the last answer begins.
     """
 
@@ -42,6 +42,7 @@ class EncodedTurns(Encoded):
     most: int
 
     def __len__(self) -> int:
+        """Return the largest number of tokens that are read before the last answer begins."""
         return len(self.ids) + self.most
 
 
@@ -50,15 +51,17 @@ def encode_prompt(
 ) -> Encoded:
     """Return the example's prompt as token ids, cut so that its longest answer still fits into ``context`` tokens.
 
+    context: the number of tokens that the model can read; None if there is no limit.
+
     A text that is scored has no answer: its prefix is compressed as a prompt, and the rest is fed to the cache.
     """
     text = example.scored
     if text is not None:
-        return Encoded(text.ids[: text.prefix], (), 0)
+        return Encoded(text.ids[: text.prefix], question=(), cut=0)
     if example.turns:
         return encode_turns(tokenizer, example, task, policy, context)
-    longest = context - example.max_new_tokens if context is not None else None
-    return encode(tokenizer, example, task, policy, longest)
+    room = context - example.max_new_tokens if context is not None else None
+    return encode(tokenizer, example, task, policy, room)
 
 
 def encode_turns(
@@ -66,10 +69,11 @@ def encode_turns(
 ) -> EncodedTurns:
     """Return the token ids of a context and its questions.
 
-    A context is cut in its middle, by tokens, to leave room for the tokens that are read behind it. Isolated questions
-    need room for the longest question and answer, other questions for all questions and answers. ``context`` is the
-    number of tokens that the model can read, None if there is no limit. ``max_length`` counts the context with its
-    longest question.
+    context: the number of tokens that the model can read; None if there is no limit.
+
+    The example's text is cut in its middle, by tokens, to leave room for the tokens that are read behind it. Isolated
+    questions need room for the longest question and answer, other questions for all questions and answers. The policy's
+    ``max_length`` counts the text with its longest question. Raises UsageError if no token of the text can stay.
     """
     templated = policy.templated(task)
     isolated = task.turns == "isolated"
@@ -78,19 +82,19 @@ def encode_turns(
     if not isolated:
         if templated:
             between = policy.between(tokenizer)
-        # the first question follows the context in every case; later ones follow an answer
+        # the first question follows the context in every case; later ones follow the answer before them
         questions[1:] = _encode_later_questions(tokenizer, example, policy, templated, between=between)
     references = [_encode_reference(tokenizer, turn, templated) for turn in example.turns]
-    # an isolated question branches from the context's cache, so at most one is read behind it
+    # an isolated question branches from the context's cache, so at most one is read behind it; otherwise the cache
+    # holds all questions, and the answers to all but the last one
     longest = max(map(len, questions))
-    most = longest
-    if not isolated:
-        # the cache holds all questions, and the answers to all but the last one
-        if task.turns == "gold":
-            answer_tokens = sum(map(len, references[:-1]))
-        else:
-            # an answer of its full length, and the token that ends it
-            answer_tokens = (len(references) - 1) * (example.max_new_tokens + 1)
+    if isolated:
+        most = longest
+    elif task.turns == "gold":
+        most = sum(map(len, questions)) + sum(map(len, references[:-1]))
+    else:
+        # an answer of its full length, and the token that ends it
+        answer_tokens = (len(references) - 1) * (example.max_new_tokens + 1)
         most = sum(map(len, questions)) + answer_tokens
     limit = len(ids)
     if policy.max_length is not None:
@@ -118,7 +122,7 @@ def _encode_alone(
     Context and question are tokenised together if the context's ids are then the same for all questions. Otherwise one
     token spans the end of the context and the beginning of some question, and both are tokenised apart.
     """
-    special = policy.bos and not templated
+    special = policy.bos and not templated  # a template has its own special tokens
     prompts = [example.asked(i) for i in range(len(example.turns))]
     together = []
     for prompt in prompts:
@@ -131,9 +135,10 @@ def _encode_alone(
         together.append(divide_ids(tokenizer, ids, text, prompt.question, cut=0))
     if len({encoded.ids for encoded in together}) == 1:
         return together[0].ids, [encoded.question for encoded in together]
-    start, end = example.prompt, ""
     if templated:
         start, end = _template_frame(tokenizer, policy, example.prompt)
+    else:
+        start, end = example.prompt, ""
     questions = [tuple(plain_ids(tokenizer, p.question + end + p.answer_prefix)) for p in prompts]
     return text_ids(tokenizer, start, special), questions
 
@@ -169,7 +174,11 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
 
 
 def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
-    """Return the chat template's text around a question that follows ``prompt``: (up to the question, behind it)."""
+    """Return the chat template's text around a question that follows ``prompt``: (up to the question, behind it).
+
+    Raises UsageError if the template does not print the prompt.
+    """
+    # the sentinel takes the question's place
     start, mark, end = policy.render_message(tokenizer, prompt + SENTINEL).partition(SENTINEL)
     if not mark:
         raise UsageError("the chat template drops the prompt: it does not print the message's content")

@@ -42,8 +42,8 @@ from kvbench.base.extras import require
 from kvbench.base.files import sha256, write_json
 from kvbench.tasks.hub import HuggingFace
 
-# rows of a parquet file that are converted at once
 BATCH = 1000
+"""The rows of a parquet file that are converted at once."""
 LOCK = "kvbench-data.lock.json"
 FILE_KEYS = ("from", "url", "to", "also", "member", "each", "column", "sha256")
 FIELD_NAMES = {"from": "name", "to": "destination", "also": "alternative"}
@@ -54,10 +54,11 @@ FIELD_NAMES = {"from": "name", "to": "destination", "also": "alternative"}
 class Wanted:
     """One file below the data folder, with its origin.
 
-    destination: its place below the data folder.
-    name: the file's name in the repo, or None for a file with a ``url``.
-    alternative: the place of a substitute file.
-    member: the name of the file inside a zip archive.
+    destination: the file's place below the data folder.
+    name: the file's name in the repo; None for a file with a ``url``.
+    url: the file's address; None for a file of the repo.
+    alternative: the place below the data folder of a substitute file; None: nothing stands in for the file.
+    member: the name of the file inside a zip archive; None: the source is no archive.
     column: the column whose values are written if parquet becomes text.
     sha256: the checksum, if it is known beforehand.
     """
@@ -73,7 +74,7 @@ class Wanted:
     @property
     def source(self) -> str:
         """The file's address, or its name in the repo."""
-        return str(self.url or self.name)
+        return str(self.url or self.name)  # ``parse_source`` has checked that there is one of them
 
     @property
     def converted(self) -> bool:
@@ -85,9 +86,11 @@ class Wanted:
 class FileSource:
     """The ``hub`` entry of one dataset: the origin of its files, and their licence.
 
-    repo, kind, revision: where on the hub the files are, and whether that is a dataset, a model or a space.
-    verified: whether a fetch of exactly these files was tried.
-    instead: one file that replaces all of them if it exists.
+    repo: the owner/name of the files on the hub; None if every file has a ``url``.
+    kind: the kind of the repo: ``dataset``, ``model`` or ``space``.
+    revision: the branch, tag or commit of the repo.
+    verified: True if a fetch of exactly these files was tried.
+    instead: the place of one file that replaces all of these files if it exists; '' for none.
     """
 
     dataset: str
@@ -111,11 +114,10 @@ def sources_by_dataset() -> dict[str, FileSource | None]:
     by_dataset: dict[str, FileSource | None] = {}
     for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
         name = path.stem
+        # an entry without keys is null
         entry = read_yaml(path).get(name) or {}
         hub = entry.get("hub")
-        by_dataset[name] = None
-        if hub is not None:
-            by_dataset[name] = parse_source(name, hub)
+        by_dataset[name] = parse_source(name, hub) if hub is not None else None
     return by_dataset
 
 
@@ -126,9 +128,7 @@ def source_of(dataset: str) -> FileSource:
         raise unknown("dataset", dataset, by_dataset, listed_by="kvbench data status")
     source = by_dataset[dataset]
     if source is None or not source.files:
-        where = ""
-        if source and source.repo:
-            where = f" ({source.repo})"
+        where = f" ({source.repo})" if source and source.repo else ""
         raise UsageError(
             f"dataset {dataset} has no list of files to fetch{where}: conf/dataset/{dataset}.yaml says what it reads; "
             "put that below data.root yourself"
@@ -147,6 +147,7 @@ def read_lock(root: Path) -> Lock:
     except FileNotFoundError:
         # all files were put there by hand, or nothing was fetched yet
         return {}
+    # the errors of a file that cannot be read, of text that is not JSON, and of JSON of another form
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} cannot be read ({error}): restore it, or delete it to trust what is there") from None
     return dict(files)
@@ -154,6 +155,8 @@ def read_lock(root: Path) -> Lock:
 
 def state_of_file(root: Path | None, wanted: Wanted, lock: Lock) -> str:
     """Return a file's state against ``lock``, the record of fetched files.
+
+    root: the data folder; None if none is named. The state is one of these words:
 
     missing: neither the file nor its substitute ``wanted.alternative`` exists.
     fetched: the file is as the lock says.
@@ -190,6 +193,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
 
     hub: the client that downloads.
     say: the function that shows a line of progress to the user.
+
     Existing files are left alone. Raises UsageError for a file that differs from the lock. Raises KvbenchError if a
     download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """
@@ -206,8 +210,9 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
         missing = [wanted for wanted, status in states.items() if status == "missing"]
         if any(wanted.converted for wanted in missing):
             require("datasets", "reading parquet")
+        # each source once, in order: all files that come from one archive are taken together
         for name in dict.fromkeys(wanted.source for wanted in missing):
-            group = [wanted for wanted in missing if wanted.source == name]  # take all members of one archive together
+            group = [wanted for wanted in missing if wanted.source == name]
             # each download has a folder of its own, which the number of files so far names
             folder = Path(temporary) / str(len(places))
             folder.mkdir()
@@ -237,6 +242,7 @@ def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
+        # ``from`` names a file of the repo, so it needs one
         has_one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
         if not has_one_source or "to" not in item or not set(item) <= set(FILE_KEYS):
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
@@ -265,17 +271,15 @@ def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
     """
     values = item.get("each")
     if values is None:
-        values = [None]
+        values = [None]  # one file, whose fields have no {} to fill
+    templates = {key: template for key, template in item.items() if key != "each" and template is not None}
     files = []
     for value in values:
         fields: dict[str, Any] = {}
-        for key, template in item.items():
-            if template is None:
-                continue
+        for key, template in templates.items():
             if value is not None:
                 template = str(template).replace("{}", str(value))
-            if key != "each":
-                fields[FIELD_NAMES.get(key, key)] = template
+            fields[FIELD_NAMES.get(key, key)] = template
         files.append(Wanted(**fields))
     return files
 
@@ -306,14 +310,19 @@ def _locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
 
 
 def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock: Lock) -> tuple[str, int]:
-    """Unpack one file, check it and move it to its place in one step. Return its SHA-256 and its size in bytes."""
+    """Unpack one file, check it and move it to its place in one step. Return its SHA-256 and its size in bytes.
+
+    download: the downloaded file, which may be an archive.
+    root: the data folder.
+    work_folder: a folder on the data folder's file system for unfinished files.
+
+    Raises KvbenchError if the content is damaged or not the expected one, and UsageError if the file cannot be written.
+    """
     unpacked = work_folder / "ready"
     unpack(wanted, download, unpacked)
     digest = sha256(unpacked)
     # if the lock lists a missing file, the file must come back unchanged
-    locked_sha256 = None
-    if wanted.destination in lock:
-        locked_sha256 = lock[wanted.destination].get("sha256")
+    locked_sha256 = lock[wanted.destination]["sha256"] if wanted.destination in lock else None
     for expected, where_declared in ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
         if expected is not None and digest != expected:
             raise KvbenchError(
@@ -334,10 +343,10 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
 
 
 def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write the wanted part of a downloaded file to ``ready``.
+    """Write the wanted part of the downloaded file ``path`` to the file ``ready``.
 
-    Raises KvbenchError if the download is damaged, lacks the part, or is not in the expected format.
     The part is a member of a zip archive, the content of a .gz, parquet as JSON Lines or text, or else the whole file.
+    Raises KvbenchError if the download is damaged, lacks the part, or is not in the expected format.
     """
     try:
         if wanted.member:
@@ -371,12 +380,16 @@ def _check_json(wanted: Wanted, ready: Path) -> None:
                     raise ValueError(f"line {number} is not JSON: {error}") from None
 
 
-# the errors of a damaged file: an encrypted member, an unknown method and too deep JSON are RuntimeErrors
+# the errors of a damaged file: a missing member is a KeyError; an encrypted member, an unknown method and too deep JSON
+# are RuntimeErrors
 _DAMAGED = (OSError, KeyError, ValueError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
 
 def _convert_parquet(wanted: Wanted, path: Path, ready: Path) -> None:
-    """Write parquet as JSON Lines. For a .txt, write the values of one column one after the other instead."""
+    """Write the parquet file ``path`` as JSON Lines. For a .txt, write the values of one column one after the other.
+
+    Raises ValueError if the column is missing or does not hold text.
+    """
     import datasets
 
     datasets.disable_progress_bars()

@@ -29,7 +29,7 @@ from kvbench.tasks.base import LoadContext, Task, read_text
 from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.source import Files
 
-# length of a window in tokens by ``windows``; llama.cpp's tables are made with a context of 512
+# the length of a window in tokens by the value of ``windows``; llama.cpp's tables are made with a context of 512
 LENGTHS: Mapping[str, int] = MappingProxyType({"prefix": 2048, "llamacpp": 512, "second_half": 512})
 OLD_WINDOWS: Mapping[str, str] = MappingProxyType({"halves": "second_half"})
 """Names of windows in earlier versions, which are still accepted."""
@@ -38,9 +38,13 @@ TINY_LENGTH = 512
 TINY_PROMPT = 128
 """The tokens of each prompt in that text."""
 TINY_DOCUMENTS = 64
+"""The number of the tiny model's documents."""
 TINY_SENTENCES = 16
 """Prompts with their answers in each of the tiny model's documents."""
+MOST_CONTEXTS = 50
+"""The most contexts of a LongBench task. A run takes 20 documents by default, and LongBench has 200 long ones."""
 WIKITEXT = "wikitext2/test.txt"
+# the folders that may hold essays, or LongBench's tasks; the first that exists is taken
 ESSAYS = ("paul_graham", "state_union")
 CONTEXTS = ("longbench_mini", "longbench")
 # the heading of an article in WikiText: one equals sign on each side, since headings of sections have more
@@ -70,13 +74,11 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     tokenizer = context.tokenizer
     if knobs.windows not in LENGTHS:
         raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
-    check_whole(dataset, "forced", knobs.forced, 2, 1_000_000)
-    least_length = 1
-    if knobs.windows != "prefix":
-        # both halves need tokens: the first is read, the second is predicted
-        least_length = 4
+    check_whole(dataset, "forced", knobs.forced, least=2, most=1_000_000)
     if knobs.length is not None:
-        check_whole(dataset, "length", knobs.length, least_length, 10_000_000)
+        # both halves of llama.cpp's windows need tokens: the first is read, the second is predicted
+        least_length = 1 if knobs.windows == "prefix" else 4
+        check_whole(dataset, "length", knobs.length, least=least_length, most=10_000_000)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     tasks = []
@@ -90,9 +92,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             if selection:
                 raise
             continue
-        length = TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows]
-        if knobs.length:
-            length = knobs.length
+        usual_length = TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows]
+        length = knobs.length or usual_length
         prefix = f"{dataset}-{name}"
         if knobs.windows == "prefix":
             windows = _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
@@ -119,10 +120,12 @@ def _first_windows(
 ) -> Iterator[Example]:
     """Yield the first window of each document (name, text) that is long enough.
 
-    A window's id begins with ``prefix``. A window has ``length`` tokens to read and ``forced`` tokens to compare.
+    prefix: the beginning of a window's id.
+    length: the tokens of a window that are read, BOS included.
+    forced: the tokens behind them that are compared.
     """
     bos = _bos_ids(tokenizer)
-    size = length + forced - len(bos)
+    size = length + forced - len(bos)  # the tokens of the document in a window
     meta = {"window": length + forced, "unit": "token"}
     for name, text in documents:
         # a token is seldom longer than eight characters, so the rest of a long text need not be tokenized
@@ -150,8 +153,12 @@ def _llamacpp_windows(
 ) -> Iterator[Example]:
     """Yield all windows of ``length`` tokens of the joined documents. Predictions in their first halves do not count.
 
-    With ``halves`` the first half is read at once, otherwise only the first token is. Windows of different documents
-    take turns, so that a limit of a few windows covers many documents.
+    prefix: the beginning of a window's id.
+    length: the tokens of a window.
+    halves: True if the first half of a window is read at once, False if only its first token is.
+
+    Windows of different documents take turns, so that a limit of a few windows covers many documents. Raises UsageError
+    for a text of less than two windows.
     """
     ids = tokenizer.encode("".join(text for _, text in documents), add_special_tokens=False)
     if len(ids) < 2 * length:
@@ -164,7 +171,7 @@ def _llamacpp_windows(
         read_tokens, counted = 1, length - middle - 1
     # the end of each document in tokens; joined texts may have one token less where two documents meet
     ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
-    # a window belongs to the document in which it begins
+    # a window belongs to the document in which it begins; ``min`` because ``ends`` may be a few tokens off
     document_numbers = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
     for i in _interleaved(document_numbers):
         window = ids[i * length : (i + 1) * length]
@@ -194,16 +201,22 @@ def _interleaved(document_numbers: Sequence[int]) -> list[int]:
     for number in document_numbers:
         turns.append(windows_of_document[number])
         windows_of_document[number] += 1
+    # sorting keeps the order of windows with equal turns
     return sorted(range(len(turns)), key=turns.__getitem__)
 
 
 def _tiny_texts(_files: Files) -> Documents:
-    """Yield texts that the tiny model knows: short prompts of its six tasks, taken in turns, with their answers."""
+    """Yield texts that the tiny model knows: short prompts of its six tasks, taken in turns, with their answers.
+
+    No file is read, but every function in TEXTS has this argument.
+    """
     names = list(tiny.TASKS)
+    # every prompt has an index of its own, so that none occurs twice
     for document in range(TINY_DOCUMENTS):
         sentences = []
         for i in range(TINY_SENTENCES):
-            example = tiny.make_example(names[i % len(names)], TINY_PROMPT, document * TINY_SENTENCES + i)
+            index = document * TINY_SENTENCES + i
+            example = tiny.make_example(names[i % len(names)], TINY_PROMPT, index)
             sentences.append(f"{example.prompt} {example.answers[0]}.")
         yield f"{document:03d}", " ".join(sentences)
 
@@ -212,6 +225,7 @@ def _wikitext_articles(files: Files) -> Documents:
     """Yield the articles of WikiText-2's test split, each with its heading."""
     path = files.path(WIKITEXT)
     text = read_text(path, f"dataset={files.dataset}")
+    # a text without headings is one article
     starts = [match.start() for match in ARTICLE.finditer(text)] or [0]
     ends = starts[1:] + [len(text)]
     for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
@@ -226,14 +240,13 @@ def _essay_files(files: Files) -> Documents:
 
 
 def _longbench_contexts(files: Files) -> Documents:
-    """Yield the contexts of LongBench's examples. The tasks take turns."""
+    """Yield the contexts of LongBench's examples, at most MOST_CONTEXTS of a task. The tasks take turns."""
     folder = _first_folder(files, CONTEXTS)
     contexts_by_task = []
     for path in sorted(folder.rglob("*.jsonl")):
         contexts = []
         with path.open(encoding="utf-8") as lines:
-            # a fidelity run takes 20 documents by default; LongBench has 200 long ones a task
-            for i, line in enumerate(islice(lines, 50)):
+            for i, line in enumerate(islice(lines, MOST_CONTEXTS)):
                 contexts.append((f"{path.stem}-{i:03d}", json.loads(line)["context"]))
         contexts_by_task.append(contexts)
     for turn in range(max(map(len, contexts_by_task), default=0)):
@@ -243,7 +256,10 @@ def _longbench_contexts(files: Files) -> Documents:
 
 
 def _first_folder(files: Files, names: Sequence[str]) -> Path:
-    """Return the first of the folders that exists below the data folder. Raises MissingData with the first name."""
+    """Return the first of the folders that exists below the data folder.
+
+    If none exists, raises MissingData with the first name.
+    """
     for name in names:
         if files.root is not None and (files.root / name).is_dir():
             return files.path(name)
@@ -253,3 +269,4 @@ def _first_folder(files: Files, names: Sequence[str]) -> Path:
 TEXTS: Mapping[str, Callable[[Files], Documents]] = MappingProxyType(
     {"tiny": _tiny_texts, "wikitext2": _wikitext_articles, "essays": _essay_files, "longbench": _longbench_contexts}
 )
+"""The functions that yield the documents of a text, by the text's name."""

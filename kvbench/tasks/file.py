@@ -40,6 +40,10 @@ def load(
     list of labels and its own limit of new tokens. A line may also hold a context and a list of questions, each an
     object with a question and its references. Raises UsageError naming file, line and reason for any other content.
 
+    path: the file.
+    metric: the name of the metric.
+    max_new_tokens: the most tokens of an answer, for lines without a limit of their own.
+    questions: the most questions of a context; its first ones are taken. None takes all.
     names: the keys of a line's parts, such as ``prompt_key``, one for each field of ``LineKeys``.
     """
     # prompt_key=text is the key ``prompt``
@@ -56,6 +60,7 @@ def load(
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
+        # a line without an id is called by its place, such as line-3
         name = row.name(keys.id, row.place.replace(" ", "-"))
         if name in examples:
             raise row.wrong(f"its id {name!r} is that of {places[name]}")
@@ -72,7 +77,12 @@ def load(
 
 
 def _read_example(row: FileRow, name: str, keys: LineKeys, scorer: metrics.Metric, max_new_tokens: int) -> Example:
-    """Return the example of a line. Lines without a limit of their own may have ``max_new_tokens`` of answer."""
+    """Return the example of a line. Raises UsageError for a line that lacks a part.
+
+    name: the example's id.
+    scorer: the metric, which may need a list of labels.
+    max_new_tokens: the most tokens of an answer, for lines without a limit of their own.
+    """
     classes: tuple[str, ...] = row.texts(keys.classes) if keys.classes in row else ()
     if scorer.needs_classes and not classes:
         raise row.wrong(f"metric {scorer.name} needs a list of labels under the key {keys.classes!r}")

@@ -13,7 +13,7 @@ from kvbench.base.errors import KvbenchError
 
 TIMEOUT_S = 60
 """Seconds to wait for an address that does not answer."""
-# leave out weights in other formats, often stored beside these in hub repositories
+# the files of a model that are downloaded; weights in other formats often lie beside these in a repository
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt"]
 
 
@@ -21,7 +21,10 @@ class HuggingFace:
     """Downloads through huggingface_hub, with the user's login if there is one."""
 
     def commit(self, repo: str, kind: str, revision: str) -> str:
-        """Return the commit that a revision of a repo means now. ``kind`` is ``model`` or ``dataset``."""
+        """Return the commit that a revision of a repo means now.
+
+        kind: ``dataset``, ``model`` or ``space``.
+        """
         from huggingface_hub import HfApi
 
         with _explain_failure(f"{repo} at {revision}"):
@@ -33,7 +36,7 @@ class HuggingFace:
     def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
         """Download one file of a repo at a commit into ``folder`` and return its path.
 
-        kind: ``model`` or ``dataset``.
+        kind: ``dataset``, ``model`` or ``space``.
         """
         from huggingface_hub import hf_hub_download
 
@@ -48,7 +51,10 @@ class HuggingFace:
         return path
 
     def snapshot(self, repo: str, revision: str) -> str:
-        """Download a model's safetensors and tokenizer into the hub's cache and return the folder there."""
+        """Download a model's safetensors and tokenizer into the hub's cache and return the folder there.
+
+        Files in folders of the repository are left out.
+        """
         from huggingface_hub import snapshot_download
 
         with _explain_failure(f"{repo} at {revision}"):
@@ -56,7 +62,7 @@ class HuggingFace:
 
 
 def cache_state(repo: str, revision: str) -> str:
-    """Return whether a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
+    """Return how much of a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
     from huggingface_hub import try_to_load_from_cache
 
     def find(name: str) -> str | None:
@@ -75,6 +81,7 @@ def cache_state(repo: str, revision: str) -> str:
     if index:
         try:
             shards = set(json.loads(Path(index).read_bytes())["weight_map"].values())
+        # the errors of a file that is not there, of text that is not JSON, and of JSON of another form
         except (OSError, ValueError, KeyError, AttributeError):
             return "partly"
     if all(find(shard) for shard in shards):
@@ -89,8 +96,11 @@ def _explain_failure(what: str) -> Iterator[None]:
         yield
     except Exception as error:
         # downloads fail in too many ways to name: turn each into one line with a remedy
-        remedy = "check the network, or put the file there yourself"
+        # by its name, since huggingface_hub is imported only for downloads
         if type(error).__name__ == "GatedRepoError":
             remedy = "accept its terms on its page on huggingface.co and log in with: hf auth login"
+        else:
+            remedy = "check the network, or put the file there yourself"
+        # the hub's errors have several lines, and may quote a whole page
         reason = " ".join(str(error).split()) or "no reason given"
         raise KvbenchError(f"{what} could not be fetched ({type(error).__name__}: {reason[:300]}): {remedy}") from None

@@ -12,18 +12,22 @@ T = TypeVar("T")
 
 
 def check_whole(dataset: str, knob: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """Return ``value``, a whole number from ``least`` to ``most``. Raises UsageError naming the knob for others."""
+    """Return ``value`` if it is a whole number from ``least`` to ``most``; None: without an upper limit.
+
+    Raises UsageError, which names the knob and the allowed values, for any other value.
+    """
     # true and false are integers for Python
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
-        allowed = f"a whole number, {least} or more"
-        if most is not None:
+        if most is None:
+            allowed = f"a whole number, {least} or more"
+        else:
             allowed = f"a whole number from {least} to {most}"
         raise UsageError(f"dataset.{dataset}.{knob}={value!r} is not possible: {allowed}")
     return value
 
 
 def check_word(dataset: str, knob: str, value: object, allowed: Iterable[str]) -> str:
-    """Return ``value``, one of the allowed words. Raises UsageError that lists them for any other value."""
+    """Return ``value`` if it is one of the allowed words. Raises UsageError, with these words, for any other value."""
     names = tuple(allowed)
     if value not in names:
         raise unknown(f"value of dataset.{dataset}.{knob}", value, names)

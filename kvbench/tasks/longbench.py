@@ -36,11 +36,11 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 class Spec:
     """One task of LongBench: its metric and category, and how its prompts are read and its answers end.
 
-    extended: LongBench-E has the task, too.
-    first_line: only the first line of an answer is scored.
+    extended: True if LongBench-E has the task, too.
+    chinese: True if the task is in the split ``zh``, False if it is in ``en``.
+    first_line: True if only the first line of an answer is scored.
     chat: False if the prompt is read without the run's chat template.
-    chinese: the task is in the split ``zh``, else in ``en``.
-    newline_ends: a newline ends the answer and cannot begin it.
+    newline_ends: True if a newline ends the answer and cannot begin it.
     size: the number of examples. LongBench-E has other numbers.
     """
 
@@ -120,9 +120,12 @@ def load(
 ) -> list[Task]:
     """Return the selected tasks of one split, or all, read from ``folder`` below the data folder.
 
-    The two official files are always LongBench's own, in its folder. ``max_new_tokens`` replaces their answer lengths.
-    If files are missing, raises UsageError that names them and the ways to get them. For a damaged line the error names
-    file, line and reason.
+    split: ``en``, ``zh`` or ``e``.
+    code_sim: the backend of code similarity, ``levenshtein`` or ``difflib``.
+    max_new_tokens: the most tokens of every answer; None: the lengths in LongBench's file.
+
+    The two official files are always LongBench's own, in LongBench's folder. If files are missing, raises UsageError
+    that names them and the ways to get them. For a damaged line the error names file, line and reason.
     """
     dataset, files, selection = context.dataset, context.files, context.selection
     if split not in SPLITS:
@@ -144,17 +147,18 @@ def load(
             reason = f"the answer length of {name} must be a whole number, got {describe_value(limit)}"
             raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
         examples = _read_examples(path, name, template, limit, with_buckets=split == "e")
-        newlines: tuple[str, ...] = ("\n",) if spec.newline_ends else ()
+        ends: tuple[str, ...] = ("\n",) if spec.newline_ends else ()
         task = Task(
             id=f"{dataset}/{name}",
             examples=examples,
             metric=metric_name(name, code_sim),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
-            # pred.py ends samsum's answers at a newline, since models continue with another dialogue
-            stop=newlines,
-            forbid_first=newlines,
-            min_new_tokens=len(newlines),
+            # pred.py ends samsum's answers at a newline, since models continue with another dialogue; a token must come
+            # before it
+            stop=ends,
+            forbid_first=ends,
+            min_new_tokens=1 if spec.newline_ends else 0,
             first_line=spec.first_line,
             chat=spec.chat,
             # eval.py scores answers unchanged, with the spaces at their ends
@@ -165,13 +169,16 @@ def load(
 
 
 def file_places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
-    """Return the places of a task's file below the data folder: kvbench's, then the unpacked archive's."""
+    """Return the places of a task's file below the data folder: kvbench's own, then that of the unpacked archive."""
     file = f"{name}_e.jsonl" if split == "e" else f"{name}.jsonl"
     return f"{folder}/{file}", f"{folder}/data/{file}"
 
 
 def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> dict[str, Path]:
-    """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all exist."""
+    """Return {task: file}, each at the first of its places that exists. Raises MissingData unless all exist.
+
+    places_by_task: for each task, the places below the data folder where its file may be.
+    """
     # name all missing files in one error: a user fetches them together
     paths = {}
     missing = []
@@ -193,17 +200,18 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
     if paths:
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
         message += f" These tasks are there: dataset={present}"
-    if not files.root:
-        # without a data folder the names of its files say nothing
-        missing = []
-    raise MissingData(message, missing)
+    # without a data folder the names of its files say nothing
+    raise MissingData(message, missing if files.root is not None else ())
 
 
 def read_official(files: Files, name: str) -> Mapping[str, object]:
-    """Return one of LongBench's two official files, by task: the prompts, or the lengths of answers."""
+    """Return the content of one of LongBench's two official files, by task: the prompts, or the lengths of answers.
+
+    name: PROMPTS or LENGTHS.
+    """
     path = files.path(f"{FOLDER}/{name}")
     # check here, where the path is known: a wrong file, such as a server's error page, would fail later without it
-    content = parse_json(path, "", read_text(path, f"dataset={files.dataset}"))
+    content = parse_json(path, place="", text=read_text(path, f"dataset={files.dataset}"))
     if not isinstance(content, dict):
         raise UsageError(f"{path}: must be a JSON object by task, got {describe_value(content)}")
     return content
@@ -214,7 +222,7 @@ def _read_examples(path: Path, name: str, template: str, limit: int, with_bucket
 
     template: the task's prompt, with ``{context}`` and perhaps ``{input}``.
     limit: the most new tokens of an answer.
-    with_buckets: whether an example's meta has its range of lengths in LongBench-E.
+    with_buckets: True if an example's meta has its range of lengths in LongBench-E.
     """
     # ``query_aware=false`` withholds the question, the text behind the context
     prefix, _, suffix = template.partition("{context}")
@@ -267,6 +275,7 @@ def _fill_input(template: str, row: FileRow) -> str:
 
 def _possibly_empty_text(row: FileRow, key: str) -> str:
     """Return the text under ``key``. It may be empty: examples of summaries have no input."""
+    # ``row.text`` refuses an empty text
     if row.value(key) == "":
         return ""
     return row.text(key)

@@ -33,7 +33,7 @@ class Document:
 
     @cached_property
     def normalised(self) -> str:
-        """Title and text in lower case without articles and punctuation, as the metric compares answers."""
+        """The title and the text in lower case without articles and punctuation, as the metric compares answers."""
         return normalise_answer(f"{self.title} {self.text}")
 
 
@@ -62,12 +62,17 @@ def load(
 ) -> list[Task]:
     """Return a task per position of the gold document (``mdqa/first``), with the same questions and distractors.
 
+    file: the file of questions and passages, below the data folder.
+    documents: the number of documents in a prompt.
+    positions: the places of the gold document: ``first``, ``middle`` (the earlier of two middle places) and ``last``.
+    seed: decides which documents of other questions are drawn.
+    min_answer_tokens: the number of tokens before which an answer cannot end. A chat model that is asked without its
+        template often ends at once.
+
     Distractors are the other passages of a line, then gold documents of other questions in an order drawn for the
-    question. No distractor contains an answer, after normalisation, and none occurs twice. ``middle`` is the earlier of
-    two middle places. The instruction is ours. As in lost-in-the-middle, only the text before an answer's first newline
-    is scored. An answer has ``min_answer_tokens`` tokens before it can end: a chat model that is asked without its
-    template often ends at once. Raises UsageError naming file, line and reason for a record without question, answers
-    or gold document, and if there are too few distractors.
+    question. No distractor contains an answer, after normalisation, and none occurs twice. The instruction is kvbench's
+    own. As in lost-in-the-middle, only the text before an answer's first newline is scored. Raises UsageError naming
+    file, line and reason for a record without question, answers or gold document, and if there are too few distractors.
     """
     dataset, files = context.dataset, context.files
     _check_numbers(dataset, documents, seed, max_new_tokens, min_answer_tokens)
@@ -77,11 +82,12 @@ def load(
     # several questions may have the same gold document
     pool = tuple(dict.fromkeys(question.gold for question in questions))
     examples_at: dict[str, list[Example]] = {position: [] for position in places}
-    with_foreign_documents = 0
+    questions_with_foreign = 0
     for i, question in enumerate(questions):
-        distractors = _choose_distractors(question, pool, documents - 1, seed)
+        # the gold document takes one of the places
+        distractors = _choose_distractors(question, pool, count=documents - 1, seed=seed)
         if not set(distractors) <= set(question.other_passages):
-            with_foreign_documents += 1
+            questions_with_foreign += 1
         # all positions have the same distractors, so that only the gold document's place differs
         for position, place in places.items():
             prompt, prompt_end = _write_prompt(question, distractors, place)
@@ -96,9 +102,9 @@ def load(
                 )
             )
     fact = ""
-    if with_foreign_documents:
+    if questions_with_foreign:
         # foreign distractors are easier than retrieved ones; readers of the scores must know this
-        share = f"{with_foreign_documents} of {len(questions)} questions"
+        share = f"{questions_with_foreign} of {len(questions)} questions"
         fact = f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
     tasks = []
     for position, examples in examples_at.items():
@@ -138,6 +144,7 @@ def _choose_places(
     """
     # the result has the order of the tasks, whatever order the knob has
     places = {"first": 0, "middle": (documents - 1) // 2, "last": documents - 1}
+    # YAML may give one text instead of a list
     if isinstance(positions, str):
         positions = [positions]
     for position in positions:
@@ -191,7 +198,12 @@ def _read_document(row: FileRow) -> Document:
 
 
 def _choose_distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """Return ``count`` different documents without an answer: the line's other passages, then some of ``pool``."""
+    """Return ``count`` different documents without an answer: the line's other passages, then some of ``pool``.
+
+    pool: the gold documents of all questions. The seed and the question decide their order.
+
+    Raises UsageError if there are too few such documents.
+    """
     answers = [normalise_answer(answer) for answer in question.answers]
     # compare by text: one passage may stand under several titles
     chosen: dict[str, Document] = {}
@@ -199,7 +211,7 @@ def _choose_distractors(question: Question, pool: Sequence[Document], count: int
         if len(chosen) == count:
             break
         if document.text == question.gold.text:
-            continue
+            continue  # the gold document itself is in the pool
         if not any(answer in document.normalised for answer in answers):
             chosen.setdefault(document.text, document)
     if len(chosen) < count:

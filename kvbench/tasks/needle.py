@@ -31,15 +31,20 @@ CHAT_ANSWER = 32
 # filling stops above this mean number of characters per token: some tokenizers turn any unknown text into one token,
 # and such text would never fill a length
 _LONGEST_TOKEN = 1000
+_SAMPLE = 2000
+"""The number of characters on which a token's mean length is measured."""
 
 
 @dataclass(frozen=True)
 class Phrasing:
     """The wording of a needle test and the scoring of its answers.
 
-    pair: the function from an index to (sentence to hide, question, reference).
+    pair: the function from an example's index to (sentence to hide, question, reference).
     prompt: a template that holds ``{context}`` and ``{question}`` once each.
-    lead: a text that is scored in front of every answer. The answer then ends at a newline but cannot begin with it.
+    metric: the name of the metric.
+    max_new_tokens: the most tokens of an answer.
+    lead: a text that is scored in front of every answer; '' for none. With a lead, an answer ends at a newline but
+    cannot begin with it.
     """
 
     pair: Callable[[int], tuple[str, str, str]]
@@ -70,6 +75,7 @@ def _always_same(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, 
     """Return a phrasing's function that hides the same sentence in every example."""
 
     def pair_of(index: int) -> tuple[str, str, str]:
+        """Return the same sentence, question and reference for every index."""
         return pair
 
     return pair_of
@@ -111,7 +117,7 @@ class NeedleKnobs:
 
 
 def load(context: LoadContext, **entry: Any) -> list[Task]:
-    """Return one task per length. Its examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
+    """Return one task per length. A task's examples are ``repeats`` rounds over all ``depths`` (per cent of the text).
 
     ``lengths`` are prompt tokens as ``tokenizer.encode`` counts them, with special tokens and without chat template. A
     prompt is never longer. It is a few tokens shorter only if no cut of the text gives the exact number. Raises
@@ -120,10 +126,11 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     knobs = NeedleKnobs(**entry)
     dataset, tokenizer = context.dataset, context.tokenizer
     lengths = [
-        check_whole(dataset, "lengths", n, 1, 10_000_000) for n in _check_list(dataset, "lengths", knobs.lengths)
+        check_whole(dataset, "lengths", length, least=1, most=10_000_000)
+        for length in _check_list(dataset, "lengths", knobs.lengths)
     ]
     depths = _check_depths(dataset, knobs.depths)
-    check_whole(dataset, "repeats", knobs.repeats, 1, 1_000_000)
+    check_whole(dataset, "repeats", knobs.repeats, least=1, most=1_000_000)
     phrasing = _limit_answer(_choose_phrasing(dataset, knobs), dataset, knobs, chat=context.chat)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
@@ -131,13 +138,11 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     # each repeat begins elsewhere in the text; multiples of the golden ratio spread any number of beginnings evenly
     starts = [repeat * GOLDEN % 1.0 for repeat in range(knobs.repeats)]
     # an answer that continues the needle's sentence ends with its line, and must not begin with a newline
-    stop: tuple[str, ...] = ()
-    min_new_tokens = 0
-    if phrasing.lead:
-        stop = ("\n",)
-        min_new_tokens = 1
+    stop: tuple[str, ...] = ("\n",) if phrasing.lead else ()
+    min_new_tokens = 1 if phrasing.lead else 0
     tasks = []
     for length in lengths:
+        # made one at a time, since a window's text may be long
         windows = (Window(text, start, tokenizer) for start in starts)
         facts = []
         if phrasing.lead:
@@ -164,7 +169,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 def _limit_answer(phrasing: Phrasing, dataset: str, knobs: NeedleKnobs, chat: bool) -> Phrasing:
     """Return the phrasing with the answer's length that the user set, or that a chat model needs."""
     if knobs.max_new_tokens is not None:
-        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, 1, 1_000_000)
+        check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, least=1, most=1_000_000)
         return replace(phrasing, max_new_tokens=knobs.max_new_tokens)
     if chat:
         # a chat model repeats words of the question before it answers
@@ -175,9 +180,15 @@ def _limit_answer(phrasing: Phrasing, dataset: str, knobs: NeedleKnobs, chat: bo
 def _make_examples(
     dataset: str, phrasing: Phrasing, windows: Iterable[Window], length: int, depths: Sequence[float]
 ) -> Iterator[Example]:
-    """Yield the examples of one length: every depth in every window's text, each with a needle of its own."""
+    """Yield the examples of one length: every depth in every window's text, each with a needle of its own.
+
+    windows: a window for each round over the depths.
+    length: the most tokens of a prompt.
+    depths: the needle's depths, in per cent of the text.
+    """
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
+            # the number of the example within its task
             needle, question, reference = phrasing.pair(repeat * len(depths) + i)
             template = phrasing.prompt.replace("{question}", question)
             prompt, meta = window.fill(dataset, template, needle, length=length, depth=depth)
@@ -196,9 +207,12 @@ def _make_examples(
 
 
 def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
-    """Return (text, its source in words) of the file ``haystack``, or of a folder's .txt and .md files by name.
+    """Return (the haystack's text, its source in words).
 
-    Without ``haystack``, read the folder of essays below the data folder.
+    haystack: a file, or a folder whose .txt and .md files are read in the order of their names; None: the folder of
+        essays below the data folder.
+
+    Raises MissingData if the haystack does not exist, and UsageError if it holds no text with a sentence end.
     """
     dataset = files.dataset
     remedy = (
@@ -232,6 +246,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     else:
         lack = "no sentence end (. ! ?)"
     text = "\n\n".join(texts)
+    # a sentence ends only before whitespace, so the text's last one needs a newline behind it
     if not _SENTENCE_END.search(f"{text}\n"):
         raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
     source = f"real text: {path.name}, {len(paths)} file"
@@ -243,7 +258,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
 class Window:
     """Real text that begins at one place and repeats until it is long enough.
 
-    period: the whole text, from that place on and then from its beginning.
+    period: the whole text, from that place on to its end, and then from its beginning on to that place.
     text: ``period`` repeated as often as was needed so far.
     ends: the index behind each sentence of ``text``.
     chars_per_token: the mean number of characters per token, measured on the beginning of ``period``.
@@ -251,6 +266,7 @@ class Window:
 
     def __init__(self, text: str, start: float, tokenizer: Tokenizer) -> None:
         """Begin at the first whole sentence after the fraction ``start`` of the text."""
+        # a sentence ends only before whitespace, so the text's last one needs a newline behind it
         ends = [0]
         for match in _SENTENCE_END.finditer(f"{text}\n"):
             if match.end() < len(text):
@@ -259,16 +275,21 @@ class Window:
         # the text behind the beginning comes first, then the text before it: nothing is lost before it repeats
         self.period = f"{text[start_index:].lstrip()}\n\n{text[:start_index]}".rstrip() + "\n\n"
         self.tokenizer = tokenizer
-        sample = self.period[:2000]
+        sample = self.period[:_SAMPLE]
+        # the lower limit avoids division by 0 where a tokenizer finds no token
         self.chars_per_token = len(sample) / max(1, len(tokenizer.encode(sample)))
-        self._grow(2000)
+        self._grow(_SAMPLE)
 
     def fill(self, dataset: str, template: str, needle: str, length: int, depth: float) -> tuple[str, dict[str, float]]:
-        """Return a prompt with the needle at ``depth`` per cent of its text, and facts about it.
+        """Return (a prompt with the needle at ``depth`` per cent of the text, facts about the prompt).
 
         The prompt has at most ``length`` tokens. The facts are its true number of ``tokens``, the needle's true depth
-        (``depth_actual``) and the number of tokens before the needle (``position``). ``template`` holds ``{context}``
-        once.
+        (``depth_actual``) and the number of tokens before the needle (``position``).
+
+        template: the prompt with ``{context}``, once, in place of the text.
+        needle: the sentence to hide.
+
+        Raises UsageError if the length leaves no room for a sentence of the text.
         """
         prefix, suffix = template.split("{context}")
 
@@ -297,7 +318,7 @@ class Window:
     def _cut_to_length(self, dataset: str, count_tokens: Callable[[int], int], length: int) -> int:
         """Return after how many characters to cut the text, so that the prompt has ``length`` tokens or slightly fewer.
 
-        count_tokens: returns the tokens of the prompt with the first so many characters of the text.
+        count_tokens: returns the number of tokens of the prompt whose text is cut after so many characters.
 
         Raises UsageError if even a prompt without text is longer, or if no repetition of the text gives enough tokens.
         """
@@ -308,6 +329,7 @@ class Window:
             )
         guess = (length - shortest) * self.chars_per_token
         while True:
+            # more text than the guess, so that the search can also go beyond it
             self._grow(int(1.2 * guess) + 1000)
             cut = _find_cut(count_tokens, length, int(guess), most=len(self.text), chars_per_token=self.chars_per_token)
             if cut < len(self.text) or count_tokens(cut) == length:
@@ -336,9 +358,11 @@ class Window:
 def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most: int, chars_per_token: float) -> int:
     """Return a number of characters up to ``most`` whose prompt has ``length`` tokens, or else slightly fewer.
 
-    The search begins at ``guess`` characters.
-    Each step is the number of missing tokens times ``chars_per_token``. Steps stay between bounds. After ten steps,
-    bisection takes over. Token counts grow with the cut, apart from a token or two.
+    The search begins at ``guess`` characters. Each step is the number of missing tokens times ``chars_per_token``.
+    Where a step would leave the bounds found so far, and after ten steps, bisection takes over.
+
+    count_tokens: returns the number of tokens of the prompt whose text is cut after so many characters. It grows with
+        the cut, apart from a token or two.
     """
     # a cut at ``low`` gives fewer tokens than ``length``, a cut at ``high`` gives more
     low, high = 0, most + 1
@@ -349,6 +373,7 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
         if tokens == length:
             return cut
         step = round((length - tokens) * chars_per_token)
+        # a step that rounds to 0 would try the same cut again
         if tokens < length:
             low = cut
             step = step or 1
@@ -369,14 +394,15 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
 def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     """Return the phrasing that the knobs name or spell out. Raises UsageError if the knobs contradict each other."""
     if knobs.phrasing not in PHRASINGS:
-        raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, "Or give needle= and question=.")
+        raise unknown("phrasing of dataset needle", knobs.phrasing, PHRASINGS, hint="Or give needle= and question=.")
     phrasing = PHRASINGS[knobs.phrasing]
     if knobs.needle and knobs.question:
+        # without an answer, the whole needle is the reference
         pair = _always_same((knobs.needle, knobs.question, knobs.answer or knobs.needle))
         phrasing = Phrasing(pair=pair, prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
-    name = metrics.metric(knobs.metric or phrasing.metric).name
+    name = metrics.metric(knobs.metric or phrasing.metric).name  # an unknown metric raises UsageError
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # published needle scores compare the answer with the whole needle sentence
         phrasing = replace(phrasing, pair=_always_same(CLASSIC_SENTENCE))

@@ -1,4 +1,4 @@
-"""From a prompt's text to the token ids that a model reads. Every choice is explicit and part of a cell's identity.
+"""Turn a prompt's text into the token ids that a model reads. Every choice is explicit and part of a cell's identity.
 
 The presets in conf/prompt hold the choices of each paper's scripts, with the source of every value.
 """
@@ -17,9 +17,11 @@ from kvbench.base.example import Example
 from kvbench.tasks.base import Task, Tokenizer
 
 TEMPLATES = ("off", "on", "skip")
+"""The possible values of ``PromptPolicy.template``."""
 TRUNCATIONS = ("tokens", "text")
+"""The possible values of ``PromptPolicy.truncation``."""
 SENTINEL = "kvbench5entinel"
-"""A text that stands in no template: the place where it comes out is the place of the content."""
+"""A text that no template holds. The place where it comes out of a template is the place of the content."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class PromptPolicy:
     As text its halves are decoded and tokenised again, as in LongBench's scripts. A template always needs this.
     max_length: the most tokens of a prompt without template, with special tokens. None means context minus answer.
     min_new_tokens: the least tokens of an answer for every task. None takes each task's own.
-    system: the text of a system message, used with the template.
+    system: the text of a system message, used with the template; None for none.
     frame: the text of a chat template in place of the tokenizer's own, for papers whose scripts had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text. A template has its own.
     thinking: False renders a chat template without thinking if it has a switch for it.
@@ -49,6 +51,7 @@ class PromptPolicy:
     thinking: bool = True
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an impossible value: YAML and the command line give values of any type."""
         for key, allowed in (("template", TEMPLATES), ("truncation", TRUNCATIONS)):
             value = getattr(self, key)
             if value not in allowed:
@@ -65,11 +68,14 @@ class PromptPolicy:
                 raise UsageError(f"prompt.{key}={value!r} is not possible: true or false")
 
     def templated(self, task: Task) -> bool:
-        """Tell if this task's prompts go through the chat template."""
+        """Return True if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
 
     def render_message(self, tokenizer: Any, content: str) -> str:
-        """Return the text of one user message inside the chat template, ready for the answer."""
+        """Return the text of one user message inside the chat template, ready for the answer.
+
+        Raises UsageError if there is no chat template, or if it fails.
+        """
         if not (self.frame or getattr(tokenizer, "chat_template", None)):
             raise UsageError(
                 "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
@@ -79,7 +85,12 @@ class PromptPolicy:
         return self.render_talk(tokenizer, [{"role": "user", "content": content}])
 
     def render_talk(self, tokenizer: Any, talk: list[dict[str, str]]) -> str:
-        """Return the text of a talk inside the chat template, ready for the answer to its last message."""
+        """Return the text of a talk inside the chat template, ready for the answer to the last message.
+
+        talk: messages, each with a ``role`` and its ``content``.
+
+        Raises UsageError if the template fails.
+        """
         messages = list(talk)
         if self.system:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -102,10 +113,12 @@ class PromptPolicy:
 
     def between(self, tokenizer: Any) -> str:
         """Return the text that a chat template puts between an answer and the user's next message."""
+        # three messages, numbered from 0: the text between the second and the third is the wanted one
         roles = ("user", "assistant", "user")
         talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(roles)]
-        behind_answer = self.render_talk(tokenizer, talk).partition(f"{SENTINEL}1.")[2]
-        return behind_answer.partition(f"{SENTINEL}2.")[0]
+        _, _, behind_answer = self.render_talk(tokenizer, talk).partition(f"{SENTINEL}1.")
+        between, _, _ = behind_answer.partition(f"{SENTINEL}2.")
+        return between
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, object]:
         """Return the policy's settings for one task, with the template's text and without the preset's name.
@@ -113,6 +126,7 @@ class PromptPolicy:
         They are part of a cell's identity. A setting that changes no prompt of the task is left out or constant, so
         that it makes no new cell.
         """
+        # the examples of a task are all scored texts, or none is
         if task.examples[0].scored:
             return {"text": "as tokens"}
         settings: dict[str, object] = {
@@ -127,9 +141,11 @@ class PromptPolicy:
             settings["truncation"] = "tokens"
         if self.templated(task):
             frame = self.render_message(tokenizer, SENTINEL)
+            # with a history, the text between an answer and the next question changes prompts as well
             if frame and task.turns in ("gold", "own"):
                 frame += self.between(tokenizer)
             if frame:
+                # a template has its own special tokens, so ``bos`` changes nothing
                 settings["template"] = hashlib.sha256(frame.encode()).hexdigest()[:16]
                 settings["system"] = self.system
                 return settings
@@ -153,11 +169,14 @@ class Encoded:
     cut: int
 
     def __len__(self) -> int:
+        """Return the number of tokens that are read before the answer begins."""
         return len(self.ids) + len(self.question)
 
 
 def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, room: int | None) -> Encoded:
     """Return the token ids of a prompt. ``room`` is the model's context minus the answer; None if there is no limit.
+
+    Raises UsageError if the limits leave no room for the prompt, or if the question to withhold is unknown.
 
     The prompt is cut first, counted with its special tokens as in LongBench's scripts. Then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
@@ -178,6 +197,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
         return divide_ids(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
     if policy.truncation == "tokens" and not templated:
         shortened = cut_middle(prompt_ids, limit)
+        # the question's tokens are the last ones, which a cut in the middle leaves
         question_length = _count_question(tokenizer, prompt_text, question)
         # the question must lie within the half behind the cut
         if question_length > limit // 2:
@@ -199,17 +219,21 @@ def _encode_halves(
 ) -> Encoded:
     """Return a prompt whose halves of ``limit // 2`` tokens each were decoded, joined and tokenised again.
 
+    prompt_ids: the tokens of the whole prompt without template, which are more than ``limit``.
+    limit: how many of these tokens may stay.
+    room: the model's context minus the answer; None if there is no limit.
+
     This is the cut of LongBench's pred.py. A template needs it, since it is rendered around a text.
     """
     templated = policy.templated(task)
     question = _withheld_question(example, task)
     half = limit // 2
-    # not [-half:], since that would be everything for a half of 0
+    # not prompt_ids[-half:], since that would be everything for a half of 0
     front, back = prompt_ids[:half], prompt_ids[len(prompt_ids) - half :]
     content = tokenizer.decode(front, skip_special_tokens=True) + tokenizer.decode(back, skip_special_tokens=True)
-    prompt_end = question
-    if not templated:
-        prompt_end += example.answer_prefix
+    # without a template, the answer's beginning is a part of the prompt that was cut
+    prompt_end = question if templated else question + example.answer_prefix
+    # the cut must leave the whole question
     if question and not content.endswith(prompt_end):
         raise no_room(task)
     if templated:
@@ -250,7 +274,10 @@ def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
 
 
 def _withheld_question(example: Example, task: Task) -> str:
-    """Return the question at the prompt's end that is read after the compression; '' if no question is withheld."""
+    """Return the question at the prompt's end that is read after the compression; '' if no question is withheld.
+
+    Raises UsageError if a question is to be withheld and the example does not end with its question.
+    """
     if task.query_aware:
         return ""
     if not example.question or not example.prompt.endswith(example.question):
@@ -266,8 +293,10 @@ def _length_limit(
 ) -> int | None:
     """Return how many tokens of the prompt without template may stay; None if there is no limit.
 
-    room: the model's context minus the answer; None if unlimited.
-    prompt_tokens: the prompt's tokens without template.
+    room: the model's context minus the answer; None if there is no limit.
+    prompt_tokens: the number of the prompt's tokens without template.
+
+    Raises UsageError if no token may stay.
     """
     limits = []
     if policy.max_length is not None:
@@ -275,6 +304,7 @@ def _length_limit(
     if room is not None and policy.templated(task):
         # the template's own tokens and the answer's beginning take part of the room
         framed = plain_ids(tokenizer, policy.render_message(tokenizer, example.prompt) + example.answer_prefix)
+        # ``max``: the prompt's own special tokens, which the template replaces, may be more than the template's tokens
         limits.append(room - max(0, len(framed) - prompt_tokens))
     elif room is not None:
         limits.append(room)
@@ -298,7 +328,10 @@ def divide_ids(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut
 
 
 def _count_question(tokenizer: Any, text: str, question: str) -> int:
-    """Return the number of tokens of ``text`` from the start of its last ``question`` to its end."""
+    """Return the number of tokens of ``text`` from the start of the last ``question`` in it to the text's end.
+
+    The text must hold the question, apart from whitespace around it.
+    """
     if not question:
         return 0
     # a template may strip the whitespace around the message

@@ -34,6 +34,7 @@ LINES_HEADER = (
 # LongEval calls lines by made-up names such as "torpid-kid"; the words of the tiny suite stand in for these
 PUBLISHED_LINE = re.compile(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", re.MULTILINE)
 LARGEST_NUMBER = 50_000
+"""The largest number of a generated line."""
 PAIRS_HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
 ADJECTIVES = WORDS["moods"] + WORDS["traits"] + WORDS["colours"]
 NOUNS = WORDS["objects"] + WORDS["places"] + WORDS["cities"]
@@ -43,6 +44,7 @@ NOUNS = WORDS["objects"] + WORDS["places"] + WORDS["cities"]
 class RecordForm:
     """A kind of context made of records: how it is written, asked about, read from a published file, and generated.
 
+    metric: the name of the metric.
     write: returns the context's text from its records.
     question: the text of a question, with ``{}`` in place of the key.
     most: the largest number of records that a context may have.
@@ -65,7 +67,10 @@ def _write_lines(records: Records) -> str:
 
 
 def _read_lines(row: FileRow) -> tuple[Records, str]:
-    """Return (the records of a published prompt, the name of the line that is asked for)."""
+    """Return (the records of a published prompt, the name of the line that is asked for).
+
+    Raises UsageError for a row without that name.
+    """
     # LongEval publishes the whole prompt, so its lines are read back from it
     names = row.value("random_idx")
     if not isinstance(names, list) or not names:
@@ -92,7 +97,7 @@ def _write_pairs(records: Records) -> str:
 
 
 def _read_pairs(row: FileRow) -> tuple[Records, str]:
-    """Return (the records of a published file's row, the key that is asked for)."""
+    """Return (the records of a published file's row, the key that is asked for). Raises UsageError for other rows."""
     rows = row.value("ordered_kv_records")
     if not isinstance(rows, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rows):
         raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {describe_value(rows)}")
@@ -100,8 +105,8 @@ def _read_pairs(row: FileRow) -> tuple[Records, str]:
 
 
 def _generate_pairs(seed: str, count: int) -> Records:
-    """Return ``count`` records whose names and contents are UUIDs."""
-    # keys and values are UUIDs, as published: 2 * count of them, in turns
+    """Return ``count`` records whose keys and values are UUIDs, as published."""
+    # a key and a value in turns
     ids = [str(uuid.UUID(_digest(f"{seed}/{i}")[:32], version=4)) for i in range(2 * count)]
     return dict(zip(ids[::2], ids[1::2], strict=True))
 
@@ -136,7 +141,13 @@ def load(
     file: str,
     max_new_tokens: int,
 ) -> list[Task]:
-    """Return a task per number of records. Each of its ``contexts`` examples asks for ``questions`` different keys.
+    """Return a task per number of records. Each of a task's examples asks for ``questions`` different keys.
+
+    form: a name in FORMS.
+    records: the number of records in a context, or a list of such numbers.
+    contexts: the number of examples of a task. A published file with fewer rows gives fewer examples.
+    seed: decides all that is drawn.
+    file: the place of the published file below the data folder, with ``{records}`` for the number of records.
 
     A published case is one row of ``file``: a context with one question, which is asked first. Raises UsageError naming
     file and line for a damaged case.
@@ -144,18 +155,18 @@ def load(
     dataset, files = context.dataset, context.files
     record_form = FORMS[check_word(dataset, "form", form, FORMS)]
     for knob, value, least in (("contexts", contexts, 1), ("seed", seed, 0), ("max_new_tokens", max_new_tokens, 1)):
-        check_whole(dataset, knob, value, least)
+        check_whole(dataset, knob, value, least=least)
     if isinstance(records, int):
         records = [records]
     tasks = []
     for count in records:
-        check_whole(dataset, "records", count, 1, record_form.most)
-        check_whole(dataset, "questions", questions, 1, count)
+        check_whole(dataset, "records", count, least=1, most=record_form.most)
+        # each question asks for another record
+        check_whole(dataset, "questions", questions, least=1, most=count)
         seed_of_count = f"{seed}/{form}/{count}"
         path = files.first(file.replace("{records}", str(count)))
         if path:
             cases = _read_cases(record_form, path)
-            # published files have enough cases for most runs; a file with fewer gives fewer examples
             source, note = path.name, ""
         else:
             cases = _generate_cases(record_form, seed_of_count, count)
@@ -189,7 +200,7 @@ def load(
 
 
 def _read_cases(record_form: RecordForm, path: Path) -> Iterator[tuple[Records, str]]:
-    """Yield (records, the key that the case asks for) of each row of a published file."""
+    """Yield (records, the key that the case asks for) for each row of a published file."""
     for row in read_rows(path):
         yield record_form.read(row)
 
@@ -201,7 +212,10 @@ def _generate_cases(record_form: RecordForm, seed: str, count: int) -> Iterator[
 
 
 def _choose_keys(values: Records, first_key: str, seed: str, questions: int) -> list[str]:
-    """Return the keys of the questions: ``first_key`` if it is among the records, then drawn ones."""
+    """Return the keys of the questions: ``first_key`` if it is among the records ``values``, then drawn keys.
+
+    questions: the number of keys, at most the number of records.
+    """
     # the seed names the context, so that its questions do not depend on the number of contexts
     drawn_keys = shuffled_by_seed([key for key in values if key != first_key], seed)
     if first_key not in values:

@@ -13,15 +13,23 @@ from typing import Any, TypeGuard
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
 
-# search once per text, as long prompts have hundreds of thousands of characters
+# a pattern, since a loop over the hundreds of thousands of characters of a long prompt would take longer
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 """Half a surrogate pair."""
 
 
 class FileRow:
-    """One record of a file. ``place`` is its position (``line 3``). ``hint`` ends the message on a missing key."""
+    """One record of a file, with checked access to the record's values.
+
+    place: the record's position in the file, such as ``line 3``.
+    values: the values by key.
+    hint: the end of the message on a missing key.
+
+    The methods raise UsageError, with file and place, for a value of another type than they return.
+    """
 
     def __init__(self, file: Path, place: str, values: Mapping[str, object], hint: str = "") -> None:
+        """Take the fields of the record."""
         self.file, self.place, self.values, self.hint = file, place, values, hint
 
     def wrong(self, reason: str) -> UsageError:
@@ -29,7 +37,7 @@ class FileRow:
         return UsageError(f"{self.file}, {self.place}: {reason}")
 
     def __contains__(self, key: str) -> bool:
-        """Tell if there is a value other than null under ``key``."""
+        """Return True if there is a value other than null under ``key``."""
         return self.values.get(key) is not None
 
     def value(self, key: str) -> Any:
@@ -89,7 +97,7 @@ class FileRow:
 
 
 def has_half_pair(text: str) -> bool:
-    """Tell whether a text holds half a surrogate pair. No file can hold one."""
+    """Return True if a text holds half a surrogate pair, which cannot be written to a file as UTF-8."""
     return HALF_PAIR.search(text) is not None
 
 
@@ -102,7 +110,7 @@ def read_rows(file: Path) -> Iterator[FileRow]:
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
     # yield rows, not a list: a run may read only the first rows of a training file with a million articles
-    row = None
+    row = None  # stays None if the file has no record
     for row in readers[file.suffix](file):
         yield row
     if row is None:
@@ -129,8 +137,8 @@ def read_lines(file: Path, hint: str = "") -> Iterator[FileRow]:
 
 
 def read_list(file: Path) -> Iterator[FileRow]:
-    """Yield the objects of a file that holds one JSON list."""
-    entries = parse_json(file, "", _read_text(file))
+    """Yield the objects of a file that holds one JSON list. Raises UsageError for a file with other content."""
+    entries = parse_json(file, place="", text=_read_text(file))
     if not isinstance(entries, list):
         raise UsageError(f"{file}: must hold a JSON list, got {describe_value(entries)}")
     for i, entry in enumerate(entries, start=1):
@@ -144,16 +152,19 @@ def read_csv(file: Path) -> Iterator[FileRow]:
 
 
 def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]:
-    """Yield the rows of CSV with a header line.
+    """Yield the rows of CSV with a header line. Raises UsageError for other text and for rows of another length.
 
+    file: the file that errors name.
+    text: the content of the file.
     by_line: True if a row's place is its line number in the file, False if rows below the header are counted from 1.
     """
     # the csv module limits a cell to 128 KiB by default, less than a long reference
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(2**31 - 1)  # the largest limit that the module takes on every system
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         header = next(reader, [])
-        # line_num is the last line of a row: a quoted cell may have line breaks
+        # line_num is the last line of the row read so far, since a quoted cell may have line breaks; the next row
+        # begins behind it
         line = reader.line_num + 1
         for number, cells in enumerate(reader, start=1):
             place = f"line {line}" if by_line else f"row {number}"
@@ -166,19 +177,23 @@ def parse_csv(file: Path, text: str, by_line: bool = False) -> Iterator[FileRow]
 
 
 def parse_json(file: Path, place: str, text: str) -> Any:
-    """Return the value of a JSON text. Raises UsageError naming file, place and character if it is not JSON."""
+    """Return the value of a JSON text. Raises UsageError naming file, place and character if it is not JSON.
+
+    place: the place of the text in the file, such as ``line 3``; '' if it is the whole file.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         # numbers of thousands of digits are ValueErrors without a position, and deep nesting is a RecursionError
-        reason = str(error)
         if isinstance(error, json.JSONDecodeError):
             reason = f"{error.msg} at character {error.pos + 1}"
+        else:
+            reason = str(error)
         raise UsageError(f"{_name_place(file, place)}: not JSON: {reason}") from None
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Tell if a value is a whole number from 1."""
+    """Return True if a value is a whole number from 1. Python counts true and false as whole numbers, this does not."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -202,9 +217,10 @@ def _read_text(file: Path) -> str:
 
 
 def _decode(file: Path, place: str, raw: bytes, at_start: bool) -> str:
-    """Return the text of the bytes ``raw``, a whole file or its line at ``place``. Raises UsageError if not UTF-8.
+    """Return the text of bytes of a file. Raises UsageError if they are not UTF-8.
 
-    at_start: whether ``raw`` begins the file, and so may begin with a byte order mark.
+    place: the place of the bytes in the file; '' if they are the whole file.
+    at_start: True if the bytes begin the file, and so may begin with a byte order mark.
     """
     if at_start:
         # Windows programs begin UTF-8 with a byte order mark, and json.loads refuses it

@@ -23,6 +23,7 @@ from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
 LETTERS = "ABCDEFGHIJ"
+"""The letters of options, in order."""
 _FIELD = re.compile(r"\{([^{}\n]+)\}")
 
 
@@ -33,12 +34,13 @@ class RowFormat:
     prompt, question: templates. ``{key}`` is the row's text under that key, ``{choices}`` the lettered options. The
     question ends the prompt, and ``query_aware=false`` withholds it.
     answers: the keys of the references, each with a text or a list of texts. If there are lists of keys by name, the
-    knob ``references`` chooses one.
+    knob ``references`` chooses one of them.
     metric: one metric, or several for the knob ``metric`` to choose from; the first is the default.
     choices: the keys of the options, the right one first. The knob ``seed`` draws their order in the prompt.
-    after: a mark in the text of a reference. Only the text behind the last one counts.
-    split: the mark that separates several references in one text, by key.
-    reference: the path of a function from a row to its reference, in place of ``answers``.
+    after: a mark in the text of a reference. Only the text behind the last mark counts.
+    split: by key, the mark that separates several references in one text.
+    reference: the path of a function from a row to the row's reference, in place of ``answers``.
+    only: values by key. Rows with another value under such a key are left out.
     """
 
     prompt: str = ""
@@ -50,13 +52,12 @@ class RowFormat:
     note: str = ""
     id: str = ""  # the key of a row's name; rows without one are numbered
     places: Sequence[str] = ()  # possible places of the file, if the knob ``file`` names none
-    strip: bool = True  # whether the text of a ``{key}`` is stripped
+    strip: bool = True  # True if the text of a ``{key}`` is stripped
     after: str = ""
     split: Mapping[str, str] = field(default_factory=dict)
     choices: Sequence[str] = ()
     classes: Sequence[str] = ()  # all labels, for metrics that need them
     reference: str = ""
-    # only rows with one of these values under a key are used
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
     left_out: str = ""  # the note's words for the other rows
     size: int | None = None  # the number of examples in published tables, if other releases differ
@@ -75,8 +76,12 @@ def load(
 ) -> list[Task]:
     """Return one task with an example for each row that ``only`` does not leave out.
 
-    _rows_: the fields of RowFormat. metric, references: the names of one of the format's metrics, and of one of its
-    lists of references, if it has several.
+    _rows_: the fields of RowFormat.
+    file: the file of rows below the data folder; None: the format's first existing place.
+    max_new_tokens: the most tokens of an answer.
+    metric: the name of one of the format's metrics; None: the first.
+    references: the name of one of the format's lists of references, if it has several.
+    seed: draws the order of options.
 
     Raises UsageError naming file, place and reason for an incomplete row.
     """
@@ -85,7 +90,7 @@ def load(
         form = RowFormat(**_rows_)
         task_fields = _task_fields(form)
     except TypeError as error:
-        # an unknown field is an author's slip, and its error should say so
+        # Python's error for an unknown field does not name the file in which its author has to look
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     check_whole(dataset, "seed", seed, least=0)
@@ -100,7 +105,7 @@ def load(
     for i, row in enumerate(rows):
         if any(row.value(key) not in values for key, values in form.only.items()):
             continue
-        # the number in the file, not among the examples, so that ``only`` does not rename the others
+        # the number in the file, not among the examples, so that a change of ``only`` does not rename examples
         name = f"{dataset}-{i}"
         if form.id:
             name = row.name(form.id, name)
@@ -124,6 +129,7 @@ def _task_fields(form: RowFormat) -> dict[str, Any]:
         # YAML has lists, but a frozen Task needs tuples
         if isinstance(value, list):
             task_fields[key] = tuple(value)
+    # this raises the TypeError before any row is read
     signature(Task).bind_partial(**task_fields)
     return task_fields
 
@@ -152,7 +158,11 @@ def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) ->
 
 
 def _note_of_task(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
-    """Return the note of a task: the number of rows left out, a different published size, and the format's note."""
+    """Return the note of a task: the number of rows left out, a different published size, and the format's note.
+
+    examples: the number of the task's examples.
+    rows: the number of all rows in the file.
+    """
     facts = []
     if examples < rows:
         facts.append(f"{rows - examples} of {rows} {form.left_out}")
@@ -174,20 +184,24 @@ class RowReader:
     answer_keys: Sequence[str]
 
     def example(self, row: FileRow, name: str, seed: int, max_new_tokens: int) -> Example:
-        """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete one."""
+        """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete row.
+
+        name: the example's id, which also decides the order of options.
+        """
         form = self.form
         meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
         order = list(shuffled_by_seed(form.choices, f"{seed}:{name}"))
         options = []
+        # LETTERS has more letters than there are options
         for letter, key in zip(LETTERS, order, strict=False):
             options.append(f"({letter}) {row.text(key).strip()}")
         choices = "\n".join(options)
         question = self._fill(row, form.question, choices)
-        classes = tuple(form.classes)
+        # the labels of a question with options are their letters
+        classes = tuple(LETTERS[: len(order)]) if order else tuple(form.classes)
         if order:
             # the first of ``choices`` is right, and its letter in the drawn order is the reference
             answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
-            classes = tuple(LETTERS[: len(order)])
         elif form.reference:
             module, _, function = form.reference.rpartition(".")
             answers = (getattr(importlib.import_module(module), function)(row),)
@@ -204,7 +218,7 @@ class RowReader:
         )
 
     def _fill(self, row: FileRow, template: str, choices: str) -> str:
-        """Return a template with the row's texts in place of its keys."""
+        """Return a template with the row's texts in place of the template's keys, and ``choices`` for ``{choices}``."""
 
         def field_text(match: re.Match[str]) -> str:
             """Return the row's text for one ``{key}``, or the choices for ``{choices}`` if the task has any."""
@@ -238,12 +252,12 @@ class RowReader:
         for text in texts:
             if form.after:
                 _, mark, text = text.rpartition(form.after)
-                # a worked solution without its last line would otherwise be a reference that no answer equals
-                if not mark or self.scorer.function(text, text, Example("", "", (), 1)) is None:
+                # a worked solution without its last line would otherwise be a reference that no answer equals; these
+                # metrics read only the two texts, so an empty example will do
+                nothing = Example(id="", prompt="", answers=(), max_new_tokens=1)
+                if not mark or self.scorer.function(text, text, nothing) is None:
                     raise row.wrong(f"{name!r} must end in '{form.after} N', where {self.scorer.name} can score N")
-            references = [text]
-            if key in form.split and not is_list:
-                references = text.split(form.split[key])
+            references = text.split(form.split[key]) if key in form.split and not is_list else [text]
             for reference in references:
                 if reference.strip():
                     yield reference.strip()
@@ -252,6 +266,7 @@ class RowReader:
 def _find_key(row: FileRow, key: str) -> str:
     """Return the name under which the row has ``key``: the key itself, or its lower_case form as on the hub."""
     hub_key = key.lower().replace(" ", "_")
+    # a key that the row has in neither form is named by an error later, as the publisher spells it
     if hub_key in row and key not in row:
         return hub_key
     return key

@@ -30,8 +30,8 @@ class Files:
     def path(self, name: str) -> Path:
         """Return the path of the file or folder ``name`` below the data folder.
 
-        Raises MissingData with the two ways to get it if it is absent. Raises UsageError if its content differs from
-        the lock's record.
+        Raises MissingData, with the two ways to get the file, if it is absent. Raises UsageError if its content differs
+        from the lock's record.
         """
         if self.root is None:
             raise MissingData(f"dataset={self.dataset} needs {name}, and no data folder is named. {self.ways()}")
@@ -63,11 +63,11 @@ class Files:
         # files that were put there by hand have no lock, and no lock lists folders
         if not lock.is_file() or not path.is_file():
             return
-        if _has_changed(self.root, name, _stamp_of_file(path), _stamp_of_file(lock)):
+        if _has_changed(self.root, name, file=_stamp_of_file(path), lock=_stamp_of_file(lock)):
             raise fetch.changed_error(self.root, fetch.Wanted(name))
 
     def ways(self) -> str:
-        """Return a hint for error messages: the two ways to get the files of this dataset."""
+        """Return a hint for error messages: the ways to get the files of this dataset."""
         if self.root is None:
             return (
                 f"Download it: `kvbench data fetch {self.dataset} data.root=FOLDER`. Or name the folder that has it: "
@@ -85,9 +85,9 @@ def _stamp_of_file(path: Path) -> tuple[int, int]:
 
 @cache
 def _has_changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
-    """Tell if a file differs from the lock.
+    """Return True if the content of a file below the data folder ``root`` differs from the lock's record.
 
-    The stamps of both, ``file`` and ``lock``, are arguments so that a cached result stays true.
+    The stamps of both, ``file`` and ``lock``, are a part of the cache's key, so that a cached result stays true.
     """
     # the lock lists places without ./ and doubled slashes
     wanted = fetch.Wanted(PurePosixPath(name).as_posix())
@@ -97,11 +97,13 @@ def _has_changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, 
 def data_root(given: str | None) -> Path | None:
     """Return the data folder: ``data.root`` if given, else the folder that the environment names, else None.
 
-    There is no default. Raises MissingData if the path is no folder.
+    There is no default folder. Raises MissingData if the path is no folder.
     """
-    where, name = "data.root", given
-    if not name:
-        where, name = f"the environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT)
+    if given:
+        where, name = "data.root", given
+    else:
+        where, name = f"the environment variable {ENVIRONMENT}", os.environ.get(ENVIRONMENT, "")
+    # a variable that is set to nothing counts as unset
     if not name:
         return None
     root = Path(name).expanduser()

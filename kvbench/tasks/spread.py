@@ -12,10 +12,12 @@ Point = tuple[float, ...]
 
 
 def spread_order(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
-    """Return the examples' indices in an order whose every beginning covers the grid of ``meta``'s values by ``keys``.
+    """Return the examples' indices in an order of which every beginning covers the grid.
+
+    keys: the keys of ``meta`` whose values are the axes of the grid.
 
     The grid's points take turns: the first example of each, then the second of each, and so on. The lowest point comes
-    first, then always the one farthest from all points before it. Of two that are equally far, the lower comes first.
+    first, then always the point farthest from all points before it. Of two that are equally far, the lower comes first.
     """
     indices_at: dict[Point, list[int]] = {}
     for i, example in enumerate(examples):
@@ -30,14 +32,16 @@ def spread_order(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
 
 
 def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
-    """Return sorted points in an order in which each is the farthest from all before it.
+    """Return sorted points in an order in which each is the farthest from all points before it, the lowest being first.
 
     Distances are those of ranks along each axis, from 0 to 1.
     """
     axes = [sorted(set(values)) for values in zip(*points, strict=True)]
 
     def scale(point: Point) -> list[float]:
-        # rank / largest rank, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100
+        """Return the point's ranks along the axes, from 0 to 1."""
+        # rank / largest rank, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100; an axis with a single
+        # value has the largest rank 0
         return [axis.index(value) / max(1, len(axis) - 1) for axis, value in zip(axes, point, strict=True)]
 
     remaining = {point: scale(point) for point in points}
@@ -45,7 +49,7 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
     distances = dict.fromkeys(points, float("inf"))
     order: list[Point] = []
     while remaining:
-        # max takes the first of equals, the lowest
+        # max takes the first of equals, the lowest; before any point is ordered, all distances are infinite
         farthest = max(remaining, key=distances.__getitem__)
         coordinates = remaining.pop(farthest)
         order.append(farthest)
@@ -56,7 +60,7 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
 
 
 def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
-    """Return, in words (``depth 25, 75``), the values of each key for which ``taken`` has no example."""
+    """Return, in words (``depth 25, 75``), the values of each key that occur in ``examples`` but not in ``taken``."""
     parts = []
     for key in keys:
         all_values = {example.meta[key] for example in examples}

@@ -20,9 +20,10 @@ from kvbench.tasks.rows import FileRow, read_rows
 from kvbench.tasks.source import Files
 
 SEPARATOR = "###"
+"""The beginning of each block of a prompt."""
 SOURCES = ("auto", "prompts", "articles")
 POOL = 1000
-"""Shots are drawn from as many articles at the beginning of the training file: it need not be read to its end."""
+"""The number of articles at the beginning of the training file from which shots are drawn. The rest is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class SummaryKnobs:
         return f"Summarize the above article in {_count_of(self.sentences, 'sentence')}.\n"
 
     def block(self, row: FileRow) -> str:
-        """Return an article and the question for its summary."""
+        """Return a block of the prompt: the row's article, and the instruction that asks for the summary."""
         return f"{SEPARATOR}\nArticle: {_read_line(row, self.article_key)}\n\n{self.instruction}"
 
 
@@ -64,7 +65,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     check_word(dataset, "source", knobs.source, SOURCES)
     # without shots, the prompt is an article alone, with the instruction behind it
     for knob, least in (("shots", 0), ("shot_words", 1), ("sentences", 1), ("seed", 0), ("max_new_tokens", 1)):
-        check_whole(dataset, knob, getattr(knobs, knob), least)
+        check_whole(dataset, knob, getattr(knobs, knob), least=least)
     if knobs.examples is not None:
         check_whole(dataset, "examples", knobs.examples)
     ready_prompts = _find_ready_prompts(files, knobs)
@@ -119,7 +120,10 @@ def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) ->
 
 
 def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
-    """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them."""
+    """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them.
+
+    Raises UsageError for a prompt that does not begin and end as ``SummaryKnobs.block`` writes it.
+    """
     for i, row in enumerate(read_rows(path)):
         prompt = row.text("prompt")
         # the last paragraph asks for the summary: it is the question that ``query_aware=false`` withholds
@@ -136,7 +140,12 @@ def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterat
 
 
 def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
-    """Return the blocks of drawn training articles with their summaries. Raises UsageError if too few are short."""
+    """Return the blocks of drawn training articles with their summaries.
+
+    path: the file of training articles.
+
+    Raises UsageError if too few articles are short enough.
+    """
     # the same generator for every example, so that all prompts begin with the same blocks
     pool = list(islice(read_rows(path), POOL))
     shots: list[FileRow] = []
@@ -156,7 +165,7 @@ def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
 
 def _read_line(row: FileRow, key: str) -> str:
     """Return the text under ``key`` with spaces in place of line breaks."""
-    # only blank lines separate blocks
+    # blank lines separate the parts of a prompt, so no text may hold one
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()
 
 

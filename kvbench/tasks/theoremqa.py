@@ -12,15 +12,17 @@ TYPES = {"integer": int, "float": float, "bool": bool, "option": str, "list of i
 
 
 def reference(row: FileRow) -> str:
-    """Return the answer of a question as text. Its form gives its type: ``3`` is an integer, ``3.0`` a float.
+    """Return the answer of a question as text. The form gives the answer's type: ``3`` is an integer, ``3.0`` a float.
 
-    In the hub's table the answer is text already. Raises UsageError if its type is unknown or not the stated one.
+    In the hub's table the answer is text already. Raises UsageError if the answer's type is unknown or not the stated
+    type.
     """
     answer_type, answer = row.text("Answer_type"), row.value("Answer")
     if answer_type not in TYPES:
         raise row.wrong(f"'Answer_type' must be one of {', '.join(TYPES)}, got {describe_value(answer_type)}")
-    answer_text = json.dumps(answer) if not isinstance(answer, str) else answer
+    answer_text = answer if isinstance(answer, str) else json.dumps(answer)
     value = parse_reference(answer_text)
+    # ``type`` and not ``isinstance`` here and below, since True is an instance of int
     if answer_type == "float" and type(value) is int:
         # a float may be written 3; without this it would be compared as an integer
         value = float(value)

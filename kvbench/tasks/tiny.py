@@ -51,8 +51,9 @@ FILLER = (
 SHORT_FILLER = ("slowly.", "it {v}.", "the {s} {v}.", "the {s} was {a}.", "it was a {a} {t}.")
 HEADER = "notes:"
 NEEDLE = "the magic number of {key} is {value}."
+"""The sentence to hide, in this suite or in real text."""
 NEEDLE_QUESTION = "question: what is the magic number of {key}? answer: {key} is"
-"""Sentence to hide, in this suite or in real text, and the question that ends a prompt: the digits follow a space."""
+"""The question that ends a prompt. The digits of the answer follow a space."""
 
 PIECE = r" ?=>| ?[A-Za-z]+| ?\d| ?[^\w\s]"
 """Pre-token regex shared with the tokenizer: every piece of task text is one token."""
@@ -66,9 +67,11 @@ def count_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A question about one fact. ``question`` ends with the key, and ``answer`` follows it after a space.
+    """A question about one fact.
 
-    ``lookups`` are the indices of the answer tokens that only the right fact determines (training weighs them more).
+    question: the text of the question, which ends with the key.
+    answer: the text that follows the question after a space.
+    lookups: the indices of the answer's tokens that only the right fact determines. Training gives them more weight.
     """
 
     question: str
@@ -139,6 +142,7 @@ def make_lookups(
 
 def two_hops(rng: random.Random, n: int) -> Puzzle:
     """Make up to ``n // 2`` people, each in their own lab in a city. A query's answer names the lab, then the city."""
+    # each person takes two facts
     n = max(1, min(n // 2, len(LABS)))
     people = rng.sample(PEOPLE, n)
     labs = rng.sample(LABS, n)
@@ -159,7 +163,7 @@ def two_hops(rng: random.Random, n: int) -> Puzzle:
 
 
 def key_points(rng: random.Random, n: int) -> Puzzle:
-    """Make three key points, whatever ``n`` is, and one query that lists them in order."""
+    """Make three key points, whatever ``n`` is, and one query that asks for them in order."""
     points = []
     for _ in ORDINALS:
         words = [rng.choice(WORDS[kind]) for kind in ("traits", "trades", "actions")]
@@ -175,11 +179,13 @@ def key_points(rng: random.Random, n: int) -> Puzzle:
 
 
 def _draw_digits(rng: random.Random) -> str:
+    """Return a number from 0 to 999 with three digits."""
     # three tokens: the model's tokenizer splits numbers into digits
     return f"{rng.randrange(1000):03d}"
 
 
 def _draw_shade(rng: random.Random) -> str:
+    """Return a shade and a colour, one of LABELS."""
     return f"{rng.choice(SHADES)} {rng.choice(COLOURS)}"
 
 
@@ -188,29 +194,38 @@ variables = make_lookups(WORDS["variables"], _draw_digits, "{key} = {value};", "
 mappings = make_lookups(WORDS["objects"], _draw_shade, "{key} => {value}.", "{key} =>")
 LABELS = tuple(f"{shade} {colour}" for shade, colour in product(SHADES, COLOURS))
 TASKS: Mapping[str, TinyTask] = {
-    "needle": TinyTask("single-document QA", "f1", 8, needles),
-    "hop": TinyTask("multi-document QA", "f1", 16, two_hops, tokens_per_fact=10, most=48),
-    "listing": TinyTask("summarisation", "rouge_l", 24, key_points),
-    "labels": TinyTask("few-shot", "accuracy", 8, mappings, tokens_per_fact=7, most=56, classes=LABELS),
-    "multikey": TinyTask("synthetic retrieval", "exact_match", 8, needles, tokens_per_fact=14, most=64),
-    "code": TinyTask("code", "edit_sim", 8, variables, tokens_per_fact=9, most=56),
+    "needle": TinyTask("single-document QA", "f1", max_new_tokens=8, puzzle=needles),
+    "hop": TinyTask("multi-document QA", "f1", max_new_tokens=16, puzzle=two_hops, tokens_per_fact=10, most=48),
+    "listing": TinyTask("summarisation", "rouge_l", max_new_tokens=24, puzzle=key_points),
+    "labels": TinyTask(
+        "few-shot", "accuracy", max_new_tokens=8, puzzle=mappings, tokens_per_fact=7, most=56, classes=LABELS
+    ),
+    "multikey": TinyTask(
+        "synthetic retrieval", "exact_match", max_new_tokens=8, puzzle=needles, tokens_per_fact=14, most=64
+    ),
+    "code": TinyTask("code", "edit_sim", max_new_tokens=8, puzzle=variables, tokens_per_fact=9, most=56),
 }
 MIN_LENGTH, MAX_LENGTH = 64, 4096
+"""The least and the most tokens of a prompt."""
 GOLDEN = (5**0.5 - 1) / 2
-"""Step that spreads any number of consecutive indices evenly over the depths."""
+"""The golden ratio without its whole part. The fractional parts of its multiples spread evenly from 0 to 1."""
 
 
 def make_example(task: str, length: int, index: int) -> Example:
-    """Return example ``index`` of a task. Its prompt has exactly ``length`` tokens, ``<s>`` included."""
+    """Return example ``index`` of a task. The prompt has exactly ``length`` tokens, ``<s>`` included.
+
+    Raises ValueError for an unknown task, and for a length out of MIN_LENGTH to MAX_LENGTH.
+    """
     if task not in TASKS:
         raise ValueError(f"unknown tiny task {task!r}; available: {', '.join(TASKS)}")
     if not MIN_LENGTH <= length <= MAX_LENGTH:
         raise ValueError(f"length {length} of a tiny task is not in {MIN_LENGTH}..{MAX_LENGTH} tokens")
     spec, rng = TASKS[task], random.Random(f"eval/{task}/{length}/{index}")
-    n = 1
     if spec.tokens_per_fact:
         # keep 40 tokens for the header, the query and some filler
         n = max(2, min(spec.most, (length - 40) // spec.tokens_per_fact))
+    else:
+        n = 1
     puzzle = spec.puzzle(rng, n)
     query = rng.choice(puzzle.queries)
     facts = list(puzzle.facts)
@@ -220,9 +235,10 @@ def make_example(task: str, length: int, index: int) -> Example:
     fillers = filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
-        # a single fact takes all depths in turn, not at random
+        # a single fact takes all depths in turn, not at random; example 0 has it in the middle
         place = round((0.5 + index * GOLDEN) % 1.0 * len(fillers))
         sentences = fillers[:place] + facts + fillers[place:]
+        # the 1 is <s>
         tokens_before = 1 + count_tokens(f"{HEADER} {' '.join(fillers[:place])}")
         meta["depth"] = round(tokens_before / length, 4)
     else:
@@ -233,24 +249,27 @@ def make_example(task: str, length: int, index: int) -> Example:
         answers=(query.answer,),
         max_new_tokens=spec.max_new_tokens,
         classes=spec.classes,
-        question=f" {query.question}",
+        question=f" {query.question}",  # as the prompt ends, with the space before it
         meta=meta,
     )
 
 
 def _join_prompt(sentences: Sequence[str], question: str) -> str:
+    """Return a prompt: the header, the sentences and the question, with spaces between them."""
     return f"{HEADER} {' '.join(sentences)} {question}"
 
 
 def load(context: LoadContext, length: int, examples: int, max_new_tokens: int | None = None) -> list[Task]:
     """Return the wanted tasks of the six with ``examples`` generated prompts of ``length`` tokens each.
 
+    max_new_tokens: the most tokens of every answer; None: each task's own number.
+
     No file is read. If a wanted task does not exist, all six are returned, so that load_tasks can name them in its
     error.
     """
     dataset = context.dataset
-    check_whole(dataset, "length", length, 64, 4000)
-    check_whole(dataset, "examples", examples, 1, 100_000)
+    check_whole(dataset, "length", length, least=64, most=4000)
+    check_whole(dataset, "examples", examples, least=1, most=100_000)
     wanted = set(context.selection)
     if not wanted or not wanted <= TASKS.keys():
         wanted = set(TASKS)
@@ -277,7 +296,10 @@ def _make_examples(task: str, length: int, count: int) -> tuple[Example, ...]:
 
 
 def filler_sentences(rng: random.Random, room: int) -> list[str]:
-    """Return random sentences without facts that have ``room`` tokens together. ``room`` must be 0 or at least 2."""
+    """Return random sentences without facts that have ``room`` tokens together.
+
+    Raises ValueError if ``room`` is 1 or below 0, which no sentences can fill.
+    """
     if room == 1 or room < 0:
         raise ValueError(f"no filler sentences have {room} tokens together")
     sentences: list[str] = []
@@ -285,7 +307,7 @@ def filler_sentences(rng: random.Random, room: int) -> list[str]:
         # no sentence has one token, so none or at least two tokens must remain after each of them
         templates = [template for template in FILLER if room - template_tokens(template) >= 2]
         if not templates:
-            # this is the last sentence, or the one before the last
+            # this is the last sentence, or the next one has exactly two tokens and is the last
             templates = [
                 template for template in FILLER + SHORT_FILLER if template_tokens(template) in (room, room - 2)
             ]
@@ -303,6 +325,7 @@ def filler_sentence(rng: random.Random) -> str:
 
 def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
     """Return the facts in their order at random places among the filler sentences."""
+    # place i is the one before filler i; several facts may have one place
     places = sorted(rng.randrange(len(fillers) + 1) for _ in facts)
     sentences: list[T] = []
     start = 0
@@ -321,4 +344,5 @@ def template_tokens(template: str) -> int:
 
 
 def _fill_template(rng: random.Random, template: str) -> str:
+    """Return a sentence: the template with a random word of FILLER_WORDS for each ``{letter}``."""
     return re.sub(r"\{(\w)\}", lambda match: rng.choice(FILLER_WORDS[match[1]]), template)

@@ -42,12 +42,12 @@ class Metric:
     function: from (prediction, reference, example) to a score in [0, 1], or None if the reference cannot be scored.
     revision: a part of a cell's identity. Raise it whenever a score changes.
     scale: the factor from a mean of scores to the printed number.
-    needs_classes: the example must carry its closed set of labels.
-    shown: the function from a mean to the printed number, if a factor is not enough (perplexity).
-    whole: from (prediction, example) to a score, if it depends on all references together.
-    package: the package of an extra that the metric calls.
-    decided_by: the distribution whose version decides scores, and so is part of a cell's identity.
-    lengths: answers are worked solutions, so their mean length is shown beside their score.
+    needs_classes: True if the example must carry its closed set of labels.
+    shown: the function from a mean to the printed number, if a factor is not enough (perplexity); None: ``scale`` is.
+    whole: from (prediction, example) to a score that depends on all references together; None: the best single score.
+    package: the package of an extra that the metric calls; '' for none.
+    decided_by: the distribution whose version decides scores, and so is part of a cell's identity; '' for none.
+    lengths: True if answers are worked solutions, so that their mean length is shown beside their score.
     """
 
     name: str
@@ -93,7 +93,9 @@ def check_installed(name: str) -> None:
 
 
 def score(name: str, prediction: str, example: Example) -> float | None:
-    """Return the best score in [0, 1] over the references, or the metric's ``whole`` score.
+    """Return the best score in [0, 1] of a prediction over the example's references, or the metric's ``whole`` score.
+
+    name: the name of the metric.
 
     Returns None if no reference can be scored.
     """
@@ -109,6 +111,7 @@ def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str,
     """Turn a metric of (prediction, reference) into one of (prediction, reference, example)."""
 
     def score_pair(prediction: str, reference: str, example: Example) -> float | None:
+        """Return the score by ``function``, which does not need the example."""
         return function(prediction, reference)
 
     return score_pair
@@ -118,6 +121,7 @@ def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[
     """Turn a metric of (prediction, all references) into one of (prediction, example)."""
 
     def score_example(prediction: str, example: Example) -> float | None:
+        """Return the score by ``function`` against all references of the example."""
         return function(prediction, example.answers)
 
     return score_example
@@ -130,13 +134,14 @@ def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[
     """
 
     def score_reference(prediction: str, reference: str, example: Example) -> float | None:
+        """Return the score by ``function`` against this reference alone."""
         return function(prediction, [reference])
 
     return score_reference
 
 
 def _classification(prediction: str, reference: str, example: Example) -> float | None:
-    """Return LongBench's classification score of the prediction among the example's classes."""
+    """Return LongBench's classification score among the example's classes; None if the example has no classes."""
     return choice.classification(prediction, reference, example.classes)
 
 

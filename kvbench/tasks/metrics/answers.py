@@ -23,12 +23,12 @@ _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the last number of a text, or None.
+    """Return the last number of a text; None if there is none or it has no value, as 1/0.
 
-    The number may have commas between thousands, a sign before ``$``, an exponent, a fraction. ``%``, ``$`` and units
-    do not change it. Only ASCII digits count.
+    The number may have commas between thousands, a sign before ``$``, an exponent or a divisor, as in 3/4. ``%``, ``$``
+    and units do not change it. Only ASCII digits count.
     """
-    # LaTeX writes 1{,}234 and \$5
+    # typeset texts have the sign − for a minus, and LaTeX writes 1{,}234 and \$5
     numbers = _NUMBER.findall(text.replace("−", "-").replace("{,}", ",").replace("\\$", "$"))
     if not numbers:
         return None
@@ -42,9 +42,9 @@ def last_number(text: str) -> Decimal | None:
         if divisor:
             value = value / Decimal(divisor)
     except ArithmeticError:
-        return None
+        return None  # the divisor is 0
     if sign:
-        value = value.copy_negate()
+        value = value.copy_negate()  # unlike -value, this does not round
     return value
 
 
@@ -61,7 +61,7 @@ def gsm8k(prediction: str, reference: str) -> float | None:
 
 
 def letter(prediction: str, reference: str) -> float | None:
-    """Return 1 if the prediction chooses the reference's letter, else 0; None for a reference other than A to D."""
+    """Return 1 if the prediction chooses the reference's letter, else 0; None for a reference that is not A to D."""
     expected = reference.strip().upper()
     if expected not in ("A", "B", "C", "D"):
         return None
@@ -69,7 +69,7 @@ def letter(prediction: str, reference: str) -> float | None:
 
 
 def chosen_letter(text: str) -> str | None:
-    """Return the option A to D that a text chooses, or None.
+    """Return the option A to D that a text chooses, as a capital; None if it chooses none.
 
     These rules are tried in order. First, the text is nothing but a letter. Second, "answer is" or "answer:" announces
     a letter. Third, a letter stands in parentheses or before ``)``, ``.`` or ``:``. Fourth, a capital stands alone and

@@ -30,6 +30,7 @@ _FUNCTIONS: Mapping[str, Callable[[float], float]] = {
     "tan": math.tan,
 }
 _Token = tuple[str | None, str | None, str | None]
+"""(number, name, other sign), of which one is a text and the others are None."""
 _Operation = Callable[[float, float], float]
 _SUMS: Mapping[str, _Operation] = {"+": operator.add, "-": operator.sub}
 _PRODUCTS: Mapping[str, _Operation] = {"*": operator.mul, "/": operator.truediv}
@@ -62,14 +63,17 @@ def plain_operators(text: str) -> str:
 
 
 def evaluate_first(text: str) -> float | None:
-    """Return the value of the first expression in a text, as far as it can be read. None without an expression."""
+    """Return the value of the first expression in a text, as far as it can be read.
+
+    Returns None if there is no expression, or if the first one has no finite value.
+    """
     text = _join_thousands(plain_operators(text))
     tokens: list[_Token] = [(match[1], match[2], match[3]) for match in _TOKEN.finditer(text)]
     for start in range(len(tokens)):
         if not _begins_expression(tokens, start):
             continue
         try:
-            value = _Reader(tokens, start).read_sum(0)
+            value = _Reader(tokens, start).read_sum(depth=0)
         except _Unreadable:
             continue
         except (ArithmeticError, ValueError):
@@ -82,7 +86,7 @@ def evaluate_first(text: str) -> float | None:
 
 
 def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
-    """Tell if an expression can begin at a token: a number, a minus, a parenthesis, or a name that the reader knows."""
+    """Return True if an expression can begin at a token: a number, a minus, a parenthesis, or a name of _FACTORS."""
     number, name, sign = tokens[start]
     if number or sign in ("-", "(") or name in _FACTORS:
         return True
@@ -91,7 +95,7 @@ def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
 
 
 def read_numbers(text: str) -> list[float]:
-    """Return all numbers in a text, in order, without any arithmetic."""
+    """Return all finite numbers of at most _LONGEST characters in a text, in order, without any arithmetic."""
     plain = _join_thousands(text.replace("−", "-").replace("{,}", ","))
     values = []
     for match in _PLAIN.finditer(plain):
@@ -128,10 +132,12 @@ class _Reader:
         signed  = { "+" | "-" } atom [ "^" signed ]
         atom    = (number | "(" sum ")") [ "%" | "!" ] | constant | function atom
 
-    If the operand behind an operator cannot be read, the expression ends before the operator.
+    If the operand behind an operator cannot be read, the expression ends before the operator. Methods raise _Unreadable
+    if nothing can be read at ``at``. Their argument ``depth`` counts the levels of nesting so far.
     """
 
     def __init__(self, tokens: list[_Token], at: int) -> None:
+        """Begin to read at the token with the index ``at``."""
         self.tokens, self.at = tokens, at
 
     def read_sum(self, depth: int) -> float:
@@ -145,10 +151,15 @@ class _Reader:
     def _read_chain(
         self, depth: int, operators: Mapping[str, _Operation], read_operand: Callable[[int], float]
     ) -> float:
-        """Return the value of operands that stand between operators of one rank, evaluated from left to right."""
+        """Return the value of operands that stand between operators of one rank, evaluated from left to right.
+
+        operators: the functions of these operators, by their signs.
+        read_operand: reads an operand, given the depth.
+        """
         value = read_operand(depth + 1)
         while True:
             operator_at = self.at
+            # a product may have no sign between its factors
             if "*" in operators and self._peek(_NAME) in _FACTORS:
                 # 2 pi and 2 sqrt(3) have no sign to pass over
                 sign = "*"
@@ -160,6 +171,7 @@ class _Reader:
             try:
                 right = read_operand(depth + 1)
             except _Unreadable:
+                # the operator belongs to the text behind the expression
                 self.at = operator_at
                 return value
             value = operators[sign](value, right)
@@ -184,6 +196,7 @@ class _Reader:
         except _Unreadable:
             self.at = caret_at
             return value
+        # Python gives a complex number for a fractional power of a negative number
         if isinstance(raised, complex):
             raise ValueError(f"{value}^... is no real number")
         return raised
@@ -225,7 +238,7 @@ class _Reader:
         return value
 
     def _peek(self, kind: int) -> str:
-        """Return the number, name or sign of the next token, '' if it is of another kind or there is none."""
+        """Return the text of the next token if it is of ``kind`` (_NUMBER, _NAME or _SIGN), else ''."""
         if self.at >= len(self.tokens):
             return ""
         return self.tokens[self.at][kind] or ""

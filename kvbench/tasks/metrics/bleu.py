@@ -8,6 +8,7 @@ import unicodedata
 from collections import Counter
 
 _ORDER = 4
+"""The number of words in the longest n-grams that are compared."""
 
 
 def bleu(prediction: str, reference: str) -> float:
@@ -19,7 +20,7 @@ def bleu(prediction: str, reference: str) -> float:
     """
     words, reference_words = tokenize(prediction), tokenize(reference)
     if len(words) < _ORDER:
-        return 0.0
+        return 0.0  # the prediction has no n-gram of the longest order
     precisions = []
     smooth = 1.0
     for n in range(1, _ORDER + 1):

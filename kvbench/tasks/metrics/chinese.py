@@ -38,7 +38,10 @@ def rouge_zh(prediction: str, reference: str) -> float:
 
 
 def retrieval_zh(prediction: str, reference: str) -> float | None:
-    """Return the share of the prediction's numbers that are the N of the reference ``段落N``; None without an N."""
+    """Return the share of the prediction's numbers that are the N of the reference ``段落N``.
+
+    Returns None for a reference of another form.
+    """
     paragraph = _PARAGRAPH.search(reference)
     if paragraph is None:
         return None

@@ -21,9 +21,9 @@ def accuracy(prediction: str, reference: str) -> float:
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
-    """Return 1 / the number of class names found in the prediction if the right one is among them, else 0.
+    """Return 1 / the number of class names found in the prediction if the right name is among them, else 0.
 
-    A name that is merely a part of the right one does not count as found. Returns None without classes.
+    A name that is merely a part of the right name does not count as found. Returns None without classes.
     """
     if not classes:
         return None
@@ -42,7 +42,10 @@ def classification(prediction: str, reference: str, classes: Sequence[str]) -> f
 
 
 def count(prediction: str, reference: str) -> float:
-    """Return LongBench's count score: the share of the prediction's numbers that equal the reference, 0 without any."""
+    """Return LongBench's count score: the share of the prediction's numbers that equal the reference.
+
+    The score is 0 if the prediction has no number. Numbers are compared as texts, so 07 is not 7.
+    """
     numbers = _NUMBER.findall(prediction)
     if not numbers:
         return 0.0
@@ -50,7 +53,10 @@ def count(prediction: str, reference: str) -> float:
 
 
 def retrieval(prediction: str, reference: str) -> float | None:
-    """Return the share of the prediction's numbers that are the N of the reference ``Paragraph N``; None without N."""
+    """Return the share of the prediction's numbers that are the N of the reference ``Paragraph N``.
+
+    Returns None for a reference of another form.
+    """
     paragraph = _PARAGRAPH.search(reference)
     if paragraph is None:
         return None

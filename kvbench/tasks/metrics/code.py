@@ -18,8 +18,8 @@ Backend = Literal["levenshtein", "difflib"]
 def code_sim(prediction: str, reference: str, backend: Backend = "levenshtein") -> float:
     """Return the similarity in [0, 1] of the first line of code to the reference, in whole hundredths as in LongBench.
 
-    The first line of code is the first without a backtick, ``#`` or ``//``; if there is none it is empty. Source:
-    github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
+    The first line of code is the first line without a backtick, ``#`` or ``//``. If there is no such line, the empty
+    text is compared. Source: github.com/THUDM/LongBench metrics.py; github.com/seatgeek/fuzzywuzzy fuzz.ratio.
     """
     code_line = ""
     for line in prediction.lstrip("\n").split("\n"):
@@ -46,7 +46,7 @@ def fuzz_ratio(a: str, b: str, backend: Backend) -> int:
         return 0
     if backend == "levenshtein":
         return round(100 * levenshtein_ratio(a, b))
-    return round(100 * SequenceMatcher(None, a, b).ratio())
+    return round(100 * SequenceMatcher(isjunk=None, a=a, b=b).ratio())
 
 
 def levenshtein_ratio(a: str, b: str) -> float:

@@ -36,6 +36,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
     """
     result = last_boxed(prediction)
     text = as_formula(result) if result is not None else prediction
+    # an empty answer is wrong without asking; a box is never empty here
     if not text.strip():
         return 0.0
     equal = _WORKER.ask(text, as_formula(reference))
@@ -46,6 +47,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
 
 def last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{}`` that is closed and not empty; None if there is none."""
+    # the last box may be open, if the answer was cut off
     for box in reversed(list(_BOX.finditer(text))):
         content = _until_closed(text, box.end())
         if content is not None and content.strip():
@@ -85,7 +87,7 @@ class WorkerReply(TypedDict, total=False):
     """A line that the process writes.
 
     error: in its first line, why math-verify cannot be imported; None if it can.
-    equal: in all later lines, whether two texts are equal; None if the reference cannot be read.
+    equal: in all later lines, True if two texts are equal; None if the reference cannot be read.
     """
 
     error: str | None
@@ -96,14 +98,17 @@ class MathWorker:
     """The process that reads and compares answers. Threads take turns, and a forked process starts its own."""
 
     def __init__(self) -> None:
+        """Begin without a process: the first answer starts it."""
         self._lock = Lock()
         self._process: subprocess.Popen[str] | None = None
+        # the id of the process of kvbench that has started ``_process``
         self._owner = 0
 
     def ask(self, prediction: str, reference: str) -> bool | None:
-        """Return whether the prediction equals the reference; None if the reference cannot be read.
+        """Return True if the prediction equals the reference; None if the reference cannot be read.
 
-        Return False if the process ends or has to be stopped. Raises KvbenchError if it cannot be started.
+        Returns False if they differ, and if the process ends or has to be stopped. Raises KvbenchError if it cannot be
+        started.
         """
         with self._lock:
             process = self._running()
@@ -141,7 +146,7 @@ class MathWorker:
         return self._start()
 
     def _start(self) -> subprocess.Popen[str]:
-        """Start the process, and wait until it has imported math-verify."""
+        """Start the process, and wait until it has imported math-verify. Raises KvbenchError if that fails."""
         self._owner = os.getpid()
         # -P: modules beside the script, such as code.py, must not hide those of Python
         command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
@@ -153,6 +158,7 @@ class MathWorker:
             text=True,
             encoding="utf-8",
         )
+        # the first line says whether math-verify could be imported
         ready = self._reply(process, START_S) or {"error": "its process ended before math-verify was imported"}
         if ready["error"]:
             self.stop()
@@ -161,7 +167,9 @@ class MathWorker:
 
     def _reply(self, process: subprocess.Popen[str], limit_s: float) -> WorkerReply | None:
         """Return the next reply; None if the process ends, or is stopped after ``limit_s`` seconds."""
+        # ``_start`` has asked for pipes
         assert process.stdout is not None
+        # readline itself has no time limit, but returns when the process ends
         timer = Timer(limit_s, process.kill)
         timer.daemon = True
         timer.start()
@@ -173,6 +181,7 @@ class MathWorker:
             raise
         finally:
             timer.cancel()
+        # a process that was killed may have written a part of a line, or nothing
         if not line.endswith("\n"):
             return None
         reply: WorkerReply = json.loads(line)

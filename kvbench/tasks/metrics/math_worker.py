@@ -24,7 +24,9 @@ def main() -> None:
     with suppress(ImportError, ValueError, OSError):  # not every system limits memory
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, hard_limit))
+    # imported now, so that its absence is told before the first request
     try:
         import math_verify  # noqa: F401
     except Exception as error:
@@ -42,9 +44,10 @@ def write_reply(content: dict[str, object]) -> None:
 
 
 def are_equal(prediction: str, reference: str) -> bool | None:
-    """Return whether two texts state equal results; None if the reference cannot be read."""
+    """Return True if two texts state equal results; None if the reference cannot be read."""
     from math_verify import parse, verify
 
+    # math-verify and SymPy raise errors of many types
     try:
         gold = read_reference(reference)
     except Exception:

@@ -9,9 +9,10 @@ from kvbench.tasks.metrics import metric, stats
 
 
 def shown_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[float, float] | None]:
-    """Return the mean of a metric's scores and its 95 % interval, both as printed.
+    """Return (the mean of a metric's scores, its 95 % interval), both as printed.
 
-    Without a score both are None. Below ``stats.FEWEST`` scores the interval is None.
+    Without a score both are None. The interval is None for fewer than ``stats.FEWEST`` scores, and if scores without
+    bounds are all equal.
     """
     chosen = metric(name)
     if not scores:
@@ -19,10 +20,8 @@ def shown_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[
     mean = chosen.show(fmean(scores))
     if len(scores) < stats.FEWEST:
         return mean, None
-    bounds: stats.Bounds | None = (0.0, 1.0)
-    if chosen.shown is not None:
-        # a likelihood is shown by a formula of its own, and its log losses have no bounds
-        bounds = None
+    # a likelihood is shown by a formula of its own, and its log losses have no bounds
+    bounds: stats.Bounds | None = (0.0, 1.0) if chosen.shown is None else None
     interval = stats.mean_interval(scores, bounds=bounds)
     if interval is None:
         return mean, None

@@ -50,6 +50,7 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
     """
 
     def collect_ngrams(text: str) -> set[tuple[str, ...]]:
+        """Return the different n-grams of a text's words."""
         words = list(chain.from_iterable(_split_sentences(text)))
         return {tuple(words[i : i + n]) for i in range(len(words) - n + 1)}
 
@@ -62,6 +63,7 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
 
 def _f_score(precision: float, recall: float) -> float:
     """Return 2 P R / (P + R + 1e-8), the F score of the package ``rouge``. Its small term avoids a division by 0."""
+    # in the package's own order of operations, so that the result is the same to the last bit
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
 
 
@@ -83,7 +85,7 @@ def _rouge_scorer() -> Any:
 
 
 def _split_sentences(text: str) -> list[list[str]]:
-    """Return the words of each sentence. A sentence is the text between two full stops, unless it is empty."""
+    """Return the words of each sentence, as the package splits a text at full stops. Empty sentences are left out."""
     # split() and then split(" "): a sentence of spaces has one empty word, as in the package
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
@@ -95,6 +97,7 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
     to j + 1. If there are several longest subsequences, this function finds the same one as ``rouge``.
     """
     if set(x).isdisjoint(y):
+        # without a common word, the package walks along the columns to the edge
         return set(), len(y) + 1
     rows = list(_length_rows(x, y))
     # walk back from the corner (len x, len y), as the package's recursion does; each step is one of its calls
@@ -105,6 +108,7 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
     while remaining:
         calls += 1
         if x[i - 1] == y[j - 1]:
+            # the words agree, so both texts go back by one
             words.add(x[i - 1])
             i, j, remaining = i - 1, j - 1, remaining - 1
         elif rows[i] >> (j - 1) & 1:
@@ -119,13 +123,13 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
 
 
 def _length_rows(x: list[str], y: list[str]) -> Iterator[int]:
-    """Yield the bit vectors of rows 0 to len(x), each of len(y) bits."""
+    """Yield the bit vectors, of len(y) bits each, of rows 0 to len(x). Row i is about the first i words of ``x``."""
     # bit j of places[word] is 1 where y[j] is the word
     places: dict[str, int] = {}
     for j, word in enumerate(y):
         places[word] = places.get(word, 0) | 1 << j
     mask = (1 << len(y)) - 1
-    row = mask
+    row = mask  # row 0 has no words, so no length grows
     yield row
     for word in x:
         # V' = (V + (V & M)) | (V & ~M), where V - (V & M) is V & ~M

@@ -14,16 +14,16 @@ def contained(prediction: str, reference: str) -> float:
 
 
 def share_contained(prediction: str, references: Sequence[str]) -> float | None:
-    """Return the share of the references that stand in the answer; None without references."""
+    """Return the share of the references that stand in the answer in any case; None without references."""
     if not references:
         return None
     return sum(contained(prediction, reference) for reference in references) / len(references)
 
 
 def over_lengths(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Return three means of scores at rising lengths: plain, with rising weights 1, 2, 3, ..., and with falling ones.
+    """Return three means of the scores at rising lengths: plain, with rising weights 1, 2, 3, ... and falling ones.
 
-    These are the averages ``Avg``, ``wAvg (inc)`` and ``wAvg (dec)`` of RULER's table.
+    These are the averages ``Avg``, ``wAvg (inc)`` and ``wAvg (dec)`` of RULER's table. At least one score is needed.
     """
     weights = range(1, len(scores) + 1)
     # sum_i w_i x_i with w_i = i, for the scores in their order and from the longest to the shortest

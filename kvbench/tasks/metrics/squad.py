@@ -8,7 +8,7 @@ from kvbench.tasks.metrics.text import normalise_answer, token_f1
 
 
 def squad_f1(prediction: str, reference: str) -> float:
-    """Return token F1 of the normalised answers. If one of them is empty, the score is 1 if both are, else 0.
+    """Return token F1 of the normalised answers. If one of them is empty, the score is 1 if both are empty, else 0.
 
     The score differs from LongBench's ``f1`` only for two empty answers. Source: compute_f1 of
     stanfordnlp.github.io/coqa evaluate-v1.0.py. That script's score of a turn is ``coqa_f1``.

@@ -35,7 +35,7 @@ Pairs = NDArray[np.float64]
 LEVEL = 0.95
 """The confidence of every interval."""
 FEWEST = 8
-"""The fewest examples of an interval that is shown."""
+"""The fewest examples for which an interval is shown."""
 FLOOR = 0.03
 """The least difference, on the scale from 0 to 1, between the mean score of the full cache and that of empty or guessed
 answers. If the difference is smaller, no share of the full cache's score is shown."""
@@ -51,7 +51,8 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
     """Return the interval (low, high) of the mean score; None for fewer than two scores, since they show no spread.
 
     ``bounds`` is the range of a score. Values without a range, such as log losses, have None and get the t interval.
-    Raises ValueError for scores that are not finite or outside their bounds. Leave unscorable examples out before.
+    The caller leaves out examples that cannot be scored. Raises ValueError for scores that are not finite or outside
+    their bounds.
     """
     values = _finite_array(scores)
     if len(values) < 2:
@@ -60,7 +61,9 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
 
 
 def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, Interval | None]:
-    """Return the mean of the tasks' mean scores, and its interval from the spread within each task.
+    """Return (the mean of the tasks' mean scores, its interval from the spread within each task).
+
+    tasks: the scores of each task, at least one.
 
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
     interval below FEWEST examples in all, nor if a task has only one.
@@ -73,30 +76,32 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0))
 
 
 def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval | None]:
-    """Return the mean over parts of the means over their tasks, and its t interval: each part counts alike.
+    """Return (the mean over parts of the means over their tasks, its t interval). Each part counts alike.
+
+    parts: for each part, the scores of each of its tasks.
 
     The variances of the tasks' means are added up with their weights. There is no interval below FEWEST examples in
     all, if a task has only one, or if no value differs.
     """
-    values_by_part = []
-    all_values: list[NDArray[np.float64]] = []
+    tasks_by_part = []
+    all_tasks: list[NDArray[np.float64]] = []
     part_means = []
-    for tasks in parts:
-        values = [_finite_array(scores) for scores in tasks]
-        values_by_part.append(values)
-        all_values += values
-        part_means.append(np.mean([v.mean() for v in values]))
+    for part in parts:
+        tasks = [_finite_array(scores) for scores in part]
+        tasks_by_part.append(tasks)
+        all_tasks += tasks
+        part_means.append(np.mean([values.mean() for values in tasks]))
     point = float(np.mean(part_means))
-    if sum(map(len, all_values)) < FEWEST or min(map(len, all_values)) < 2:
+    if sum(map(len, all_tasks)) < FEWEST or min(map(len, all_tasks)) < 2:
         return point, None
     variance = 0.0
-    for values in values_by_part:
+    for tasks in tasks_by_part:
         # a task's mean has the weight 1 / (parts x tasks of its part)
-        weight = 1 / (len(values_by_part) * len(values))
-        variance += weight**2 * sum(float(v.var(ddof=1)) / len(v) for v in values)
+        weight = 1 / (len(tasks_by_part) * len(tasks))
+        variance += weight**2 * sum(float(values.var(ddof=1)) / len(values) for values in tasks)
     if variance <= ROUNDING**2:
         return point, None
-    half = _t_quantile(_degrees_of_freedom(all_values)) * variance**0.5
+    half = _t_quantile(_degrees_of_freedom(all_tasks)) * variance**0.5
     return point, (point - half, point + half)
 
 
@@ -117,7 +122,8 @@ def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
 
     It is the exponential of a t interval of the logarithm, whose standard error is the jackknife's: divergences of
     prompts are skewed, and a ratio of sums is biased. The degrees of freedom are half of n - 1, since the standard
-    error of skewed values is itself uncertain. None below FEWEST rows, and if a sum without one row is 0.
+    error of skewed values is itself uncertain. Returns None below FEWEST rows, if a sum without one row is 0, and if no
+    row changes the ratio.
     """
     n = len(sums)
     if n < FEWEST:
@@ -125,12 +131,13 @@ def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
     totals = sums.sum(0)
     # row i holds the sums [2] over all rows except row i
     without_one = totals - sums
+    # 0 has no logarithm
     if (without_one <= 0).any():
         return None
     logs = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
     deviation = _jackknife_error(logs)
     if deviation < ROUNDING:
-        return None  # the ratio is the same everywhere, so no spread is seen
+        return None  # no row changes the ratio, so no spread is seen
     # exp(log r -+ t * s) = r * exp(-+ t * s)
     half = _t_quantile((n - 1) / 2) * deviation
     ratio = float(totals[0] / totals[1])
@@ -141,7 +148,7 @@ def pooled_interval(sums: NDArray[np.float64], bounds: Bounds | None) -> Interva
     """Return the interval of ``r = sum(y) / sum(x)`` over independent ``sums`` [n, 2] of (y, x), x being above 0.
 
     Each row counts as ``r + (y - r x) / mean x``. The mean of these values is r, and their spread is that of r (the
-    delta method). None below FEWEST rows.
+    delta method). Returns None below FEWEST rows.
     """
     if len(sums) < FEWEST:
         return None
@@ -154,7 +161,7 @@ def jackknife_interval(
 ) -> Interval | None:
     """Return the t interval of a smooth statistic of the means of ``values`` [n, k]; None below FEWEST rows.
 
-    Its standard error is the jackknife's.
+    statistic: the function from the means [k] to the statistic. Its standard error is the jackknife's.
     """
     n = len(values)
     if n < FEWEST:
@@ -167,7 +174,11 @@ def jackknife_interval(
 
 
 class Share(NamedTuple):
-    """A score in per cent of the full cache's score, with its interval. Either is None if it is not known."""
+    """A score in per cent of the full cache's score, with its interval.
+
+    point: the share; None if it is not known.
+    ci: the interval of the share; None if it is not known.
+    """
 
     point: float | None = None
     ci: Interval | None = None
@@ -210,13 +221,13 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
 
 
 def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
-    """Return the full cache's perplexity in per cent of the method's perplexity, with its interval if asked for.
+    """Return the full cache's perplexity in per cent of the method's perplexity, ``with_interval`` or without.
 
     log_losses: the pairs [n, 2] of a method's log loss and the full cache's.
     """
     # exp(full loss) / exp(loss) = exp(full loss - loss)
     gains = log_losses[:, 1] - log_losses[:, 0]
-    interval = mean_interval(gains, None) if with_interval else None
+    interval = mean_interval(gains, bounds=None) if with_interval else None
     if interval is not None:
         interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
     return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
@@ -241,7 +252,8 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
     if n < FEWEST or min(map(len, tasks)) < 2:
         return Share(100 * point)
     if _residual_variance(tasks, point) <= ROUNDING**2:
-        interval = _constant_interval(point, n, (0.0, 2 * point)) if point else None
+        # a share of 0 would leave no room between the bounds
+        interval = _constant_interval(point, n, bounds=(0.0, 2 * point)) if point else None
         return Share(100 * point, in_percent(interval))
     return Share(100 * point, in_percent(_fieller_interval(tasks)))
 
@@ -260,7 +272,10 @@ def scaled(interval: Interval | None, scale: float) -> Interval | None:
 
 
 def at_floor(full: Scores, chance: float = 0.0) -> bool:
-    """Tell whether the full cache's scores are less than FLOOR above ``chance``, or their interval reaches it."""
+    """Return True if the full cache's scores are less than FLOOR above ``chance``, or their interval reaches it.
+
+    chance: the mean score of empty or guessed answers.
+    """
     values = _finite_array(full)
     if not len(values):
         return False
@@ -270,12 +285,14 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
         return False
     # use the t interval: one with bounds never reaches the bound itself, so one right answer of ten would count as
     # above an empty answer's score
-    interval = mean_interval(values, None)
+    interval = mean_interval(values, bounds=None)
     return interval is not None and interval[0] <= chance
 
 
 def p_above(differences: Scores, least: float = 0.0) -> float:
-    """Return the p-value of the null hypothesis: the mean of independent ``differences`` in [-1, 1] is <= ``least``.
+    """Return the p-value of the null hypothesis that the mean of ``differences`` is at most ``least``.
+
+    differences: independent values in [-1, 1], such as the differences of two methods' scores.
 
     The signs of the differences from ``least`` are flipped at random. Under the hypothesis they are as often above as
     below it, and no set of signs is more likely than another. The p-value is the share of sets whose sum reaches the
@@ -284,8 +301,11 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     ``least`` below 0 asks whether no more than that is lost. Losses may be rare and whole, and pairs in which nothing
     is lost do not exclude them. One additional pair is therefore counted as a loss of everything, -1. With it 100 equal
     pairs exclude a loss of one in a hundred no better than the rule of three does.
+
+    Raises ValueError for values outside these bounds.
     """
     values = _finite_array(differences)
+    # ``initial`` stands for the maximum of no values
     if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
         raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
     if least < 0:
@@ -298,13 +318,14 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     observed = values.sum()
     subset_sums = _draw_subset_sums(values)
     reached = np.count_nonzero(observed - 2 * subset_sums >= observed - ROUNDING)
+    # the observed set of signs counts as one more draw
     return float((1 + reached) / (1 + FLIPS))
 
 
 def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the sums [FLIPS] of random subsets of ``values`` [n]. Each value is in a subset with probability 1/2."""
     n = len(values)
-    rows = max(1, _BLOCK // n)
+    rows = max(1, _BLOCK // n)  # the subsets that are drawn at a time
     # always the same seed, so that a p-value is a function of the values
     rng = np.random.default_rng(0)
     sums = []
@@ -321,7 +342,7 @@ def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
     """Return {key: p-value} corrected by Holm's step-down for ``family`` tests.
 
-    Tests of the family that are not in ``ps`` count as having larger p-values.
+    family: the number of tests, at least ``len(ps)``. Tests that are not in ``ps`` count as having larger p-values.
     """
     corrected: dict[str, float] = {}
     largest = 0.0
@@ -344,6 +365,7 @@ def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDA
     """
     # several prompts of one example are not independent, so they count as one row of an interval
     means = [np.mean(scores, axis=0) for scores in ways.values()]
+    # reshaped for the case of no examples: an empty list would become an array without columns
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
 
@@ -354,7 +376,10 @@ def _jackknife_error(without_one: NDArray[np.float64]) -> float:
 
 
 def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
-    """Return the interval of the mean of the tasks' means. None if no value differs and there are no bounds."""
+    """Return the interval of the mean of the tasks' means. None if no value differs and there are no bounds.
+
+    tasks: the scores of each task, at least two each.
+    """
     point = float(np.mean([values.mean() for values in tasks]))
     if bounds is not None:
         point = _clip_rounding(point, bounds)
@@ -362,7 +387,7 @@ def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | No
     variances = [float(values.var(ddof=1)) / len(values) for values in tasks]
     total = sum(variances)
     if total <= ROUNDING**2:
-        return _constant_interval(point, sum(map(len, tasks)), bounds)
+        return _constant_interval(point, n=sum(map(len, tasks)), bounds=bounds)
     quantile = _t_quantile(_degrees_of_freedom(tasks))
     variance = total / len(tasks) ** 2
     if bounds is None:
@@ -384,6 +409,9 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
 
     ``v(m) = (m - low) * (high - m)`` is the largest variance that a value within bounds with mean m can have. It is
     the variance of right and wrong answers, for which this is Wilson's interval (1927).
+
+    point: the mean, between the bounds but not on one of them.
+    variance: the variance of the mean, above 0.
     """
     low, high = bounds
     # the point on a scale from 0 to 1
@@ -413,21 +441,26 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
             linearised.append(_linearise_ratio(pairs, ratio))
         return _interval_of_means(linearised, bounds)
     if _residual_variance(tasks, point) <= ROUNDING**2:
-        return _constant_interval(_clip_rounding(point, bounds), sum(map(len, tasks)), bounds)
+        return _constant_interval(_clip_rounding(point, bounds), n=sum(map(len, tasks)), bounds=bounds)
     interval = _fieller_interval(tasks)
     if interval is None:
         return None
+    # Fieller's interval knows no bounds, and a share of scores is not below 0
     return max(0.0, interval[0]), interval[1]
 
 
 def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
-    """Return the sum over tasks of the variance of the mean of ``y - point * x``."""
+    """Return the sum over tasks of the variance of the mean of ``y - point * x``, for pairs (y, x).
+
+    It is 0 if y is the same share ``point`` of x in every pair.
+    """
     residuals = [pairs[:, 0] - point * pairs[:, 1] for pairs in tasks]
     return sum(float(values.var(ddof=1)) / len(values) for values in residuals)
 
 
 def _fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
     """Return Fieller's interval of (mean y over tasks) / (mean x over tasks). None if mean x is not clearly above 0."""
+    # the degrees of freedom depend only on the numbers of pairs
     squared = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks])) ** 2
     # the covariance matrix of the two means
     cov = np.sum([np.cov(pairs.T) / len(pairs) for pairs in tasks], axis=0) / len(tasks) ** 2
@@ -437,10 +470,11 @@ def _fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
     a = x * x - squared * cov[1, 1]
     b = x * y - squared * cov[0, 1]
     c = y * y - squared * cov[0, 0]
-    root = b * b - a * c
-    if a <= 0 or root < 0:
+    discriminant = b * b - a * c
+    # a <= 0: an x of 0 is within its interval, and then so is any share
+    if a <= 0 or discriminant < 0:
         return None
-    return float((b - root**0.5) / a), float((b + root**0.5) / a)
+    return float((b - discriminant**0.5) / a), float((b + discriminant**0.5) / a)
 
 
 def _linearise_ratio(sums: NDArray[np.float64], ratio: float) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def first_line(text: str) -> str:
-    """Return the first line after leading newlines: the scored part of an answer in few-shot tasks."""
+    """Return the first line after leading newlines. It is the scored part of an answer in few-shot tasks."""
     return text.lstrip("\n").split("\n")[0]
 
 
@@ -27,8 +27,8 @@ def normalise_answer(text: str) -> str:
 
 
 def token_f1(prediction: Sequence[str], reference: Sequence[str]) -> float:
-    """Return the harmonic mean of precision and recall of the multiset of tokens; 0 if no token is shared."""
-    # a token counts as often as it stands in both
+    """Return the harmonic mean of precision and recall of the prediction's tokens; 0 if no token is shared."""
+    # a token counts as often as it stands in both texts
     shared = sum((Counter(prediction) & Counter(reference)).values())
     if not shared:
         return 0.0

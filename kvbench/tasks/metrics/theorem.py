@@ -20,6 +20,7 @@ from kvbench.tasks.metrics.arithmetic import evaluate_first, plain_operators, re
 T = TypeVar("T")
 
 Answer = bool | int | float | str | tuple[int | float, ...]
+"""A truth value, a number, an option such as ``(c)``, or a list of numbers."""
 
 TOLERANCE = 0.04
 """The largest error of a float, relative to the reference, with which it counts as right."""
@@ -73,7 +74,7 @@ def parse_reference(text: str) -> Answer | None:
 
 
 def _is_number(value: object) -> bool:
-    """Tell if a JSON value is a finite number. Booleans are not."""
+    """Return True if a JSON value is a finite number. Truth values are not numbers, although Python counts them so."""
     if isinstance(value, bool):
         return False
     if isinstance(value, int):
@@ -82,7 +83,7 @@ def _is_number(value: object) -> bool:
 
 
 def announced_answer(text: str) -> str | None:
-    """Return the announced answer, None if the text announces no answer.
+    """Return the announced answer; None if the text announces no answer.
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
     """
@@ -96,7 +97,7 @@ def announced_answer(text: str) -> str | None:
 
 
 def is_close(value: float, reference: float) -> bool:
-    """Tell if a number is right: an integer after rounding, a float within 4 per cent of the reference."""
+    """Return True if a number is right: after rounding for an integer reference, else within 4 per cent of it."""
     if not math.isfinite(value):
         return False
     if isinstance(reference, int):
@@ -106,7 +107,7 @@ def is_close(value: float, reference: float) -> bool:
 
 
 def _find_truth(text: str, first: bool) -> bool | None:
-    """Return the ``first`` or last truth value of a text, None without one."""
+    """Return the ``first`` or last truth value of a text; None without one. A "not" before the word reverses it."""
     matches = _TRUTH.findall(text)
     if not matches:
         return None
@@ -118,7 +119,7 @@ def _find_truth(text: str, first: bool) -> bool | None:
 
 
 def _find_option(text: str, first: bool) -> str | None:
-    """Return the ``first`` or last option of a text as ``(c)``, None without one."""
+    """Return the ``first`` or last option of a text as ``(c)``; None without one."""
     letters = _OPTION.findall(text)
     if letters:
         return f"({_first_or_last(letters, first).lower()})"
@@ -130,7 +131,7 @@ def _find_option(text: str, first: bool) -> str | None:
 
 
 def _find_number(text: str, first: bool) -> float | None:
-    """Return the first number of an announced answer (``first``), or else the last number of a text."""
+    """Return the first number of an announced answer (``first``), else the last number of a text; None without one."""
     if first:
         # the result of "x = 2 + 3 = 5" stands behind the last sign
         return evaluate_first(text.rpartition("=")[2])
@@ -143,17 +144,18 @@ def _find_number(text: str, first: bool) -> float | None:
 def _find_list(text: str, first: bool) -> list[float | None]:
     """Return the numbers of the ``first`` or last bracketed list. Entries that are no numbers are None.
 
-    An announced list comes first and may lack brackets. Its numbers then stand between commas.
+    An announced list is the first and may lack brackets. Its numbers then stand between commas.
     """
     text = plain_operators(text)
     # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
     groups = [group for group in _bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:
-        text = _first_or_last(groups, first)[1:-1]
+        text = _first_or_last(groups, first)[1:-1]  # without the brackets
     elif not first:
         return []
     # matrices and nested lists are flattened
     entries = re.split(r"[,;]|\band\b", re.sub(r"[\[\]{}]", "", text))
+    # the result of "x = 2 + 3 = 5" stands behind the last sign
     return [evaluate_first(entry.rpartition("=")[2]) for entry in entries if entry.strip()]
 
 
@@ -184,7 +186,7 @@ def _bracketed_stretches(text: str) -> list[str]:
 
 
 def _text_in_braces(text: str, start: int) -> str:
-    """Return the text between the brace at ``start`` and its partner, or the end of the text."""
+    """Return the text between the brace at ``start`` and its partner; without a partner, all text behind the brace."""
     depth = 0
     for i in range(start, len(text)):
         if text[i] == "{":
@@ -198,7 +200,7 @@ def _text_in_braces(text: str, start: int) -> str:
 
 
 def _same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, ...]) -> bool:
-    """Tell if both hold the same numbers within tolerance, in any order. An entry that is no number is wrong."""
+    """Return True if both hold the same numbers within tolerance, in any order. An entry that is no number is wrong."""
     values = [value for value in numbers if value is not None]
     if len(values) != len(numbers) or len(values) != len(expected):
         return False

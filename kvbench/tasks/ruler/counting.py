@@ -36,7 +36,10 @@ ZETA_2 = math.pi**2 / 6
 
 
 def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
-    """Yield, without end, prompts that ask for the ten most common words. A solved example stands in front of each."""
+    """Yield, without end, prompts that ask for the ten most common words. A solved example stands in front of each.
+
+    words: all words that a prompt may list.
+    """
     rng = Random(budget.seed)
     pool = list(words)
     # shuffling has a generator of its own, so it does not move the one that draws
@@ -44,23 +47,30 @@ def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[Ruler
     draw = partial(_draw_common, rng, budget, pool)
     # RULER estimates a word's tokens on a long list, and searches no further than twice the estimate
     tokens_per_word = budget.measure(draw(PROBE)) / PROBE
-    size = budget.bisect(draw, STEP, int(budget.length // tokens_per_word) * 2)
+    size = budget.bisect(draw, STEP, most=int(budget.length // tokens_per_word) * 2)
     while True:
-        yield budget.sample(draw, size, STEP, COMMON)
+        # a prompt must have all the words that are asked for
+        yield budget.sample(draw, size, STEP, least=COMMON)
 
 
 def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: int) -> RulerPrompt:
-    """Return a prompt that lists ``size`` different words, behind a solved example with a list of its own."""
+    """Return a prompt that lists ``size`` different words, behind a solved example with a list of its own.
+
+    Raises UsageError if ``pool`` has fewer words.
+    """
     if size > len(pool):
         raise UsageError(
             f"ruler/{budget.task}: lengths={budget.length} needs {size} different words, and wonderwords has "
             f"{len(pool)} (RULER's longer list cannot be had): lower lengths="
         )
     # RULER's numbers: words of the solved example, and how often common and other words are repeated
-    example_size, example_often, example_seldom, often, seldom = 40, 10, 3, 30, 3
     if budget.length < 4096:
-        example_size, example_often, example_seldom, often, seldom = 20, 3, 1, 6, 1
-    # the example is drawn first
+        example_size, example_often, example_seldom = 20, 3, 1
+        often, seldom = 6, 1
+    else:
+        example_size, example_often, example_seldom = 40, 10, 3
+        often, seldom = 30, 3
+    # the example is drawn first, as in RULER: another order would draw other words
     solved, common_words = _repeat_words(
         rng, budget.seed, pool, example_size, often=example_often, seldom=example_seldom
     )
@@ -78,12 +88,14 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
 def _repeat_words(
     rng: Random, seed: int, pool: Sequence[str], size: int, *, often: int, seldom: int
 ) -> tuple[str, Sequence[str]]:
-    """Return (a shuffled, numbered list of ``size`` words, the COMMON words in it that are repeated ``often``).
+    """Return (a shuffled, numbered list of ``size`` different words, the COMMON words of it that are most common).
 
-    The other words are repeated ``seldom``.
+    often: how many times each of the common words stands in the list.
+    seldom: how many times each other word stands in it.
     """
     words = rng.sample(pool, size)
     repeated = words[:COMMON] * often + words[COMMON:] * seldom
+    # a generator of its own for each list, as in RULER
     Random(seed).shuffle(repeated)
     return _number_words(repeated), words[:COMMON]
 
@@ -94,19 +106,24 @@ def _number_words(words: Sequence[str]) -> str:
 
 
 def frequent_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
-    """Yield, without end, prompts that ask for the three most frequent coded words."""
+    """Yield, without end, prompts that ask for the three most frequent coded words.
+
+    Raises LengthTooShort if the length gives no vocabulary of four words, or a prompt without one of its answers.
+    """
     rng = Random(budget.seed)
     room = budget.length - budget.new_tokens
     # RULER's numbers: one word of vocabulary for 50 tokens, and steps of a thirty-second of the room
     vocabulary_size = room // 50
     step = room // 32
+    # four: the three words that are asked for, and the dots
     if vocabulary_size < 4 or step < 1:
         raise LengthTooShort(f"ruler/{budget.task}: lengths={budget.length} is too short for four words")
-    # one vocabulary serves the search for the size of all prompts
+    # one vocabulary serves the search for the size of all prompts, which begins at a sixth of the room
     size = room // 6
     vocabulary = _draw_vocabulary(rng, budget.seed, vocabulary_size)
     while budget.measure(_write_frequent(budget.seed, vocabulary, size)) < room:
         size += step
+    # the last size that fitted
     size -= step
     while True:
         vocabulary = _draw_vocabulary(rng, budget.seed, vocabulary_size)
@@ -128,12 +145,14 @@ def _fit_frequent(budget: LengthBudget, vocabulary: Sequence[str], size: int, st
 
 
 def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
-    """Return different coded words in order of rank. Dots replace the first word and stand for noise."""
+    """Return ``size`` different coded words in order of rank. Dots replace the first word and stand for noise."""
 
     def draw_word() -> str:
+        """Return a word of six random letters."""
         return "".join(rng.choices(string.ascii_lowercase, k=6))
 
     drawn_words = {draw_word() for _ in range(size)}
+    # draw again for words that were drawn twice
     while len(drawn_words) < size:
         drawn_words.add(draw_word())
     # sort, since the order of a set differs between runs of Python
@@ -154,6 +173,7 @@ def _write_frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPr
         context=FREQUENT_CONTEXT.format(context=" ".join(listed)),
         question=FREQUENT_QUESTION,
         prefix=FREQUENT_PREFIX,
+        # the first word, the dots, is noise
         answers=tuple(vocabulary[1:4]),
         facts={"size": words},
     )

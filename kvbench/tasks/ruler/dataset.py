@@ -22,16 +22,17 @@ from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, word_pool
 from kvbench.tasks.source import ENVIRONMENT, Files
 
 ESSAYS = "paul_graham"
+"""The folder of essays below the data folder."""
 REVISIONS = ("2025", "2024", "lm_eval")
 ALL, PART = "string_match_all", "string_match_part"
 NEEDLES: Mapping[str, Needles] = MappingProxyType(
     {
-        "niah_single_1": Needles("noise"),
+        "niah_single_1": Needles(haystack="noise"),
         "niah_single_2": Needles(),
         "niah_single_3": Needles(value="uuid"),
         "niah_multikey_1": Needles(keys=4),
-        "niah_multikey_2": Needles("needle"),
-        "niah_multikey_3": Needles("needle", "uuid", "uuid"),
+        "niah_multikey_2": Needles(haystack="needle"),
+        "niah_multikey_3": Needles(haystack="needle", key="uuid", value="uuid"),
         "niah_multivalue": Needles(values=4),
         "niah_multiquery": Needles(keys=4, asked=4),
     }
@@ -45,9 +46,10 @@ READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = Mapping
     }
 )
 MANY = "@many"
-"""Ends the name of a task that asks for the value of every key of its haystack, one question each."""
+"""The end of the name of a task that asks for the value of every key of its haystack, one question each."""
 MANY_TASKS = ("niah_multikey_1@many", "niah_multikey_2@many", "niah_multikey_3@many")
 SUBSTITUTES = ("qa_1@xquad", *MANY_TASKS)
+"""The tasks that are not RULER's own. They are generated only if they are named."""
 NEW_TOKENS: Mapping[str, int] = MappingProxyType(
     dict.fromkeys(NEEDLES, 128)
     | {"vt": 30, "cwe": 120, "fwe": 50}
@@ -81,6 +83,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     knobs = RulerKnobs(**entry)
     dataset, files, tokenizer = context.dataset, context.files, context.tokenizer
     lengths = _check_knobs(dataset, knobs)
+    # YAML reads the revision 2025 as a number
     revision = check_word(dataset, "revision", str(knobs.revision), REVISIONS)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
@@ -89,6 +92,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     _check_possible(dataset, selected, revision)
     sources = Sources(files, revision, knobs.haystack)
     names, lacking = _split_by_data(sources, selected)
+    # without a selection, tasks whose data is missing are left out, and the note names them
     if lacking and selected:
         raise _lacking_error(dataset, sources, selected, lacking)
     # keep the last counts: a prompt that fits is counted again for its meta, and need not be tokenised again
@@ -137,11 +141,11 @@ def _check_knobs(dataset: str, knobs: RulerKnobs) -> list[int]:
     lengths = list(lengths)
     # each length is a task of its own, so the same length twice would be the same id twice
     for length in lengths:
-        check_whole(dataset, "lengths", length, 1, 10_000_000)
+        check_whole(dataset, "lengths", length, least=1, most=10_000_000)
     if not lengths or len(set(lengths)) < len(lengths):
         raise UsageError(f"dataset.{dataset}.lengths={lengths} must be a list of different values, at least one")
-    check_whole(dataset, "examples", knobs.examples, 1, 1_000_000)
-    check_whole(dataset, "seed", knobs.seed, 0)
+    check_whole(dataset, "examples", knobs.examples, least=1, most=1_000_000)
+    check_whole(dataset, "seed", knobs.seed, least=0)
     if knobs.max_new_tokens is not None:
         check_whole(dataset, "max_new_tokens", knobs.max_new_tokens)
     return lengths
@@ -163,11 +167,9 @@ def _check_possible(dataset: str, selected: Collection[str], revision: str) -> N
 def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[str], list[str]]:
     """Return (names of the tasks that can be generated, the others with the reason why they cannot).
 
-    Without a selection these are RULER's own tasks. A substitute is generated only if it is named.
+    selected: the wanted tasks; without any, RULER's own tasks are wanted.
     """
-    candidates = list(selected)
-    if not candidates:
-        candidates = [name for name in NEW_TOKENS if name not in SUBSTITUTES]
+    candidates = list(selected) or [name for name in NEW_TOKENS if name not in SUBSTITUTES]
     names, lacking = [], []
     for name in candidates:
         reason = sources.lack(name)
@@ -198,6 +200,7 @@ def _facts_for_readers(
 
     names: the kinds of the tasks.
     lacking: the kinds that cannot be generated, with the reasons.
+    tasks: the generated tasks, of all kinds and lengths.
     """
     facts = []
     if lacking:
@@ -219,14 +222,15 @@ def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
     """Return the note on tasks with prompts much shorter than their length; '' if there are none."""
     shares = []
     for task in tasks:
-        # prompt and answer together should fill the length
+        # the number of prompts that, together with the answer, do not fill the length
         short = sum(e.meta["tokens"] + e.max_new_tokens < FILLED * e.meta["length"] for e in task.examples)
         if short:
             shares.append(f"{task.id.partition('/')[2]} {short} of {len(task.examples)}")
     if not shares:
         return ""
-    reason = f"as revision {revision} leaves them"
-    if revision == "2025":
+    if revision != "2025":
+        reason = f"as revision {revision} leaves them"
+    else:
         reason = "since RULER draws one that came out too long again a step smaller (500 words, 10 documents)"
     return f"prompts below {FILLED:.0%} of their length, {reason}: {', '.join(shares)}"
 
@@ -248,7 +252,9 @@ def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: 
             meta=meta | dict(prompt.facts),
         )
         if name.endswith(MANY):
-            turns = [Turn(question, answers, prefix) for question, prefix, answers in prompt.others]
+            turns = [
+                Turn(question=question, answers=answers, prefix=prefix) for question, prefix, answers in prompt.others
+            ]
             # in the order of their keys in the haystack, the questions would reveal where each needle is
             Random(f"{budget.seed} {i}").shuffle(turns)
             example = replace(example, prompt=prompt.context, answers=(), question="", turns=tuple(turns))
@@ -256,6 +262,7 @@ def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: 
 
 
 def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
+    """Return the number of a text's tokens, without special tokens."""
     return len(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -271,7 +278,9 @@ def _measure_prompt(count: Callable[[str], int], render: Callable[[str], str] | 
 class Sources:
     """The data for generating tasks. It is read when the first task needs it.
 
-    haystack: the file or folder of essays that the user names. None takes the folder ESSAYS below the data folder.
+    files: the files below the data folder.
+    revision: RULER's version.
+    haystack: the file or folder of essays that the user names; None: the folder ESSAYS below the data folder.
     """
 
     files: Files
@@ -325,7 +334,7 @@ class Sources:
         return counting.frequent_prompts(budget)
 
     def used(self, task: str) -> str:
-        """Return the data of a task in words, ready to follow other text."""
+        """Return the data of a task in words, ready to follow other text; '' for a task without data."""
         if task in READERS:
             file, _ = READERS[task]
             return f"; {file}"
@@ -349,12 +358,15 @@ class Sources:
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 
     def in_essays(self, task: str) -> bool:
-        """Tell if a task hides its needles in essays."""
+        """Return True if a task hides its needles in essays."""
         needles = NEEDLES.get(task.removesuffix(MANY))
         return needles is not None and needles.haystack == "essay"
 
     def _essay_files(self) -> list[Path]:
-        """Return the file ``haystack``, or a folder's .txt files by name. Without ``haystack`` the folder is ESSAYS."""
+        """Return the essays' files: the file ``haystack``, or the .txt files of a folder in the order of their names.
+
+        Without ``haystack`` the folder is ESSAYS. If it does not exist, there are no files.
+        """
         if self.haystack:
             haystack: Path | None = Path(self.haystack).expanduser()
         else:

@@ -41,7 +41,7 @@ class AskedOfDocuments:
 
 @dataclass(frozen=True)
 class Library:
-    """Questions in the order of their file, and all documents, sorted."""
+    """Questions in the order of their file, and all documents, sorted. A document's number is its place among them."""
 
     questions: tuple[AskedOfDocuments, ...]
     documents: tuple[str, ...]
@@ -82,9 +82,10 @@ def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total:
 
     If the library has no more than ``size`` documents, return all of them in turn until there are ``size``.
     """
-    # ``sample`` never asks for a size below the number of gold documents
+    # ``LengthBudget.sample`` never asks for a size below the number of gold documents
     numbers = list(question.gold)
     if size >= total:
+        # ``i % total`` begins again behind the last document
         return [i % total for i in range(size)]
     missing = size - len(numbers)
     if missing <= len(question.near):
@@ -134,13 +135,14 @@ def read_hotpot(path: Path) -> Library:
 
 
 def _number_documents(texts: set[str]) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return (texts in sorted order, the number of each text in it)."""
+    """Return (texts in sorted order, the number of each text in this order)."""
+    # sorted, since the order of a set differs between runs of Python
     documents = tuple(sorted(texts))
     return documents, {text: i for i, text in enumerate(documents)}
 
 
 def _read_json(path: Path) -> Any:
-    """Return the content of a JSON file. Raises UsageError if it is not JSON."""
+    """Return the content of a JSON file. Raises UsageError if it cannot be read or is not JSON."""
     try:
         return json.loads(read_text(path, "dataset ruler"))
     except ValueError as error:

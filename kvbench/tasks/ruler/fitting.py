@@ -18,10 +18,11 @@ class RulerPrompt:
 
     context: the text before the question.
     question: the question, with the instruction in its line.
-    prefix: the beginning of the answer, to be continued by the model.
-    facts: facts for reports, such as its size.
+    prefix: the beginning of the answer, which the model continues.
+    answers: the references.
+    facts: facts for reports, such as the prompt's size.
+    short: True if the haystack ended before the size was reached.
     others: further questions that the context can answer, as (question, beginning of the answer, references).
-    short: whether the haystack ended before the size was reached.
     """
 
     context: str
@@ -41,9 +42,10 @@ Draw = Callable[[int], RulerPrompt]
 class LengthBudget:
     """The number of tokens that one task's prompts and their answers must fit.
 
-    task: the name, for errors.
+    task: the task's name, for errors.
     length: the number of tokens of prompt, beginning of the answer, and answer.
     new_tokens: the number of tokens of the answer.
+    seed: the seed of the task's generators.
     count: the function from a text to its number of tokens.
     measure: the function from a prompt to its number of tokens, with the chat template's.
     """
@@ -56,7 +58,7 @@ class LengthBudget:
     measure: Callable[[RulerPrompt], int]
 
     def fits(self, prompt: RulerPrompt, more: int = 0) -> bool:
-        """Tell if a prompt, its answer and ``more`` tokens fit.
+        """Return True if a prompt, its answer and ``more`` tokens fit.
 
         Raises UsageError if they fit only because the haystack's text has ended.
         """
@@ -76,13 +78,15 @@ class LengthBudget:
         most: the bound of the search. None takes three times the size that the tokens of a first trial suggest.
         more: the tokens of a text that will be added to the prompt.
 
-        Each trial is drawn anew, so the path of the search decides the samples after it.
+        Each trial is drawn anew, so the path of the search decides the samples after it. Raises LengthTooShort if no
+        tried size fits.
         """
         # every trial draws from the task's generator, so the bounds affect the prompts; these bounds are RULER's
         if most is None:
             tokens_per_unit = self.measure(draw(step)) / step
             most = int(self.length / tokens_per_unit * 3)
-        low, high, best = step, max(most, 2 * step), 0
+        low, high = step, max(most, 2 * step)
+        best = 0  # the largest size so far that fits; 0: none
         while low <= high:
             middle = (low + high) // 2
             if self.fits(draw(middle), more):
@@ -97,7 +101,8 @@ class LengthBudget:
     def climb(self, draw: Draw, step: int) -> int:
         """Return the largest size whose prompt fits, found by steps upwards from ``step``, as in RULER until 2024.
 
-        The tokens of the prompt's references are counted in addition.
+        The tokens of the prompt's references are counted in addition. Raises LengthTooShort if even ``step`` does not
+        fit.
         """
         size = step
         while True:
@@ -142,7 +147,11 @@ class LengthBudget:
             size -= step
 
     def too_short(self, prompt: RulerPrompt, more: int = 0) -> LengthTooShort:
-        """Return the error for a length that the smallest prompt exceeds."""
+        """Return the error for a length that the smallest prompt exceeds.
+
+        prompt: that prompt.
+        more: the number of tokens of a text that would be added to it.
+        """
         tokens = self.measure(prompt) + more
         return LengthTooShort(
             f"ruler/{self.task}: lengths={self.length} is too short: a prompt of the smallest size that RULER "

@@ -31,8 +31,10 @@ class Needles:
     """The parameters of one needle task, as in RULER's synthetic.yaml.
 
     haystack: ``essay``, ``noise``, or ``needle`` for further sentences of the needle's form.
-    key, value: the kind of keys and values: ``word``, ``number`` or ``uuid``.
-    keys: the number of hidden keys, each with ``values`` values.
+    key: the kind of keys: ``word``, ``number`` or ``uuid``.
+    value: the kind of values, likewise.
+    keys: the number of hidden keys.
+    values: the number of values of each hidden key.
     asked: the number of keys that the question names.
     """
 
@@ -50,7 +52,7 @@ class NeedleSource:
 
     rng: the generator of all draws, begun with ``seed``. ``seed`` alone decides how needles are shuffled.
     key_words: the words of keys.
-    essays: the haystack of tasks in essays, else None.
+    essays: the haystack of tasks in essays; None for other tasks.
     """
 
     rng: Random
@@ -60,7 +62,7 @@ class NeedleSource:
     essays: Essays | None
 
     def draw(self, kind: str) -> str:
-        """Return a drawn key or value of a kind."""
+        """Return a drawn key or value of a kind: ``word``, ``number`` or ``uuid``."""
         if kind == "word":
             return str(self.rng.choice(self.key_words))
         if kind == "number":
@@ -74,10 +76,12 @@ def prompts(
 ) -> Iterator[RulerPrompt]:
     """Yield a task's prompts without end.
 
-    essays: the haystack of a task in essays, else None.
+    keys: the words of keys.
+    essays: the haystack of a task in essays; None for other tasks.
     revision: RULER's version. It decides how sizes are searched.
     """
-    draw = partial(_draw_prompt, NeedleSource(Random(budget.seed), budget.seed, needles, keys, essays))
+    source = NeedleSource(rng=Random(budget.seed), seed=budget.seed, needles=needles, key_words=keys, essays=essays)
+    draw = partial(_draw_prompt, source)
     step = STEPS[needles.haystack]
     if revision == "2024":
         size = budget.climb(draw, step)
@@ -107,7 +111,7 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
         values.append(key_values)
         hidden += [sentence.format(key=key, value=value) for value in key_values]
     Random(source.seed).shuffle(hidden)
-    # the values of all keys in the haystack, the hidden keys last
+    # the values of all keys in the haystack, the hidden keys last; essays hold no other keys
     values_by_key: dict[str, list[str]] = {}
     if source.essays is not None:
         context = _hide_in_essays(rng, source.essays.sentences(size), hidden)
@@ -130,13 +134,13 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     answers: list[str] = []
     for i in asked_indices:
         answers += values[i]
-    # several keys, or several values of one, are asked for in the plural
+    # several keys, or several values of one key, are asked for in the plural
     wording = Wording.of(needles.value, one_answer=needles.asked * needles.values == 1)
     query = _enumerate_words([keys[i] for i in asked_indices])
     opening = wording.context(context)
     others = []
     if wording.one_answer:
-        # @many asks for the value of every key in the haystack, in the same words
+        # the tasks with @many in their names ask for the value of every key in the haystack, in the same words
         for key, key_values in values_by_key.items():
             others.append((wording.question(key), wording.prefix(key), tuple(key_values)))
     return RulerPrompt(
@@ -152,12 +156,13 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
 
 @dataclass(frozen=True)
 class Wording:
-    """The words of a prompt that depend on the kind of values and on whether it asks for one or several.
+    """The words of a prompt that depend on the kind of values, and on the number of values that it asks for.
 
     type: the name of the values, such as ``number`` or ``numbers``.
-    some: the word before them in the introduction, ``A`` or ``Some``.
+    some: the word before the values in the introduction, ``A`` or ``Some``.
     are: the verb of the introduction and of the answer's beginning.
     are_all: the verb of the question.
+    one_answer: True if the prompt asks for one value.
     """
 
     type: str
@@ -197,7 +202,7 @@ def _enumerate_words(words: Sequence[str]) -> str:
 
 
 def _hide_in_essays(rng: Random, sentences: Sequence[str], hidden: Sequence[str]) -> str:
-    """Return the sentences with needles between them, at different depths."""
+    """Return the sentences with the ``hidden`` needles between them, in order, at different depths."""
     depths = rng.sample(DEPTHS, len(hidden))
     places = sorted(int(len(sentences) * (depth / 100)) for depth in depths)
     pieces = []

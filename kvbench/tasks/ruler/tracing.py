@@ -37,16 +37,19 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     rng, numpy_rng = Random(budget.seed), np.random.RandomState(budget.seed)
 
     def draw_value() -> str:
+        """Return a drawn value of five digits."""
         return str(numpy_rng.randint(10000, 99999))
 
     def example_value() -> str:
+        """Return the example's value, which needs no draw."""
         return EXAMPLE_VALUE
 
-    # the solved example is a prompt of its own small size, with shorter names
+    # the solved example is a prompt of its own small size, with shorter names; its answer is a part of it
     small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
-    draw_example = partial(_draw_prompt, rng, 3, example_value)
+    draw_example = partial(_draw_prompt, rng, letters=3, draw_value=example_value)
     try:
-        solved = small.sample(draw_example, small.bisect(draw_example, 5), 5, least=NAMES)
+        size = small.bisect(draw_example, step=5)
+        solved = small.sample(draw_example, size, step=5, least=NAMES)
     except LengthTooShort:
         raise LengthTooShort(
             f"ruler/vt: its solved example has at most {EXAMPLE_TOKENS} tokens, and with this tokenizer even the "
@@ -62,16 +65,22 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
         text = text.replace(EXAMPLE_VALUE, draw_value())
         return replace(prompt, context=f"{text}\n{prompt.context}")
 
-    draw = partial(_draw_prompt, rng, 5, draw_value)
+    draw = partial(_draw_prompt, rng, letters=5, draw_value=draw_value)
+    # RULER's steps, in lines of noise
     step = 5 if budget.length < 4096 else 10
     example_tokens = budget.count(example)
     size = budget.bisect(draw, step, more=example_tokens)
     while True:
+        # a chain of NAMES assignments needs as many lines
         yield budget.sample(draw, size, step, least=NAMES, finish=with_example, more=example_tokens)
 
 
-def _draw_prompt(rng: Random, letters: int, draw_value: Callable[[], str], size: int) -> RulerPrompt:
-    """Return a prompt with ``size`` lines of noise, without an example. Variables' names have ``letters`` letters."""
+def _draw_prompt(rng: Random, size: int, *, letters: int, draw_value: Callable[[], str]) -> RulerPrompt:
+    """Return a prompt with ``size`` lines of noise, without an example.
+
+    letters: the number of letters in the name of a variable.
+    draw_value: returns the value of all variables.
+    """
     names = [_draw_name(rng, letters) for _ in range(NAMES)]
     # drop a name that was drawn twice, and draw another one behind the others
     while len(set(names)) < NAMES:
@@ -96,4 +105,5 @@ def _draw_prompt(rng: Random, letters: int, draw_value: Callable[[], str], size:
 
 
 def _draw_name(rng: Random, letters: int) -> str:
+    """Return a drawn name of ``letters`` capitals."""
     return "".join(rng.choices(string.ascii_uppercase, k=letters))

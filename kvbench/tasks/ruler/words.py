@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files as package_files
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.base.errors import UsageError
 from kvbench.base.extras import require
 
 LISTS = ("noun", "adjective", "verb")
 VERSION = "2.2.0"
+"""The version of wonderwords whose lists are the data."""
 # SHA-256 of the three lists of wonderwords 2.2.0; the published keys need exactly these
 DIGEST = "cf46787c2791534b14ff97f8f4a70add1f363fd246099957ba66b7b9c8db3df3"
 # SHA-256 of the words of 49 essays, with which RULER's own haystack begins
@@ -38,35 +39,52 @@ def lists() -> tuple[tuple[str, ...], ...]:
     return tuple(word_lists)
 
 
+class _Block(NamedTuple):
+    """Pairs of one adjective that are neighbours in the sorted order of all pairs.
+
+    first_pair: the first pair, by which blocks are sorted.
+    prefix: the adjective and a dash.
+    low, high: the range of the pairs' nouns in ``KeyWords.nouns``, without the end.
+    """
+
+    first_pair: str
+    prefix: str
+    low: int
+    high: int
+
+
 class KeyWords(Sequence[str]):
     """All ``adjective-noun`` pairs in sorted order, six million. Each pair is made when it is drawn."""
 
     def __init__(self) -> None:
+        """Divide the sorted pairs into blocks of one adjective each."""
         nouns, adjectives, _ = lists()
         self.nouns = sorted(set(nouns))
-        # pairs of one adjective are neighbours: a block is (first pair, adjective and dash, first noun, end of nouns)
         prefixes = sorted({f"{adjective}-" for adjective in adjectives})
         blocks = []
         for prefix in prefixes:
-            # ``blue-eyed-`` stands among the pairs of ``blue-`` and divides them into two blocks
+            # the pairs of ``blue-eyed-`` stand among those of ``blue-`` and divide them into two blocks
             edges = [0, len(self.nouns)]
             for other in prefixes:
                 if other.startswith(prefix) and other != prefix:
                     edges.append(bisect_left(self.nouns, other.removeprefix(prefix)))
             for low, high in pairwise(sorted(edges)):
-                blocks.append((prefix + self.nouns[low], prefix, low, high))
+                blocks.append(_Block(prefix + self.nouns[low], prefix, low, high))
         self.blocks = sorted(blocks)
         # the number of pairs up to the end of each block
-        self.ends = list(accumulate(high - low for _, _, low, high in self.blocks))
+        self.ends = list(accumulate(block.high - block.low for block in self.blocks))
 
     def __len__(self) -> int:
+        """Return the number of pairs."""
         return self.ends[-1]
 
     def __getitem__(self, index: Any) -> Any:
-        block = bisect_right(self.ends, index)
-        _, prefix, _, high = self.blocks[block]
+        """Return the pair with this index, which counts from 0. Slices and negative indices are not served."""
+        number = bisect_right(self.ends, index)
+        block = self.blocks[number]
         # count from the end of the block, since the block's end among all pairs is known
-        return prefix + self.nouns[high - (self.ends[block] - index)]
+        pairs_from_end = self.ends[number] - index
+        return block.prefix + self.nouns[block.high - pairs_from_end]
 
 
 def word_pool() -> list[str]:
@@ -82,6 +100,7 @@ class Essays:
     """
 
     def __init__(self, text: str) -> None:
+        """Divide a text into words and sentences. Raises UsageError for an empty text, or without the package punkt."""
         require("punkt", "dataset ruler")
         import punkt
 
@@ -94,10 +113,12 @@ class Essays:
         start = 0
         for word in words:
             self.ends.append(start + len(word))
-            start += len(word) + 1
+            start += len(word) + 1  # a space follows
+        # the (start, end) of each sentence among the characters
         self.spans = list(punkt.tokenizer_for("english").span_tokenize(self.text))
 
     def __len__(self) -> int:
+        """Return the number of words."""
         return len(self.ends)
 
     @property
@@ -106,8 +127,8 @@ class Essays:
         return hashlib.sha256(self.text.encode()).hexdigest() == ESSAYS_DIGEST
 
     def sentences(self, words: int) -> list[str]:
-        """Return the sentences that make up the first ``words`` words. The last one may be cut."""
+        """Return the sentences that make up the first ``words`` words, at least one. The last sentence may be cut."""
         cut = self.ends[min(words, len(self)) - 1]
-        # these sentences begin before the cut; the cut ends the last one
+        # the number of sentences that begin before the cut; a span compares as less than (cut, 0) if it begins before
         count = bisect_left(self.spans, (cut, 0))
         return [self.text[start : min(end, cut)] for start, end in self.spans[:count]]
