@@ -71,7 +71,8 @@ class KvbenchLayer(CacheLayerMixin):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention [B, Hq, T, D] of query [B, Hq, T, D] over all tokens that the layer holds.
 
-        ``window`` is the model's sliding window if the text has outgrown it, else None.
+        scale: the factor of q.k, which carries the model's cap on logits and its sinks if it has any (``LogitScale``).
+        window: the model's sliding window if the text has outgrown it, else None.
         """
 
     @classmethod
@@ -102,10 +103,7 @@ class KvbenchLayer(CacheLayerMixin):
         return self.seen
 
     def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
-        """Return (number of keys, position of the first key), from which transformers builds a mask.
-
-        ``attention`` does not use that mask.
-        """
+        """Return (number of keys, position of the first key). transformers asks for them, but ``mask`` ignores them."""
         return self.seen, 0
 
     def get_max_length(self) -> int:
@@ -136,7 +134,7 @@ def attention(
     attention_mask: the result of ``mask``.
     scaling: the factor of a logit q.k; None: 1 / sqrt(D).
     sliding_window: how many of the last tokens the layer attends; None: all.
-    softcap: the limit of a logit for models that cap logits.
+    softcap: the limit of a logit for models that cap logits; None: no limit.
     s_aux: the logits [Hq] of learned sinks, to which heads of some models attend beside the tokens; None: no sinks.
 
     Raises UsageError if the model asks for more than these arguments, such as a mask of its own, or is called outside
@@ -198,13 +196,13 @@ class WindowMask:
 def mask(
     *args: Any, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any
 ) -> WindowMask | None:
-    """Return the window that a layer's attention is limited to, or None. transformers calls this to build a mask.
+    """Return the mask of a layer: its window, or None if it attends all tokens. transformers calls this function.
+
+    attention_mask: the caller's mask of padding; None: no padding.
+    local_size: the window in tokens; None: the layer attends all tokens.
 
     The mask is not causal, because ``attention`` itself is. Raises UsageError for padding, and for masks that are
     neither causal nor windows.
-
-    attention_mask: the caller's mask of padding.
-    local_size: the window in tokens; None: the layer attends all tokens.
     """
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise UsageError("kvbench reads prompts one at a time, without padding; pass input_ids without padding")
@@ -262,7 +260,7 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None]) -> Iterator[None]:
     """While the context is open, call ``finished(layer, hidden)`` after the forward of each attention module.
 
-    ``layer`` is the layer's number, and ``hidden`` [B, n, d] the input of its attention module.
+    ``layer`` is the number of the module's layer, and ``hidden`` [B, n, d] the input of the module.
     """
 
     def announce(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any], output: object) -> None:
@@ -399,8 +397,8 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
 class TokensRead:
     """The m tokens that a layer reads, out of a prompt's n tokens.
 
-    places: their indices among the tokens that the layer before has read; None: the layer reads the same tokens.
-    positions: their positions in the prompt.
+    places: the tokens' indices among those that the layer before has read; None: the layer reads the same tokens.
+    positions: the tokens' positions in the prompt.
     """
 
     places: Tensor | None  # [m]

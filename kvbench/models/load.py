@@ -59,9 +59,9 @@ WHOLE_HASH_LIMIT = 256 * 2**20
 class ModelSource:
     """A checkpoint that was found and checked, but whose weights are not loaded yet.
 
-    location: its folder, or its id on the hub.
-    revision: its commit on the hub; None for a folder.
-    config: its transformers configuration, with the RoPE scaling that the run asks for.
+    location: the checkpoint's folder, or its id on the hub.
+    revision: the checkpoint's commit on the hub; None for a folder.
+    config: the checkpoint's transformers configuration, with the RoPE scaling that the run asks for.
     fingerprint: a text that identifies config, tokenizer and weights.
     """
 
@@ -159,7 +159,8 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
 
 def weight_bytes(source: ModelSource) -> int:
     """Return the bytes of a checkpoint's safetensors on disk, or 0 if its location is not a local folder."""
-    return sum(p.stat().st_size for p in Path(source.location).glob("*.safetensors"))
+    # a hub id is no folder here, so nothing is found below it
+    return sum(path.stat().st_size for path in Path(source.location).glob("*.safetensors"))
 
 
 def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) -> PreTrainedModel:

@@ -117,8 +117,8 @@ PLAIN_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "out_proj", "dense", "que
 class ModelTraits:
     """A model's family, the shape of its cache, and the reasons that keep methods from running on it.
 
-    family: the ``model_type`` in its config.
-    shape: its layers, heads and head dimension.
+    family: the ``model_type`` in the model's config.
+    shape: the sizes of the cache: layers, heads, head dimension.
     unrolled: why cached keys cannot be rotated to other positions; None if they can.
     mixed: why keys and values are not linear in their layer's input, as low-rank methods need; None if they are.
     capped: True if attention logits are capped (softcapping).
@@ -424,6 +424,7 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
     # other children, such as a norm of keys (Qwen3's k_norm), may change keys after their projection
     between = [name for name in names if name not in PLAIN_PARTS and "dropout" not in name]
     if between:
+        # one of them is enough for the message
         return f"{between[-1]} stands between its projections and the cache"
     if getattr(model.config, "clip_qkv", None) is not None:
         return "it clips keys and values after the projection (clip_qkv)"

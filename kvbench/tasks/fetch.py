@@ -213,7 +213,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
         # each source once, in order: all files that come from one archive are taken together
         for name in dict.fromkeys(wanted.source for wanted in missing):
             group = [wanted for wanted in missing if wanted.source == name]
-            # each download has a folder of its own, which the number of files so far names
+            # each download has a folder of its own, named by the number of files so far
             folder = Path(temporary) / str(len(places))
             folder.mkdir()
             origin = _find_origin(source, group[0], lock, commits, hub)
@@ -221,6 +221,7 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
             if group[0].url:
                 download = hub.url(name, folder)
             else:
+                # ``parse_source`` has checked that there is a repo
                 download = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
             for wanted in group:
                 digest, size = _install(wanted, download, root, folder, lock)
@@ -367,7 +368,11 @@ def unpack(wanted: Wanted, path: Path, ready: Path) -> None:
 
 
 def _check_json(wanted: Wanted, ready: Path) -> None:
-    """Raise ValueError if a .json or .jsonl file is not JSON. An address may answer with a page about an error."""
+    """Raise ValueError if a .json or .jsonl file is not JSON. An address may answer with a page about an error.
+
+    wanted: the file, whose destination names the format.
+    ready: the file's unpacked content.
+    """
     if wanted.destination.endswith(".json"):
         json.loads(ready.read_bytes())
     elif wanted.destination.endswith(".jsonl"):

@@ -59,6 +59,7 @@ CLASSIC_NEEDLE = (
     "What is the best thing to do in San Francisco?",
     "eat a sandwich and sit in Dolores Park on a sunny day",
 )
+"""(sentence to hide, question, reference) of the original test."""
 # (sentence, question, reference) with the whole sentence as reference, as in published needle scores
 CLASSIC_SENTENCE = (CLASSIC_NEEDLE[0], CLASSIC_NEEDLE[1], CLASSIC_NEEDLE[0])
 EMPTY_SCORES = {"completion": 60.0}
@@ -142,7 +143,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     min_new_tokens = 1 if phrasing.lead else 0
     tasks = []
     for length in lengths:
-        # made one at a time, since a window's text may be long
+        # a generator, so that one window at a time is in memory: its text may be long
         windows = (Window(text, start, tokenizer) for start in starts)
         facts = []
         if phrasing.lead:
@@ -226,7 +227,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
     else:
         raise MissingData(f"dataset {dataset} hides its needle in real text and has none: {remedy}")
     if not path.exists():
-        raise MissingData(f"dataset {dataset}: there is no haystack {path}; {remedy}", [haystack or ESSAYS])
+        raise MissingData(f"dataset {dataset}: there is no haystack {path}; {remedy}", names=[haystack or ESSAYS])
     paths = [path]
     try:
         if path.is_dir():
@@ -236,6 +237,7 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
         raise UsageError(f"dataset {dataset}: haystack {path} cannot be read: {error.strerror}") from None
     texts = []
     for file in paths:
+        # a file may begin with a byte order mark (U+FEFF)
         file_text = read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r")
         if file_text:
             texts.append(file_text)
@@ -306,6 +308,7 @@ class Window:
             raise UsageError(
                 f"dataset {dataset}: length {length} leaves room for {cut} characters of text, less than a sentence"
             )
+        # from here on, ``cut`` is above 0
         prompt = assemble(cut)
         end = self._nearest_end(cut, depth)
         facts = {

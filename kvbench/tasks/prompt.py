@@ -28,6 +28,7 @@ SENTINEL = "kvbench5entinel"
 class PromptPolicy:
     """The policy by which prompts reach the model.
 
+    name: the name of the preset.
     template: ``on`` or ``off`` uses the tokenizer's chat template for all tasks or for none. ``skip`` uses it except
     for tasks that are read without one (few-shot and code).
     truncation: how a prompt longer than ``max_length`` tokens loses its middle: by ``tokens`` exactly, or as ``text``.
@@ -261,7 +262,7 @@ def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     # some templates print only messages of known roles, or take the content from another field
     if policy.templated(task) and SENTINEL not in policy.render_message(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
-    # a policy could set an answer's length, but windows of a text have no answer
+    # windows of a text have no answer whose length could be compared
     answers = [e.max_new_tokens for e in task.examples if not e.scored]
     if answers and policy.min_new_tokens is not None and policy.min_new_tokens > max(answers):
         raise UsageError(

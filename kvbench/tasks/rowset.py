@@ -80,7 +80,7 @@ def load(
     file: the file of rows below the data folder; None: the format's first existing place.
     max_new_tokens: the most tokens of an answer.
     metric: the name of one of the format's metrics; None: the first.
-    references: the name of one of the format's lists of references, if it has several.
+    references: the name of one of the format's lists of references; None: the format has only one.
     seed: draws the order of options.
 
     Raises UsageError naming file, place and reason for an incomplete row.
@@ -95,10 +95,10 @@ def load(
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     check_whole(dataset, "seed", seed, least=0)
     scorer = _choose_metric(dataset, form, metric)
-    keys = form.answers
-    if isinstance(keys, Mapping):
-        keys = keys[check_word(dataset, "references", references, keys)]
-    reader = RowReader(form, scorer, _as_list(keys))
+    answer_keys = form.answers
+    if isinstance(answer_keys, Mapping):
+        answer_keys = answer_keys[check_word(dataset, "references", references, answer_keys)]
+    reader = RowReader(form, scorer, _as_list(answer_keys))
     path = _find_file(dataset, files, form, file)
     rows = list(read_rows(path))
     examples = []
@@ -192,7 +192,7 @@ class RowReader:
         meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
         order = list(shuffled_by_seed(form.choices, f"{seed}:{name}"))
         options = []
-        # LETTERS has more letters than there are options
+        # not strict: LETTERS has more letters than a question has options
         for letter, key in zip(LETTERS, order, strict=False):
             options.append(f"({letter}) {row.text(key).strip()}")
         choices = "\n".join(options)

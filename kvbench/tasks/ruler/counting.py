@@ -33,6 +33,7 @@ STEP = 10
 PROBE = 4096
 """The number of words in the list from which the tokens of a word are estimated."""
 ZETA_2 = math.pi**2 / 6
+"""The sum of r^-2 over all ranks r from 1, by which Zipf's law is normed."""
 
 
 def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
@@ -166,7 +167,7 @@ def _write_frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPr
     """Return a prompt of about ``words`` words that repeat by Zipf's law with the exponent 2."""
     listed = []
     for rank, word in enumerate(vocabulary, start=1):
-        # n * r^-2 / zeta(2), where zeta(2) = pi^2 / 6 is the sum of r^-2 over all ranks
+        # n * r^-2 / zeta(2)
         listed += [word] * int(words * rank**-2.0 / ZETA_2)
     Random(seed).shuffle(listed)
     return RulerPrompt(

@@ -102,7 +102,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     )
     tasks = []
     for name, length in product(names, lengths):
-        budget = make_budget(name, length, knobs.max_new_tokens or NEW_TOKENS[name])
+        new_tokens = knobs.max_new_tokens or NEW_TOKENS[name]
+        budget = make_budget(task=name, length=length, new_tokens=new_tokens)
         try:
             examples = tuple(_make_examples(sources, name, budget, knobs.examples))
         except LengthTooShort as error:

@@ -50,7 +50,9 @@ class Needles:
 class NeedleSource:
     """The material from which a task's prompts are drawn.
 
-    rng: the generator of all draws, begun with ``seed``. ``seed`` alone decides how needles are shuffled.
+    rng: the generator of all draws, begun with ``seed``.
+    seed: a number that alone decides how needles are shuffled.
+    needles: the parameters of the task.
     key_words: the words of keys.
     essays: the haystack of tasks in essays; None for other tasks.
     """
