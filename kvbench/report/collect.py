@@ -47,7 +47,7 @@ def collect(
     """
     # the samples of one task are in memory at a time: a reader keeps all that it has read
     tasks = [_collect_task(group, SampleReader(store), summaries) for group in groups]
-    # rows in the order in which the groups name them first
+    # a dict keeps the order in which the groups first name the rows
     labels: dict[str, None] = {}
     for group in groups:
         labels |= dict.fromkeys(cell.label for cell in group.cells)
@@ -58,6 +58,7 @@ def collect(
         floor = any(bool(row.cells[i].floor) for row in rows)
         columns.append(ReportColumn(group.column, group.task.metric, group.task.category, floor))
     notes = []
+    # floors matter to the reader only if a method stands beside the full cache
     if len(rows) > 1:
         notes += about_floors([c.task for c in columns if c.floor], len(columns))
     for task in tasks:
@@ -66,7 +67,7 @@ def collect(
     notes += _note_empty(groups, rows)
     for task in tasks:
         notes += task.about_unended
-    # a budget while decoding shows its effect over a long answer, and in when the answer ends
+    # a budget while decoding (``every``) acts over a long answer, and may change where the answer ends
     evictors = []
     for group in groups:
         evictors += [cell.chain.evictor for cell in group.cells]
@@ -91,7 +92,8 @@ class _TaskResults:
     cells: each method's cell of the table, by label.
     scores: each method's scores by example, by label; empty for a refused cell.
     full_scores: the full cache's scores by example; empty without a full cache.
-    about_cuts, about_unended: the notes on cut prompts, and on answers that were cut off.
+    about_cuts: the notes on cut prompts.
+    about_unended: the notes on answers that were cut off.
     apart: the labels of the cells that did not share the prefill of the first cell.
     """
 
@@ -120,6 +122,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
         if first_measured is None and cells[cell.label].summary is not None:
             first_measured = cell
     full_scores: dict[str, float] = {}
+    # a chain without stages is the full cache
     full = next((c for c in group.cells if not c.chain.stages), None)
     if full is not None:
         full_scores = scores[full.label]
@@ -154,6 +157,7 @@ def report_cell(
         return replace(result, status="refused", reason=refusal)
     ids = {e.id for e in group.examples}
     samples = {i: s for i, s in reader.read(cell.id).items() if i in ids}
+    # a cell that has all of this run's examples counts as measured, even if it failed on others
     if len(samples) < len(ids):
         status = store.status(cell.id)
         if status.status == "failed":
@@ -161,10 +165,11 @@ def report_cell(
     if not samples:
         return result
     floor = None
+    # only the full cache tells whether the model fails on the task
     if not cell.chain.stages:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
     summary = summaries.get(cell.id)
-    # the store may hold examples that this run leaves out, which such a summary counts
+    # a summary of all samples also counts stored examples that this run leaves out
     if summary is None or summary.n != len(samples):
         summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
     delta, fall = None, None
@@ -221,10 +226,14 @@ def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults
 
 
 def _note_cuts(group: Group, samples: Mapping[str, Sample]) -> list[str]:
-    """Return the note that a task's prompts were cut to a small part of their tokens; [] if they were not."""
+    """Return the note that a task's prompts were cut to a small part of their tokens; [] if they were not.
+
+    ``samples`` are the samples of one cell by example. All methods read the same prompts, so any cell will do.
+    """
     cut = [samples[e.id] for e in group.examples if e.id in samples and samples[e.id].cut]
     tokens_left = sum(s.n for s in cut)
     tokens_before = sum(s.n + s.cut for s in cut)
+    # if no prompt was cut, both are 0
     if tokens_left >= LITTLE_LEFT * tokens_before:
         return []
     return [
@@ -262,6 +271,7 @@ def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]
     for i, group in enumerate(groups):
         full = next((c.label for c in group.cells if not c.chain.stages), None)
         summary = next((r.cells[i].summary for r in rows if r.method == full), None)
+        # a text that is scored by its likelihood has no answer, and so no empty one
         if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].scored:
             notes.append(
                 f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "

@@ -23,7 +23,7 @@ class Delta:
 
     @property
     def is_sure(self) -> bool:
-        """Return True if the interval lies wholly above or below 0."""
+        """True if the interval lies wholly above or below 0."""
         return self.ci is not None and not self.ci[0] <= 0 <= self.ci[1]
 
 
@@ -31,10 +31,15 @@ class Delta:
 class CellResult:
     """One cell of a report: a summary, or the reason why there is no summary.
 
-    task, cell: the name of the column, and the cell's id.
+    task: the name of the column.
+    cell: the cell's id; '' for a method that could not be planned.
     status: measured, missing, refused or failed.
+    evicts: whether the method also drops tokens while it answers.
     settings: the settings that ``labels.list_settings`` returns.
+    reason: the reason why a cell is refused or failed; None for any other.
     floor: for a cell of the full cache, whether the model fails on the task; None for any other cell.
+    summary: the means over the samples; None if the cell is not measured.
+    delta: the mean paired difference to the full cache; None without pairs, and for the full cache.
     fall_beside_full: the score of a context's last question minus that of its first, compared with the full cache.
     unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
     damaged: whether the cell counts as failed because its files cannot be read.
@@ -55,7 +60,7 @@ class CellResult:
 
     def record(self) -> dict[str, object]:
         """Return the cell as ``--json`` prints it."""
-        # the order of the keys is the order in which they are printed: entries join one after the other
+        # the keys are printed in the order in which they are added
         record: dict[str, object] = {"task": self.task, "cell": self.cell, "evicts": self.evicts}
         record |= self.settings
         # only cells of the full cache have this key
@@ -81,14 +86,20 @@ class CellResult:
 class RowMeans:
     """Means of one method over all its measured cells: tokens, bytes and milliseconds are weighted by prompts.
 
-    score_mean: the mean of the cells' scores in printed units, with its 95 % interval, ``score_ci``.
-    delta: its paired difference to the full cache, over the examples that both answered; None for the full cache.
-    kept_percent, nominal_percent, attended_percent: the tokens held, the tokens of the budget, and the tokens that a
-    decode step attends, all in per cent of the prompt's tokens. None: no budget, or no masking.
-    payload, overhead: the bytes held of a prompt, keys and values, and the data beside them, as the run stored them.
+    score_mean: the mean of the cells' scores in printed units; None if a cell has no score, or if their units differ.
+    score_ci: the 95 % interval of ``score_mean``.
+    delta: the mean paired difference to the full cache, over the examples that both answered. It is None for the full
+    cache, for perplexities, and if a task has no pairs.
+    kept_percent: the tokens held, in per cent of the prompt's tokens.
+    nominal_percent: the tokens of the budget, in per cent of the prompt's tokens; None without a budget.
+    attended_percent: the tokens that a decode step attends, in per cent of the prompt's tokens; None without masking.
+    payload: the bytes of a prompt's keys and values, as the run stored them.
+    overhead: the bytes of the data beside the keys and values, as the run stored them.
     held16: the bytes held of a prompt, payload and overhead, at 16 bits.
-    payload_kv_head, payload_query_head: the payload under ``per=kv_head`` and under ``per=query_head``.
-    percent_of_full, payload_percent_of_full: ``held16``, and its payload alone, in per cent of the full cache's bytes.
+    payload_kv_head: the payload under ``per=kv_head``.
+    payload_query_head: the payload under ``per=query_head``.
+    percent_of_full: ``held16`` in per cent of the full cache's bytes.
+    payload_percent_of_full: the payload of ``held16`` alone, in per cent of the full cache's bytes.
     pages_freed: the shares of a prompt's pages that an engine could give back; None for results of older versions.
     """
 
@@ -113,8 +124,11 @@ class RowMeans:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One method of a report; ``means`` is None if no cell of it is measured.
+    """One method of a report.
 
+    evicts: whether the method also drops tokens while it answers, on any task.
+    cells: the results, one for each column of the report.
+    means: the means over the measured cells; None if no cell is measured.
     is_full: whether it is the full cache, with which the others are compared.
     """
 
@@ -126,17 +140,20 @@ class ReportRow:
 
     @property
     def is_complete(self) -> bool:
-        """Return True if every task is measured. Only then does the mean compare with other rows' means."""
+        """True if every task is measured. Only then does the mean compare with other rows' means."""
         return all(cell.summary is not None for cell in self.cells)
 
     @property
     def is_unchanged(self) -> bool:
-        """Return True if nothing was compressed on any task."""
+        """True if nothing was compressed on any task."""
         return all(cell.unchanged for cell in self.cells)
 
     @property
     def delta(self) -> Delta | None:
-        """Return the difference to the full cache: of the mean over tasks, or of the only task."""
+        """The difference to the full cache, of the mean over tasks or of the only task.
+
+        It is None if nothing was compressed, if a task is not measured, and for the full cache.
+        """
         if self.is_unchanged:
             # a difference of 0 would look like a method that loses nothing
             return None
@@ -148,7 +165,7 @@ class ReportRow:
 
     @property
     def score_ci(self) -> tuple[float, float] | None:
-        """Return the interval of the score: of the mean over tasks, or of the only task."""
+        """The interval of the score, of the mean over tasks or of the only task; None if there is none."""
         if len(self.cells) == 1 and self.cells[0].summary is not None:
             return self.cells[0].summary.ci
         if self.means is None:
@@ -203,7 +220,7 @@ class ReportData:
 
     @property
     def cells(self) -> list[CellResult]:
-        """Return the cells of all rows."""
+        """The cells of all rows."""
         # row by row, so that the cells of one method follow each other
         cells: list[CellResult] = []
         for row in self.rows:
@@ -212,7 +229,7 @@ class ReportData:
 
     @property
     def task_names(self) -> list[str]:
-        """Return the tasks' names for the head of a table.
+        """The tasks' names for the head of a table.
 
         If all tasks are of one dataset, its name is left out: ``longbench/qasper`` becomes ``qasper``.
         """
@@ -232,7 +249,7 @@ class ReportData:
         # only a run at equal memory has matched budgets
         if self.matched:
             record["matched"] = [asdict(match) for match in self.matched]
-        # lists instead of tuples of records: json cannot write dataclasses
+        # json cannot write dataclasses, so each becomes a mapping
         record["columns"] = [asdict(column) for column in self.columns]
         record["rows"] = [row.record() for row in self.rows]
         record["notes"] = list(self.notes + self.remarks)

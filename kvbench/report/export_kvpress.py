@@ -106,7 +106,7 @@ class Run:
     @property
     def press(self) -> str:
         """The method's name in kvpress's registry, or else kvbench's name without ``:`` and ``+``."""
-        # a chain without stages is the full cache
+        # the names of the stages make the method's name; a chain without stages is the full cache
         method = "+".join(stage["id"] for stage in self._stages()) or "full"
         registered_names = read_yaml(Path(registry.__file__).with_name("kvpress.yaml"))["registered"]
         press_name = registered_names.get(method)
@@ -147,7 +147,7 @@ class Run:
                 # kvbench may make fewer examples of RULER than kvpress's data set has
                 total += RULER_SAMPLES
             else:
-                # an imported cell may not know how many examples there are
+                # an imported cell may not know how many examples there are: with 1, its answers count as all of them
                 total += cell.record.of or 1
         return min(1.0, round(len(self.samples) / total, 4))
 
@@ -237,14 +237,12 @@ class Run:
 
 
 def string_match(task: str, samples: Iterable[Sample]) -> float:
-    """Return a task's score as kvpress computes it, from 0 to 100.
+    """Return the score of a task's ``samples``, at least one, as kvpress computes it: from 0 to 100 with two digits.
 
     An answer to a question of qa_1 or qa_2 needs one of the references. Any other task's answer scores the share of
     references that it contains.
     """
-    metric: Callable[[str, Sequence[str]], float | None] = share_contained
-    if task.startswith("qa_"):
-        metric = any_contained
+    metric: Callable[[str, Sequence[str]], float | None] = any_contained if task.startswith("qa_") else share_contained
     # an answer without references has no score (None) and counts as 0
     scores = [metric(sample.prediction, sample.answers or ()) or 0.0 for sample in samples]
     return round(100 * sum(scores) / len(scores), 2)
@@ -283,7 +281,7 @@ def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None)
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []
     unchanged_names: list[str] = []
-    # ids of cells by (column, their words, the written cell's words), so that one note names all cells alike
+    # ids of cells by (column, what tells them apart, what tells the written cell apart): one note for all equal cells
     ids_left_out: dict[tuple[str, str, str], list[str]] = {}
     for key, cells_by_task in cells_by_run.items():
         tasks: dict[str, Answered] = {}
@@ -360,7 +358,10 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
 
 
 def _describe_differences(*cells: Answered) -> list[str]:
-    """Return a text for each cell: the settings that differ from the other cells', and how many prompts it answers."""
+    """Return a text for each cell: the settings that differ from the other cells', and how many prompts it answers.
+
+    Each cell must have at least one sample.
+    """
     settings = describe_differences([cell.record.identity for cell, _ in cells])
     texts = []
     for words, (_, samples) in zip(settings, cells, strict=True):

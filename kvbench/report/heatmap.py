@@ -56,7 +56,7 @@ def read_points(samples: Iterable[Sample], show: Callable[[float], float]) -> li
 
 
 def build_map(points: Sequence[tuple[float, float, float]]) -> Heat:
-    """Return the heat map of (length, depth, score) points."""
+    """Return the heat map of (length, depth, score) points, with the mean score of each place."""
     lengths = sorted({length for length, _, _ in points})
     depths = sorted({depth for _, depth, _ in points})
     shape = (len(depths), len(lengths))
@@ -72,7 +72,10 @@ def build_map(points: Sequence[tuple[float, float, float]]) -> Heat:
 
 
 def score_silence(task: Task) -> float:
-    """Return the mean score of an empty answer to the task's examples, as printed."""
+    """Return the mean score of an empty answer to the task's examples, as printed.
+
+    The metric must be able to score at least one of them.
+    """
     scores = [metrics.score(task.metric, task.answer(""), example) for example in task.examples]
     known_scores = [score for score in scores if score is not None]
     return metrics.metric(task.metric).show(sum(known_scores) / len(known_scores))

@@ -51,6 +51,7 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
 class StoredCell:
     """One stored cell in a list.
 
+    folder: the path of the cell's folder.
     summary: the means over all its samples; None if no sample is up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.
@@ -66,7 +67,7 @@ class StoredCell:
 
     @property
     def label(self) -> str:
-        """Return the method with its budgets and knobs."""
+        """The method with its budgets and knobs; '' for a damaged cell."""
         # a damaged cell's record is empty and gives no label
         if self.status.status == DAMAGED:
             return ""
@@ -74,7 +75,7 @@ class StoredCell:
 
     @property
     def last_write(self) -> str | None:
-        """Return the time of the last write, in ISO format."""
+        """The time of the last write, in ISO format; None for a cell without files."""
         time_s = self.status.changed
         if time_s is None:
             return None
@@ -94,7 +95,7 @@ class StoredCell:
         }
         record |= list_settings(self.record.identity)
         record |= asdict(self.status)
-        # this text replaces the status's seconds since the epoch
+        # the status has the seconds since the epoch, and readers get a date
         record["changed"] = self.last_write
         if self.summary is not None:
             record["metric"] = self.summary.metric
@@ -108,10 +109,11 @@ class StoredCell:
 
 def list_cells(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCell]:
     """Return the cells of a store that pass all ``filters``, sorted by dataset and label."""
-    ids = store.folders()
     if "cells" in filters:
         # an id that is named twice is listed once; ``find`` refuses ids that the store lacks
         ids = [store.find(name) for name in dict.fromkeys(split_list(filters["cells"]))]
+    else:
+        ids = store.folders()
     # cells of one label, dataset and model are told apart by their differing settings
     same_labels: dict[tuple[str, str, str], list[StoredCell]] = {}
     for cell_id in ids:
@@ -137,6 +139,7 @@ def read_cell(store: ResultStore, name: str) -> StoredCell:
     if status.status == DAMAGED:
         return StoredCell(name, folder, CellRecord(), status)
     try:
+        # a cell that was never started has no record, and an empty one stands in for it
         record = store.cell(name) or CellRecord()
         metrics = store.metrics(name)
         summary = ScoreSummary.read(metrics)
@@ -144,7 +147,7 @@ def read_cell(store: ResultStore, name: str) -> StoredCell:
         label_cell(record.identity, record.label)
     except UsageError as error:
         return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
-    # an interrupted cell's means may cover fewer samples than it has now
+    # an interrupted cell's means may cover fewer samples than it has now; a refused cell must not be reported
     current = summary is not None and summary.n == status.n and status.status != "refused"
     if not current:
         return StoredCell(name, folder, record, status)
@@ -172,7 +175,7 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
     """Return True if the cell has one of the values of every given filter."""
-    # swept knobs follow the dataset behind a space, and budgets follow the method
+    # the part before the first space is the name: swept knobs follow the dataset, and budgets follow the method
     dataset = cell.record.column.partition(" ")[0]
     method = cell.label.partition(" ")[0]
     names = {
@@ -182,5 +185,7 @@ def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:
         # dataset=longbench chooses all its tasks, dataset=longbench/qasper one of them
         "dataset": {dataset, dataset.partition("/")[0]},
     }
-    filtered_names = [(values, split_list(filters[key])) for key, values in names.items() if key in filters]
-    return all(not values.isdisjoint(chosen_names) for values, chosen_names in filtered_names)
+    for key, names_of_cell in names.items():
+        if key in filters and names_of_cell.isdisjoint(split_list(filters[key])):
+            return False
+    return True

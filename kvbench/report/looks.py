@@ -125,7 +125,8 @@ def looks_of(labels: Sequence[str]) -> dict[str, Look]:
         count = used.get(key, 0)
         used[key] = count + 1
         if count:
-            # the first label of a method has its own line; the others take the next ones and change the filling
+            # the first label of a method has its own line. The others take the next ones, and every second label of the
+            # method changes the filling
             line = LINES[(LINES.index(look.line) + count) % len(LINES)]
             look = replace(look, line=line, hollow=look.hollow != bool(count % 2))
         looks[label] = look
@@ -162,6 +163,7 @@ def _row_of(method: str) -> MethodRow:
     """Return a method's row of the table, or one that is derived from its name."""
     if method in METHODS:
         return METHODS[method]
+    # the digest never changes: its first two bytes choose the colour, the third one the marker
     digest = hashlib.sha256(method.encode()).digest()
     name = method
     press = method.removeprefix("kvpress:")
@@ -175,6 +177,7 @@ def _derive_color(number: int) -> str:
     """Return a colour of a hue that ``number`` chooses, dark enough to be seen on white."""
     hue = number % 360 / 360
     lightness = 0.45
+    # this ends: at lightness 0 every hue is black, whose luminance is 0
     while True:
         red, green, blue = colorsys.hls_to_rgb(hue, lightness, 0.6)
         color = "#" + "".join(f"{round(255 * channel):02X}" for channel in (red, green, blue))
@@ -187,6 +190,7 @@ def luminance(color: str) -> float:
     """Return the relative luminance (WCAG) of a colour like #0072B2."""
     # L = 0.2126 R + 0.7152 G + 0.0722 B, where each channel is turned from sRGB into linear light first
     total = 0.0
+    # (place of the channel's two hexadecimal digits behind the #, weight)
     for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
         value = int(color[start : start + 2], 16) / 255
         linear = ((value + 0.055) / 1.055) ** 2.4 if value > 0.03928 else value / 12.92

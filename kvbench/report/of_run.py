@@ -60,8 +60,8 @@ def _build_unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     rows = []
     for label, reason in prepared.unplanned.items():
         # an unplanned method has no cells and no ids, but its row is as wide as the others
-        cells = [CellResult(group.column, "", "failed", reason=reason) for group in prepared.groups]
-        rows.append(ReportRow(label, False, tuple(cells), means=None))
+        cells = [CellResult(group.column, cell="", status="failed", reason=reason) for group in prepared.groups]
+        rows.append(ReportRow(label, evicts=False, cells=tuple(cells), means=None))
     return tuple(rows)
 
 
@@ -145,7 +145,7 @@ def describe_settings(prepared: RunPlan) -> str:
         parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
     if cfg.sampling.samples_per_prompt > 1:
         parts.append(f"score of a prompt: mean over {cfg.sampling.samples_per_prompt} answers")
-    # one dataset may be named twice with different tasks, and its text does not show these
+    # a dataset that is named twice with different tasks has the same text both times; say it once
     return "; ".join(dict.fromkeys(parts)) + "."
 
 

@@ -94,7 +94,7 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
 
 
 def format_lines(lines: Iterable[Mapping[str, object]]) -> str:
-    """Return the lines that have a score as the text of a file."""
+    """Return the lines that have a score as the text of a file, one JSON object a line."""
     scored_lines = [line for line in lines if line["score"] is not None]
     return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in scored_lines)
 
@@ -126,9 +126,10 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:
+            # no JSON: the line lacks all keys, which the error below says
             line = None
         wrong_keys = list(REQUIRED)
-        # a line that is no object lacks all keys
+        # a line that is no object lacks all keys, too
         if isinstance(line, dict):
             wrong_keys = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
         if wrong_keys:

@@ -23,7 +23,7 @@ def build_table(rows: Sequence[tuple[str, PagesFreed]]) -> Table:
     lines = []
     for method, freed in rows:
         shares = (freed.apart, freed.united, freed.apart_compacted, freed.united_compacted)
-        # one option a line keeps the table within the page
+        # one option a line keeps the first column narrow, so that the table fits its page
         lines.append((method.replace(" ", "\n"), *(format_number(100 * share) for share in shares)))
     heads = ("method", "heads\napart", "heads\nunited", "heads\napart", "heads\nunited")
     return Table(heads, tuple(lines), groups=("", IN_PLACE, IN_PLACE, COMPACTED, COMPACTED))

@@ -127,11 +127,12 @@ def _has_mean_interval(report: ReportData) -> bool:
 def build_sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
     """Return the tables of verdicts, scores, divergences from the full cache, storage and pages freed.
 
-    With ``folded``, tables wider than 100 columns are cut into several, for output as text.
+    With ``folded``, the tables of scores and of storage are cut into several if they are wider than 100 characters, for
+    output as text.
     """
-    scores, storage = [_build_score_table(report, detail)], [_build_storage_table(report)]
-    if folded:
-        scores, storage = list(scores[0].folded()), list(storage[0].folded())
+    score_table, storage_table = _build_score_table(report, detail), _build_storage_table(report)
+    scores = list(score_table.folded()) if folded else [score_table]
+    storage = list(storage_table.folded()) if folded else [storage_table]
     tables = []
     verdicts = verdict.build_table(report)
     if verdicts is not None:
@@ -250,7 +251,7 @@ def _write_delta(delta: Delta | None, detail: Detail) -> str:
 
 
 def _lower_is_better(column: ReportColumn) -> bool:
-    """Return True for a perplexity. It is the one metric that is printed as a function of its mean."""
+    """Return True for a perplexity. No other metric is printed as a function of its mean."""
     return metric(column.metric).shown is not None
 
 
@@ -278,14 +279,13 @@ def _write_score(cell: CellResult, detail: Detail, with_delta: bool = True) -> s
     # a score beside the full cache's would look like a method that loses nothing
     if cell.unchanged:
         return UNCHANGED
-    text = format_number(summary.score)
-    if detail.intervals:
-        text = with_interval(summary.score, summary.ci)
+    text = with_interval(summary.score, summary.ci) if detail.intervals else format_number(summary.score)
     if with_delta and cell.delta is not None:
         if detail.intervals:
             text += f"\nΔ {format_number(cell.delta.mean, sign=True)}"
         if cell.delta.is_sure:
             text += "*"
+    # LongBench-E's ranges of length stand below the score of all lengths
     for name, bucket in summary.buckets.items():
         text += f"\n{name} {format_number(bucket.score)}"
     return text
@@ -304,7 +304,10 @@ def _write_storage(means: RowMeans, evicts: bool) -> tuple[str, ...]:
 
 
 def _write_kept(kept_percent: float, asked_percent: float | None, evicts: bool) -> str:
-    """Return the kept tokens in per cent, the requested budget if it differs or is missing, and a mark for evicting."""
+    """Return the kept tokens in per cent, the requested budget if it differs, and a mark for evicting.
+
+    A row without a budget (None) shows a dash in the budget's place.
+    """
     mark = f"\n{EVICTS}" if evicts else ""
     if asked_percent is None:
         return f"{kept_percent:.1f}\nasked —{mark}"
@@ -319,6 +322,7 @@ def _write_kept(kept_percent: float, asked_percent: float | None, evicts: bool) 
 def _note_chance(deltas: Sequence[Delta]) -> str:
     """Return a note on how many stars to expect if no difference were real; '' for fewer than ten intervals."""
     count = sum(delta.ci is not None for delta in deltas)
+    # among fewer intervals, less than half a star is to be expected
     if count < 10:
         return ""
     # one in twenty 95 % intervals excludes the true value
@@ -366,7 +370,7 @@ def write_legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
 def _note_stars(report: ReportData) -> list[str]:
     """Return the note on stars; [] if the table has no stars."""
     deltas = [cell.delta for cell in report.cells if cell.delta is not None]
-    # the means of rows are a column of the table only if there are several tasks
+    # with a single task, the table has no column of means
     if len(report.columns) > 1:
         deltas += [row.means.delta for row in report.rows if row.means is not None and row.means.delta is not None]
     if not any(delta.is_sure for delta in deltas):

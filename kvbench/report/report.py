@@ -46,4 +46,5 @@ class Report(ReportData):
         return scatter.draw_report(self)
 
     def _repr_markdown_(self) -> str:
+        """Return the report as Markdown, which a Jupyter notebook shows by itself."""
         return self.to_markdown()

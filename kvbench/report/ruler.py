@@ -39,6 +39,7 @@ def build_sheets(report: ReportData) -> list[Table]:
             summary = row.cells[column].summary
             if summary is not None and summary.score is not None:
                 scores[task_and_length] = summary.score
+        # means over different tasks do not compare, so a row that lacks a score is left out
         if len(scores) < len(columns):
             continue
         means = []
@@ -94,7 +95,10 @@ def _build_heading(tasks: Sequence[str]) -> str:
 
 
 def mean_name(tasks: Sequence[str]) -> str:
-    """Return the name of a mean over these tasks. Only a mean over all tasks has RULER's own name."""
+    """Return the name of a mean over these tasks of RULER, each named once.
+
+    Only a mean over all tasks, or over all but the two QA tasks, has RULER's own name.
+    """
     if len(tasks) == ALL:
         return f"ruler-{ALL}"
     if len(tasks) == WITHOUT_QA and not any(qa in tasks for qa in QA):

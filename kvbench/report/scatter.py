@@ -26,7 +26,7 @@ COLUMNS = 3
 WIDTH, HEIGHT = 3.6, 2.8
 """Inches of a panel."""
 LETTERS = 34
-"""Letters of the legend below a panel. What does not fit stands in a line of its own."""
+"""Letters of the legend below a panel. Entries that do not fit into a line begin another one."""
 TITLE_LETTERS = 56
 """Letters of the legend's title below a panel, which is text alone."""
 LINE = 0.16
@@ -37,6 +37,7 @@ class Shown(Canvas):
     """A figure that a notebook shows by itself, whatever matplotlib's settings are."""
 
     def _repr_png_(self) -> bytes:
+        """Return the figure as a PNG file, which a Jupyter notebook shows by itself."""
         picture = io.BytesIO()
         self.savefig(picture, format="png", dpi=110)
         return picture.getvalue()
@@ -128,7 +129,7 @@ def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[s
     for row in report.rows:
         summary = row.cells[task].summary
         if row.cells[task].unchanged:
-            # a point at the full cache's would look like a method that loses nothing
+            # a point at the full cache's would look like a method that loses nothing: make only an entry of the legend
             name = line_looks[line_of(row.method)].name
             panel.plot([], [], " ", label=f"{name}: nothing was compressed")
         elif summary is not None and summary.score is not None:
@@ -138,7 +139,8 @@ def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[s
     for name, summaries in lines.items():
         points = []
         for summary in summaries:
-            score = summary.score or 0.0
+            assert summary.score is not None, "``lines`` has only summaries with a score"
+            score = summary.score
             # too few examples have no interval: draw a bar of length 0
             low, high = summary.ci or (score, score)
             points.append((summary.percent_of_full, score, low, high))

@@ -39,6 +39,7 @@ RC = mpl.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_d
 @contextmanager
 def styled() -> Iterator[None]:
     """While the context is open, matplotlib has its defaults with our changes. On exit, restore the user's settings."""
+    # the backend stays as it is: ``rc_context`` does not restore it on exit
     plain: dict[Any, Any] = {k: v for k, v in mpl.rcParamsDefault.items() if k != "backend"}
     with mpl.rc_context(plain | RC):
         yield
@@ -61,6 +62,7 @@ def series(i: int, points: int = 0) -> LineKeywords:
 
     Markers are hollow once the colours are used up.
     """
+    # colours, lines and markers are equally many, and begin anew together
     k = i % len(PALETTE)
     look: LineKeywords = {
         "color": PALETTE[k],
@@ -97,7 +99,9 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
 
     The figure must be laid out. ``avoid`` are the points (x, y) that no name may cover.
     """
+    # the pixels of a point of type
     pixels = ax.figure.dpi / 72
+    # a marker of 3 points across, and some space around it
     radius = 2.5 * pixels
     frame = ax.get_window_extent()
     taken = []
@@ -111,7 +115,7 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
         taken.append(box)
         right, up = place
         arrow = None
-        # a name that was moved away from its point is joined to it by a line
+        # a name that was moved away from its point is joined to it by a line; places up to 8 points off are at its side
         if abs(up) > 8:
             arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "alpha": 0.7, "shrinkA": 0, "shrinkB": 2}
         written = ax.annotate(
@@ -125,6 +129,7 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
             arrowprops=arrow,
             zorder=4,
         )
+        # the layout is settled, and names that it counted would shrink the panel
         written.set_in_layout(False)
 
 
@@ -136,7 +141,7 @@ def _find_place(
     point: the point (x, y) that is named, in pixels.
     pixels: the pixels of a point of type.
     """
-    # the outline's width, since capitals and digits are wider than other letters, and a gap to the next name
+    # the outline's width, since capitals and digits are wider than other letters, and 2 points between two names
     width = (TextPath((0, 0), name, size=NAME_SIZE).get_extents().width + 2) * pixels
     # a line is about 1.15 of the font's size
     height = 1.15 * NAME_SIZE * pixels
@@ -171,8 +176,10 @@ def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list
 def token_ticks(ax: Axes, starts: Sequence[int], most: int = 8) -> None:
     """Set ticks at round numbers of tokens on the rows of a map.
 
-    Row r covers the tokens from ``starts[r]`` on. All rows cover equally many tokens. There are at most ``most`` ticks.
+    Row r covers the tokens from ``starts[r]`` on, and ``starts[0]`` is 0. All rows cover equally many tokens. There are
+    at most ``most`` ticks.
     """
+    # a single row does not tell how many tokens it covers
     tokens_per_row = starts[1] - starts[0] if len(starts) > 1 else 1
     end = starts[-1] + tokens_per_row
     # the smallest of 1, 2, 5, 10, 20, 50, ... that needs at most ``most`` ticks
@@ -199,7 +206,8 @@ def heat(
 ) -> Any:
     """Draw a map of values [rows, columns] and return matplotlib's image of it.
 
-    rows, columns: the names of the ticks. If there are many, only some are written.
+    rows: the names of the rows' ticks. If there are many, only some are written.
+    columns: the names of the columns' ticks, in the same way.
     numbers: the format that prints each value in its cell, such as ``%.0f``; '' prints none. A nan leaves it empty.
     """
     values = np.asarray(values, dtype=float)

@@ -19,9 +19,9 @@ from kvbench.tasks.metrics.stats import FEWEST
 
 
 def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
-    """Return the means over one cell's samples.
+    """Return the means over one cell's samples, at least one.
 
-    name: the metric of the scores.
+    name: the name of the metric that gave the scores.
     of: the number of the task's examples.
     """
     show = metric(name).show
@@ -52,7 +52,7 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         decode_peak=max((s.decode_peak for s in samples if s.decode_peak is not None), default=None),
         cut=sum(s.cut > 0 for s in samples),
         shrunk=sum(s.shrunk for s in samples),
-        # an answer of one token attends nothing while decoding
+        # an answer of one token attends nothing while decoding, so samples without a number are left out
         attended=_average_present([s.attended for s in samples]),
         buckets=_summarise_buckets(samples, show),
         timing=_summarise_timing(samples),
@@ -164,7 +164,10 @@ def _average_differences(
 ) -> Delta | None:
     """Return the mean over tasks of the paired differences to the full cache, with its interval.
 
-    scores, full: the method's and the full cache's scores of each task, by example. scale: the factor to printed units.
+    scores: the method's scores in [0, 1] of each task, by example.
+    full: the full cache's scores, in the same form.
+    scale: the factor from scores to printed units.
+
     Return None if a task has no pairs.
     """
     differences = []
@@ -172,7 +175,8 @@ def _average_differences(
         differences.append([x - full_scores[example] for example, x in ours.items() if example in full_scores])
     if not all(differences):
         return None
-    mean, ci = stats.mean_over_tasks(differences, (-1.0, 1.0))
+    # a difference of two scores in [0, 1] lies in [-1, 1]
+    mean, ci = stats.mean_over_tasks(differences, bounds=(-1.0, 1.0))
     return Delta(scale * mean, stats.scaled(ci, scale))
 
 
@@ -181,8 +185,8 @@ def summarise_row(
 ) -> RowMeans:
     """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts.
 
-    ``by_task`` and ``full`` are the method's and the full cache's scores of each task, by example; ``full`` is None for
-    the full cache itself.
+    by_task: the method's scores of each task, by example.
+    full: the full cache's scores in the same form; None for the full cache itself.
     """
     score_mean, score_ci, delta = _average_scores(cells, by_task, full)
     weights = [c.n for c in cells]
@@ -227,6 +231,7 @@ def _average_scores(
         return None, None, None
     printed = metric(cells[0].metric)
     interval, delta = None, None
+    # a perplexity is a function of a mean, so its interval is no mean of scores; a task without scores has no spread
     if printed.shown is None and all(by_task):
         _, ci = stats.mean_over_tasks([list(scores_of_task.values()) for scores_of_task in by_task])
         interval = stats.scaled(ci, printed.scale)

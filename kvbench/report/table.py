@@ -42,7 +42,7 @@ class Table:
 
     @property
     def blocks(self) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
-        """Return (heading, rows) of each block."""
+        """The (heading, rows) of each block."""
         starts = sorted(self.headings)
         # a block ends where the next one starts, and the last one ends with the table
         ends = starts[1:]
@@ -52,7 +52,7 @@ class Table:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Return the heads for text output. A long head is broken into several lines at _, / or -."""
+        """The heads for text output. With ``breaks``, a long head is broken into several lines at _, / or -."""
         if not self.breaks:
             return self.headers
         heads = []
@@ -79,8 +79,9 @@ class Table:
         return [(name, len(list(columns))) for name, columns in groupby(self.groups)]
 
     def folded(self) -> Iterator[Table]:
-        """Yield the table in pieces of columns that fit WIDTH. Each piece has the first column."""
-        # writers put "· " in front of a heading, break it at each comma and indent the following lines
+        """Yield the table in pieces of columns that fit WIDTH. Each piece begins with the table's first column."""
+        # writers put "· " in front of a heading, break it at each comma, indent the following lines and leave a gap:
+        # four characters in all
         heading_lines: list[str] = []
         for heading in self.headings.values():
             heading_lines += heading.split(", ")

@@ -58,8 +58,10 @@ def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> b
 
     With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.
     """
+    # the peak is None if the stored line lacks it
     keeps_all = _keeps_all_tokens(sample) and (sample.decode_peak or 0) >= (full.decode_peak or 0)
     size = full.payload16
+    # results of older versions lack the payloads by kind of head
     if by_query_head and full.payload_kv_head and full.payload_query_head:
         size *= full.payload_query_head / full.payload_kv_head
     same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)

@@ -27,10 +27,12 @@ class MethodVerdict:
     times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
     kept_percent: the tokens held of a prompt.
     attended_percent: the tokens that a step attends, for a method that masks.
-    score, full_score: the mean scores over tasks in printed units; None if a task has no score.
+    score: the mean score over tasks in printed units; None if a task has no score, or if nothing was compressed.
+    full_score: the full cache's mean score in printed units, under the same conditions.
     delta: the mean paired difference to the full cache.
     divergence: KL from the full cache's next-token distribution, in nats, mean over tasks; None if not compared.
-    worse, better: the tasks whose paired difference lies wholly below or above 0.
+    worse: the tasks on which the method is worse than the full cache by the interval of the paired difference.
+    better: the tasks on which it is better by that interval.
     outcome: the conclusion in words.
     """
 
@@ -83,9 +85,10 @@ def describe_size(times_smaller: float) -> str:
 
 def describe_tokens(kept_percent: float) -> str:
     """Return in words how many of a prompt's tokens a method keeps."""
-    # rounded to whole per cent, this would be 100 %
+    # rounded to whole per cent, the share would be 100 %
     if kept_percent > 99.5:
         return "all tokens"
+    # whole per cent would be too coarse for a share below 2 %
     digits = 0 if kept_percent >= 2 else 1
     return f"{kept_percent:.{digits}f} % of tokens"
 
@@ -136,7 +139,7 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
         if cell.delta is None or cell.delta.ci is None:
             continue
         low, high = cell.delta.ci
-        # a smaller perplexity is better
+        # a smaller perplexity is better, and perplexities are the only scores with a function ``shown``
         if metric(column.metric).shown is not None:
             low, high = -high, -low
         if high < 0:
@@ -164,7 +167,7 @@ def _average_divergence(row: ReportRow) -> float | None:
     for cell in row.cells:
         if cell.summary is None or not cell.summary.fidelity:
             return None
-        # a cell is compared on the reference text, on the full cache's own answer, or on both
+        # a cell is compared on the reference text, on the full cache's own answer, or on both. The answer is preferred
         texts = cell.summary.fidelity
         chosen = texts.get("greedy") or next(iter(texts.values()))
         means.append(chosen.kl_mean)
@@ -174,7 +177,8 @@ def _average_divergence(row: ReportRow) -> float | None:
 def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
     """Return in words whether a method is better or worse than the full cache; '' if it was not measured or refused.
 
-    worse, better: the tasks on which it is worse or better by an interval.
+    worse: the tasks on which the method is worse by an interval.
+    better: the tasks on which it is better by an interval.
     """
     broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
     if broken:
@@ -182,17 +186,17 @@ def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str
         if len(row.cells) == 1:
             return f"✗ {status}"
         return f"✗ {status} in {len(broken)} of {len(row.cells)} tasks"
-    measured = [cell.summary for cell in row.cells if cell.summary is not None]
-    if not measured:
+    summaries = [cell.summary for cell in row.cells if cell.summary is not None]
+    if not summaries:
         return ""
-    if len(measured) < len(row.cells):
-        return f"{len(measured)} of {len(row.cells)} tasks measured"
+    if len(summaries) < len(row.cells):
+        return f"{len(summaries)} of {len(row.cells)} tasks measured"
     if row.is_unchanged:
         return "nothing was compressed"
     if all(cell.delta is None for cell in row.cells):
         return "no full cache to compare with"
     # the mean over several tasks may have an interval even if no task has one
-    if min(summary.n for summary in measured) < FEWEST and (row.delta is None or row.delta.ci is None):
+    if min(summary.n for summary in summaries) < FEWEST and (row.delta is None or row.delta.ci is None):
         return "too few examples to compare"
     parts = []
     for word, names in (("worse", worse), ("better", better)):

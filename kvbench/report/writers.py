@@ -50,10 +50,10 @@ LATEX = str.maketrans(
 
 
 def compose(tables: Sequence[Table], notes: Sequence[str], style: str, above: Sequence[str] = ()) -> str:
-    """Return lines, tables and the notes below them as one text; ``style`` is text, md or latex."""
+    """Return the lines ``above``, the tables and the notes below them as one text; ``style`` is text, md or latex."""
     parts = [note(sentence, style) for sentence in above]
+    # an empty line separates the lines from the table; in LaTeX they are comments and need none
     if above and style != "latex":
-        # an empty line separates the lines from the table
         parts.append("")
     parts += [WRITERS[style](table) for table in tables]
     parts += [note(sentence, style) for sentence in notes]
@@ -85,8 +85,8 @@ def text(table: Table, terminal: bool = False) -> str:
     for i, head in enumerate(table.heads):
         justify: Literal["left", "right"] = "left" if i < table.left else "right"
         # only the last column of a bare table, the verdicts, may break its texts
-        is_whole = table.bare and i < len(table.heads) - 1
-        rich_table.add_column(Text(visible(head)), justify=justify, no_wrap=is_whole)
+        stays_unbroken = table.bare and i < len(table.heads) - 1
+        rich_table.add_column(Text(visible(head)), justify=justify, no_wrap=stays_unbroken)
     for heading, rows in table.blocks:
         if heading:
             # Table.folded leaves four characters for the point and the indentation
@@ -94,11 +94,12 @@ def text(table: Table, terminal: bool = False) -> str:
         for i, row in enumerate(rows):
             ends_block = i == len(rows) - 1
             rich_table.add_row(*map(_make_rich_text, row), end_section=table.ruled or ends_block)
-    # the text goes to a string, so tell rich whether a terminal will show it
+    # rich draws into a string, so it cannot see whether a terminal will show the text
     color_system: Literal["standard"] | None = "standard" if terminal else None
     out = io.StringIO()
     console = Console(width=WIDTH, file=out, color_system=color_system, force_terminal=terminal, legacy_windows=False)
     console.print(rich_table)
+    # rich fills every line with spaces up to the table's width
     drawn_lines = [line.rstrip() for line in out.getvalue().splitlines()]
     return "\n".join(_group_lines(table, drawn_lines) + drawn_lines) + "\n"
 
@@ -115,12 +116,13 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
     """Return the lines that hold the names of column groups, to stand above the drawn table.
 
     ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns, so the names are placed here.
-    Each name ends where the head of its group's last column ends.
+    Each name ends where the head of its group's last column ends. The first column must have an empty head.
     """
     if not table.spans():
         return []
     # the heads' last line stands right above the rule; a head there is a run of words with single spaces
     rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
+    # the end of each column's head; the empty head of the first column is no run of words
     ends = [0]
     for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]):
         ends.append(match.end())
@@ -157,6 +159,7 @@ def markdown(table: Table) -> str:
         return f"| {' | '.join(cells)} |"
 
     def inert(text: str) -> str:
+        """Return a text in which Markdown finds neither a new cell nor a tag."""
         return _strip_tags(text.replace("|", r"\|"))
 
     def cell(text: str) -> str:
@@ -253,6 +256,7 @@ def html(
     """
 
     def element(tag: str, content: str, css: str = "") -> str:
+        """Return an HTML element of class ``css``; '' for no class."""
         if not css:
             return f"<{tag}>{content}</{tag}>"
         return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>'
@@ -282,9 +286,7 @@ def html(
         for _ in block:
             cells = []
             for i, css in enumerate(classes):
-                tag = "td"
-                if i == 0 and not columns:
-                    tag = "th"
+                tag = "th" if i == 0 and not columns else "td"
                 cells.append(element(tag, content(number, i), css))
             body.append(element("tr", "".join(cells), row_classes[number]))
             number += 1
