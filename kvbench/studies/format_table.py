@@ -151,7 +151,10 @@ class MeasuredCell:
 
 
 def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -> Line | None:
-    """Return the row at index ``row`` of the run, or None if no cell of it is measured."""
+    """Return a row of the table, or None if no cell of it is measured.
+
+    row: the index of the row's method in the report's rows and in the cells of each task.
+    """
     cells = []
     for group, result in zip(run.groups, report.rows[row].cells, strict=True):
         if result.summary is not None:
@@ -222,10 +225,10 @@ def _read_texts(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[
 
 def sheet(rows: Sequence[Line]) -> Table:
     """Return the table of the rows, with a heading above each block."""
+    # a dataset's column stands where the first row with its scores puts it
     datasets: list[str] = []
     for line in rows:
         datasets += [dataset for dataset in line.scores if dataset not in datasets]
-    # a dataset's column stands where the first row with its scores puts it
     heads = ["method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio"]
     texts = tuple(_row_texts(line, datasets) for line in rows)
     return Table(tuple(heads + datasets), texts, headings=headings(rows))
@@ -302,7 +305,8 @@ def interval_below(ci: Interval | None, form: str) -> str:
 class Pair:
     """Two rows of a block, the nearer to the full cache first.
 
-    nearer, farther: the labels of the rows.
+    nearer: the label of the row that is nearer to the full cache.
+    farther: the label of the other row.
     log_ratio: ln(nearer row's mean divergence / farther row's mean divergence), over the prompts that both rows have.
     ci: the 95 % interval of ``log_ratio``.
     points: the nearer row's score minus the farther's, in points. It is a mean over tasks of paired differences.
@@ -320,22 +324,22 @@ class Pair:
 
     @property
     def apart(self) -> bool:
-        """Tell whether the interval of divergences tells the rows apart."""
+        """True if the interval of divergences tells the rows apart."""
         return self.ci is not None and self.ci[1] < 0
 
     @property
     def scored_apart(self) -> bool:
-        """Tell whether the interval of scores tells the rows apart, in either direction."""
+        """True if the interval of scores tells the rows apart, in either direction."""
         return self.points_ci is not None and (self.points_ci[0] > 0 or self.points_ci[1] < 0)
 
     @property
     def scores_higher(self) -> bool:
-        """Tell whether the nearer row has the higher score."""
+        """True if the nearer row has the higher score."""
         return self.points is not None and self.points > 0
 
     @property
     def scores_lower(self) -> bool:
-        """Tell whether the nearer row has the lower score."""
+        """True if the nearer row has the lower score."""
         return self.points is not None and self.points < 0
 
 
@@ -400,7 +404,7 @@ def _points_apart(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     if not differences_by_task:
         return None, None
     # a difference of two scores in [0, 1] lies in [-1, 1]
-    mean, ci = mean_over_tasks(differences_by_task, (-1.0, 1.0))
+    mean, ci = mean_over_tasks(differences_by_task, bounds=(-1.0, 1.0))
     return 100 * mean, in_percent(ci)
 
 
@@ -408,7 +412,7 @@ def notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
     """Return the notes below a table: units, numbers of texts, and the pairs that divergence and scores tell apart."""
     text_counts: list[str] = []
     score_counts: list[str] = []
-    # all rows are measured on the same texts, so take the last one
+    # all rows are measured on the same texts, so the last one gives the numbers; without rows there are none
     for line in rows[-1:]:
         for kind, summary in line.fidelity.items():
             text_counts.append(f"n = {summary.n} texts, {summary.n_tokens} tokens ({kind})")

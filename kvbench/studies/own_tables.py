@@ -36,7 +36,11 @@ def prepare(name: str, model: str, options: Mapping[str, str]) -> list[RunPlan]:
 
 
 def read_own_table(name: str, runs: Sequence[RunPlan], reports: Sequence[Report]) -> OwnTable:
-    """Return a table from the stored results of its ``runs``. ``prepare`` planned them."""
+    """Return a table from its stored results.
+
+    runs: the runs that ``prepare`` planned for the table.
+    reports: the reports on these runs, in the same order.
+    """
     if name == through_cache.NAME:
         comparisons = through_cache.compare_formats(runs, reports)
         return OwnTable(

@@ -18,6 +18,7 @@ NAME = THROUGH_CACHE
 DATASETS = {"tiny": "fidelity/tiny", "": "fidelity/wikitext2"}
 """The default of ``dataset=`` by model. The key "" stands for every other model."""
 REFERENCE = KINDS[0]
+"""The kind of text that is compared: the reference text, not the full cache's own answer."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,11 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
 
 
 def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[FormatComparison]:
-    """Return the formats that are measured in both ways. ``prepare`` planned the ``runs``."""
+    """Return the formats that are measured in both ways.
+
+    runs: the two runs that ``prepare`` planned, in its order.
+    reports: the reports on these runs, in the same order.
+    """
     exact_run, through_run = runs
     exact_report, through_report = reports
     exact_lines = _read_compared_lines(exact_run, exact_report)
@@ -83,9 +88,9 @@ def _compare_rows(exact: Line, through: Line) -> FormatComparison:
     through_texts = through.texts[REFERENCE]
     # sort, since the interval's last digit depends on the order of windows
     windows = sorted(through_texts.keys() & exact_texts.keys())
-    # incomplete runs may share no window
     log_ratio = None
     ci = None
+    # incomplete runs may share no window
     if windows:
         log_ratio, ci = log_ratio_of_means([through_texts[w] for w in windows], [exact_texts[w] for w in windows])
     return FormatComparison(exact, through, log_ratio, ci)
@@ -126,7 +131,7 @@ def _ratio_text(comparison: FormatComparison) -> str:
 def notes(comparisons: Sequence[FormatComparison]) -> list[str]:
     """Return the note below the table: units, both ways to read a prompt, and the number of windows."""
     count_text = ""
-    # all formats are measured on the same windows, so take the last one
+    # all formats are measured on the same windows, so any of them gives the number
     if comparisons:
         summary = comparisons[-1].through_summary
         count_text = f"n = {summary.n} windows, {summary.n_tokens} tokens"

@@ -148,6 +148,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
         else:
             cells.append(score_text(score.retained) + interval_text(score.ci))
     pages = UNMEASURABLE
+    # results of older versions have no count of pages
     if entry.pages is not None:
         pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
     cells += [f"{entry.bytes:.1f}", pages]
@@ -198,6 +199,7 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
 
 def _notes_on_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return a note that names the rows whose mean is over fewer parts than the suite has; none without such rows."""
+    # by the names of the absent parts; a dict of names keeps their order, and each name once
     names_by_parts: dict[str, dict[str, None]] = {}
     for entry in scored:
         absent = ", ".join(_parts_without(suite, entry))
@@ -286,12 +288,15 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
             image = heat(ax, _scores_of(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
             # ``heat`` leaves out names of a long list, but here each row is a method that a reader looks for
             ax.set_yticks(range(len(names)), [looks[name].name for name in names])
+            # a gap between the methods and the controls below them
             ax.axhline(len(methods) - 0.5, color="white", linewidth=3)
             ax.set_title(part.name)
         axes[len(parts) // 2].set_xlabel("share of the bytes")
+        # the ends of the bar are pointed: a row may be worse than random tokens, or better than the full cache
         fig.colorbar(image, ax=axes, label="retained: random tokens 0, full cache 100", extend="both", pad=0.01)
         fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
-        # a telephone shows half of the pixels, and the names must be read there, too
+        # 250 dpi: a telephone shows half of the pixels, and the names must be readable there, too. No software is named
+        # in the file, so that equal data give equal bytes
         fig.savefig(path, dpi=250, metadata={"Software": None})
 
 

@@ -62,7 +62,7 @@ class Control:
 
     @property
     def name(self) -> str:
-        """Return the method with its options, such as ``random keep_window=32``."""
+        """The method with its options, such as ``random keep_window=32``."""
         return " ".join([self.method, *(f"{key}={value}" for key, value in self.options.items())])
 
 
@@ -72,9 +72,10 @@ class Suite:
 
     edition: one of EDITIONS.
     about: its description for readers.
-    model, dtype: the model and its number format in the closed division.
+    model: the model in the closed division.
+    dtype: the number format of that model's weights and cache.
     tokens: the length of the prompt on which budgets are counted in bytes.
-    budgets: the denominators d of the budgets. A row may hold 1/d of the full cache's bytes at 16 bits.
+    budgets: the denominators d of the budgets, rising. A row may hold 1/d of the full cache's bytes at 16 bits.
     floor: the divergence in nats a token at which parts with the measure KL score 100.
     """
 

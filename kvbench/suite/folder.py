@@ -92,7 +92,7 @@ def hash_answers(parts: Mapping[str, PartSamples]) -> str:
 def rounded_numbers(entry: RowScore) -> Line:
     """Return a row's scores in the form in which a line of results.jsonl has them, rounded to DIGITS places."""
     record = asdict(entry)
-    # the line has name and role from elsewhere
+    # ``lines_of_rows`` puts name and role in front
     del record["name"], record["role"]
     # a property, which asdict leaves out
     record["nothing_compressed"] = entry.nothing_compressed

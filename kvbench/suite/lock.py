@@ -118,7 +118,7 @@ def differences(suite: Suite, run: SuiteRun) -> list[str]:
             if wanted is None:
                 problems.append(f"{part}: {column} is no task of the suite")
                 continue
-            # example ids: prompts that are new or differ, and prompts of the lock that are not planned
+            # ids of examples: changed prompts are new or differ from the lock's, missing ones stand only in the lock
             changed = [i for i, digest in planned["prompts"].items() if wanted["prompts"].get(i) != digest]
             missing = [i for i in wanted["prompts"] if i not in planned["prompts"]]
             if changed or missing:

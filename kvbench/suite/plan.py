@@ -32,7 +32,11 @@ class PartRun:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRun:
-    """A suite with a user's methods, ready to be measured. ``rows`` are the rows of all parts, controls first."""
+    """A suite with a user's methods, ready to be measured.
+
+    rows: the rows of all parts, controls first.
+    parts: the run of each part, in the suite's order.
+    """
 
     suite: Suite
     rows: tuple[SuiteRow, ...]
@@ -40,7 +44,7 @@ class SuiteRun:
 
     @property
     def runs(self) -> list[RunPlan]:
-        """Return the runs of all parts."""
+        """The runs of all parts."""
         return [part.run for part in self.parts]
 
 
@@ -52,6 +56,7 @@ def prepare(
 ) -> SuiteRun:
     """Plan a suite without loading weights.
 
+    methods: the user's methods, beside the suite's own controls.
     options: options of the user's methods.
     settings: keys of `run` about folders, devices and memory, and ``model`` in the open division.
 

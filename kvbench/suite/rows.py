@@ -62,9 +62,10 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
         if template.chain.stages and name not in control_names:
             reached = at_budgets(suite, name, METHOD, template, shape)
             if not reached:
-                least = suite.budgets[0]
+                # a suite names its budgets by denominators in rising order, so the first one allows most bytes
+                largest = suite.budgets[0]
                 raise UsageError(
-                    f"{name} holds more than 1/{least} of the full cache's bytes, {suite.name}'s largest budget"
+                    f"{name} holds more than 1/{largest} of the full cache's bytes, {suite.name}'s largest budget"
                 )
             suite_rows += reached
     return suite_rows
@@ -90,7 +91,7 @@ def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape:
     # the combination without stages is the full cache
     full = count(Chain())
     if not isinstance(template.chain.selector, Selector):
-        # a storage format has one size, whatever the budget
+        # a storage format keeps all tokens, so it has one size, whatever the budget
         payload = count(template.chain)
         fitting = [budget for budget in suite.budgets if payload <= SLACK * full / budget]
         if not fitting:

@@ -49,9 +49,11 @@ class RowSamples:
 class PartScore:
     """The score of a row in one part.
 
-    retained, ci: S and its 95 % interval. S is None if the part cannot be measured with this model.
+    retained: S; None if the part cannot be measured with this model.
+    ci: the 95 % interval of S; None if there is none.
     raw: the row's mean score in per cent, or its mean divergence in nats.
-    full, chance: the same mean for the full cache and for random tokens.
+    full: the same mean for the full cache.
+    chance: the same mean for random tokens.
     n: the number of prompts.
     """
 
@@ -68,8 +70,9 @@ class RowScore:
     """A row of the card.
 
     parts: the row's score in each part, by the part's name.
-    mean, ci: the mean of S over the measurable parts, with its 95 % interval; None if no part is measurable.
-    worst: the part with the lowest S.
+    mean: the mean of S over the measurable parts; None if no part is measurable.
+    ci: the 95 % interval of ``mean``; None if a part has none.
+    worst: the part with the lowest S; '' if no part is measurable.
     bytes: the cache's bytes after the prompt, in per cent of the full cache's at 16 bits.
     unchanged: the share of prompts whose tokens, bytes and answers are the full cache's.
     pages: the shares of a prompt's pages that an engine could free.
@@ -91,7 +94,7 @@ class RowScore:
 
     @property
     def nothing_compressed(self) -> bool:
-        """Tell whether the row equals the full cache on nearly all prompts, so that its score says nothing."""
+        """True if the row equals the full cache on nearly all prompts. Its score then says nothing."""
         return self.unchanged >= UNCHANGED
 
 
@@ -133,6 +136,7 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
 
 def _ranking_key(entry: RowScore) -> tuple[bool, int, float]:
     """Return the sort key by rank, rows of one rank by mean, and rows without a meaningful mean last."""
+    # zeros stand in for None, which cannot be compared with numbers
     return entry.rank is None, entry.rank or 0, -(entry.mean or 0.0)
 
 
@@ -159,7 +163,9 @@ def _score_row(
     """Return a row's entry on the card.
 
     full: the full cache's samples by part.
-    own, low, high: the scores of the row, of random tokens and of the full cache.
+    own: the row's scores.
+    low: the scores of random tokens, which are S = 0.
+    high: the scores of the full cache, which are S = 100.
     """
     parts: dict[str, PartScore] = {}
     pairs: list[tuple[Sample, Sample]] = []
@@ -212,7 +218,8 @@ def by_prompt(
         scores: dict[str, float] = {}
         for example_id, sample in sorted(of_column.items()):
             if part.measure == KL:
-                nats = max(mean_divergence(sample), floor) if not is_full else floor
+                # the floor also keeps the logarithm finite: equal distributions have a divergence of 0
+                nats = floor if is_full else max(mean_divergence(sample), floor)
                 scores[example_id] = -log(nats)
             elif sample.score is not None:
                 scores[example_id] = sample.score
@@ -235,7 +242,9 @@ def mean_divergence(sample: Sample) -> float:
 def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = False) -> PartScore:
     """Compute a row's score in one part, over the prompts that the row, ``chance`` and ``full`` have.
 
-    chance, full: the scores of random tokens (S = 0) and of the full cache (S = 100).
+    row: the row's scores.
+    chance: the scores of random tokens, which are S = 0.
+    full: the scores of the full cache, which are S = 100.
     divergence: True if the scores are -ln KL.
     """
     pairs: list[NDArray[np.float64]] = []
@@ -249,6 +258,7 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
         gap = full_scores - chance_scores
         pairs.append(np.stack([own_scores - chance_scores, gap], axis=1))
         gaps.append(gap)
+    # an empty share has neither S nor an interval
     share = stats.ratio_of_means(pairs) if is_measurable(gaps) else stats.Share()
     return PartScore(
         retained=share.point,
@@ -261,13 +271,14 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
 
 
 def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
-    """Tell whether the full cache scores above random tokens, even at the lower end of their difference's interval.
+    """Return True if the full cache scores above random tokens, even at the lower end of the difference's interval.
 
     Without that gap, the share of it that a method retains says nothing.
 
     gaps: for each task an array [n] with the full cache's score minus that of random tokens for each prompt.
     """
-    mean, interval = stats.mean_over_tasks(gaps, None)
+    # gaps of divergences have no bounds
+    mean, interval = stats.mean_over_tasks(gaps, bounds=None)
     if interval is None:
         # without an interval, all gaps are equal or there are too few of them; enough equal gaps above 0 are a gap
         return mean > 0 and sum(map(len, gaps)) >= stats.FEWEST
@@ -302,13 +313,15 @@ def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | Non
 def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartScores) -> PartScores:
     """Return a row's scores in its measurable parts, divided by each part's gap between full cache and random tokens.
 
-    own, low, high: the scores of the row, of random tokens and of the full cache.
+    own: the row's scores.
+    low: the scores of random tokens.
+    high: the scores of the full cache.
     """
     scaled_parts: dict[str, Scores] = {}
     for name, part in entry.parts.items():
         if part.retained is None:
             continue
-        # full - random of the part, the unit of its scores
+        # full - random of the part, the unit of its scores; it is above 0, since the part is measurable
         gap = fmean(fmean(high[name][column].values()) - fmean(low[name][column].values()) for column in own[name])
         scaled = {}
         for column, scores in own[name].items():
@@ -320,7 +333,9 @@ def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartSco
 def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
     """Count the rows that are better than ``own`` by an interval, without rows that compressed nothing.
 
-    others, entries: the scores of all rows of the budget, and the rows themselves in the same order.
+    own: the row's scores in gaps (``_in_gaps``).
+    others: the scores of all rows of the budget in gaps, also those of the row itself, which is not better than itself.
+    entries: the rows of the budget, in the order of ``others``.
     """
     count = 0
     for other, entry in zip(others, entries, strict=True):
@@ -330,7 +345,7 @@ def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequen
 
 
 def _is_ahead(a: PartScores, b: PartScores) -> bool:
-    """Tell whether row ``a`` is better than row ``b`` by an interval, over the parts and prompts that both have."""
+    """Return True if row ``a`` is better than row ``b`` by an interval, over the parts and prompts that both have."""
     # the differences between both rows on each prompt, by part and task
     parts = []
     for part in a:
@@ -358,8 +373,11 @@ def problems_of_controls(scored: Sequence[RowScore]) -> list[str]:
 class BelowNegative:
     """A part and budget in which a row is worse than the negative control by their intervals.
 
-    name, role, retained: the row, its role and its score S.
-    negative, negative_retained: the negative control and its score S.
+    name: the row.
+    role: the row's role.
+    retained: the row's score S in the part.
+    negative: the negative control.
+    negative_retained: the negative control's score S in the part.
     """
 
     name: str
@@ -371,6 +389,7 @@ class BelowNegative:
     negative_retained: float
 
     def __str__(self) -> str:
+        """Return the message that names the place and both scores."""
         return (
             f"{self.part} at 1/{self.budget}: {self.name} ({self.retained:.0f}) is below the negative control "
             f"{self.negative} ({self.negative_retained:.0f})"

@@ -84,7 +84,8 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
         settings = {"results": temporary, "model": rows[0]["model"]}
         groups: dict[str, dict[str, Group]] = {}
         try:
-            run = plan.prepare(suite, [], {}, settings)
+            # without methods of a user, the suite's own controls plan all prompts
+            run = plan.prepare(suite, methods=[], options={}, settings=settings)
         except MissingData:
             # the open division has no lock: without texts nobody knows its prompts
             if not without_texts or rows[0].get("division") != CLOSED:
@@ -101,7 +102,7 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
             samples.append(_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
         # if samples are missing or of another suite, the numbers computed from them would only repeat these problems
         if not checked.problems:
-            controls = plan.list_rows(suite, [], {}, settings)
+            controls = plan.list_rows(suite, methods=[], options={}, settings=settings)
             _check_controls(rows, controls, checked)
             _check_methods(suite, rows, controls, settings=settings, store=store, checked=checked)
             _check_facts(rows, samples, store, checked)
@@ -120,6 +121,7 @@ def _row_samples(
 ) -> dict[str, PartSamples]:
     """Return a row's samples by part, column and example, and score its answers again.
 
+    row: a line of results.jsonl, which names the results.
     expected: the hashes that the results must have.
     groups: the planned tasks; without a task's texts its answers are counted as unscored.
     checked: the findings, to which differences and missing samples are added as problems.
@@ -276,15 +278,16 @@ def _method_of(chain: Mapping[str, Any]) -> dict[str, Any]:
     A later revision of a stage is no other method.
     """
     stages = [(stage["id"], stage["knobs"]) for stage in chain["stages"]]
+    # a stored identity comes from JSON, which has lists for tuples: a planned one must be equal to it
     return dict(json.loads(json.dumps({"stages": stages, "per": chain["per"]})))
 
 
 def _identities(row: Line, store: ResultStore) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (part, column, identity) of each result of a row."""
+    """Yield (part, column, identity) of each result of a row. All results must be in the store."""
     for part, columns in row["results"].items():
         for column, cell_id in columns.items():
             record = store.cell(cell_id)
-            assert record is not None, "missing results are problems before"
+            assert record is not None, "a missing result is a problem that ends the check earlier"
             yield part, column, record.identity
 
 
@@ -303,10 +306,12 @@ def _check_results(
 
 def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) -> None:
     """Add to the problems a row of a method that is not here, if its results are not of the stages that it names."""
+    # a row's name is its stages' ids with plus signs between them, and then the options
     named = sorted(row["name"].split(" ")[0].split("+"))
     for _, column, identity in _identities(row, store):
         if sorted(stage["id"] for stage in identity["chain"]["stages"]) != named:
             checked.problems.append(f"{label} on {column}: the result is of another method")
+    # JSON may hold nan, which is not above any number but must be refused, too
     if not row["bytes"] <= MOST_BYTES * 100 / row["budget"]:
         checked.problems.append(f"{label}: it holds {row['bytes']} % of the bytes")
 

@@ -99,7 +99,7 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
             extended_folders.add(file.path.parent)
 
     def is_extended(file: Predictions) -> bool:
-        """Tell whether a file's answers belong to LongBench-E."""
+        """Return True if a file's answers belong to LongBench-E."""
         if file.dataset not in TASKS or not TASKS[file.dataset].extended:
             return False
         if split != "auto":

@@ -102,6 +102,7 @@ def read_length(row: FileRow) -> int | None:
     value = row.values.get("length")
     if value in (None, ""):
         return None
+    # -1, which is refused below, stays for a value that is no number
     number = -1
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         # pandas writes whole numbers of a column with gaps as 1024.0; int() fails on nan and on infinity

@@ -49,11 +49,15 @@ class ImportedDistance:
     path: the file that was read.
     program: LLAMA or REFRACT.
     label: the row as the file names it.
-    kl_mean, error: the mean divergence and its standard error.
+    kl_mean: the mean divergence.
+    error: the standard error of ``kl_mean``.
     percentiles: divergences by the percentile's name, such as ``99.9%``.
     top1: the share of equal first choices in per cent.
-    ppl, ppl_ratio: the perplexity, and its ratio to the reference's.
-    chunks, context: the number of windows, and the tokens of a window.
+    ppl: the perplexity.
+    ppl_ratio: the perplexity over the reference's.
+    chunks: the number of windows.
+    context: the tokens of a window.
+    model: the model as the file names it; '' if it names none.
     sha256: the digest of the file's text.
     """
 

@@ -98,14 +98,17 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 
 
 def _is_longbench(path: Path) -> bool:
+    """Return True for any JSON Lines file."""
     return path.suffix == ".jsonl"
 
 
 def _is_lm_eval(path: Path) -> bool:
+    """Return True for a file with the samples of lm-evaluation-harness."""
     return path.suffix == ".jsonl" and path.stem.startswith("samples_")
 
 
 def _is_kvpress(path: Path) -> bool:
+    """Return True for any CSV, and for a JSON file named as kvpress's predictions."""
     return path.suffix == ".csv" or (path.suffix == ".json" and path.stem.startswith("predictions"))
 
 
@@ -119,7 +122,7 @@ LAYOUTS = (
 
 
 def is_unrelated(path: Path) -> bool:
-    """Tell whether a ``.csv`` file holds no answers.
+    """Return True for a ``.csv`` file without answers.
 
     Such a file has another name than kvpress's predictions, and no column of answers.
     """
@@ -131,6 +134,7 @@ def is_unrelated(path: Path) -> bool:
         with path.open("rb") as lines:
             return PREDICTION.encode() not in lines.readline()
     except OSError:
+        # a file that cannot be read is an error, which its reader reports
         return False
 
 

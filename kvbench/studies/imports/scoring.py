@@ -144,7 +144,7 @@ def _buckets(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Buck
     """Yield the scores in each of LongBench-E's ranges of length; nothing for other predictions."""
     if not predictions.extended:
         return
-    # ``check_answers`` has refused answers of LongBench-E without a length
+    # ``check_answers`` has refused answers of LongBench-E without a length, so the 0 is never taken
     ranges = [longbench.length_bucket(answer.length or 0) for answer in predictions.answers]
     for name, _ in longbench.BUCKETS:
         values = tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)

@@ -36,6 +36,7 @@ class PredictionSource:
     prompt: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise UsageError for an unknown prompt policy."""
         if self.prompt is not None and self.prompt not in entries("prompt"):
             raise unknown("prompt policy", self.prompt, entries("prompt"))
 
@@ -44,7 +45,8 @@ class Judgement(TypedDict):
     """A published value with its verdict, as ``--json`` prints it.
 
     value: the published value; None if the cell has no number.
-    certainty, flag: whether the value is suspect or repaired, and why (see published.Published).
+    certainty: the kind of the value's first flag: certain, suspect, repaired or missing.
+    flag: the kind and the reason, such as ``suspect: ...``; '' for a certain value.
     verdict: inside or outside our 95 % interval; None without a value or an interval.
     indicative: True if the conditions differ from the paper's, or are unknown.
     because: the reasons why the verdict is only indicative.
@@ -137,6 +139,7 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
         rows_by_paper.setdefault(paper, []).append((table, cells))
 
     def count_shared(row: tuple[str, dict[str, Published]]) -> int:
+        """Return how many of the scored datasets a row prints."""
         _, cells = row
         return len(datasets & cells.keys())
 
@@ -199,7 +202,7 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
 
 
 def _has_choice(setting: str) -> bool:
-    """Tell whether a row's setting (``key=value;key=value``) has a value that other rows may set differently.
+    """Return True if a row's setting (``key=value;key=value``) has a value that other rows may set differently.
 
     A value in WHOLE, such as the whole cache, leaves nothing to choose.
     """

@@ -36,12 +36,15 @@ KEYS = (
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """The values of KEYS; None for a key that was not given.
+    """The values of KEYS; None for a key without a default that was not given.
 
     code_sim: the backend of code similarity, levenshtein or difflib.
     split: the split of LongBench that the answers belong to: standard, e (LongBench-E), or auto.
     metric: the metric for datasets that are not LongBench's.
-    model, method, setting, prompt: the source of the answers.
+    model: the model that made the answers.
+    method: the method that made the answers.
+    setting: the method's settings; '' for none.
+    prompt: the entry of conf/prompt for the answers' prompts.
     results: the folder in which results are stored.
     """
 
@@ -211,6 +214,7 @@ def _read_predictions(
     order = list(longbench.TASKS)
 
     def place(entry: tuple[Predictions, str]) -> int:
+        """Return the sort key of predictions with their metric."""
         file, _ = entry
         if file.dataset in order:
             return order.index(file.dataset)

@@ -86,7 +86,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     if args.json:
         print(json.dumps(table.plain, indent=1, ensure_ascii=False))
     else:
-        # the parts of a table often have the same settings: print each line once, in order
+        # the runs behind a table often have the same settings: print each line once, in order
         notes = list(dict.fromkeys(report.settings for report in reports))
         notes += table.notes
         notes += reports[0].notes

@@ -51,7 +51,8 @@ def main(args: argparse.Namespace) -> int:
     if args.lock:
         planned_editions = {}
         for name in EDITIONS:
-            planned_editions[name] = plan.prepare(definition.load(args.suite, name), [], {}, {})
+            edition_suite = definition.load(args.suite, name)
+            planned_editions[name] = plan.prepare(edition_suite, methods=[], options={}, settings={})
         lock.write_lock(suite, planned_editions)
         print(definition.lock_path(suite.name))
         return 0
@@ -116,8 +117,8 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
     width = max(map(len, budgets))
     for name, shares in budgets.items():
         yield f"  {name:{width}}  {' '.join(shares)}"
-    total = 0.0
-    known = True
+    total_seconds = 0.0
+    is_total_known = True
     for part in run.parts:
         groups = forecast_run(part.run).groups
         done = sum(group.answers_done for group in groups)
@@ -126,16 +127,16 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
         seconds = [group.seconds for group in groups if group.answers_to_do]
         # a task without any answer has no measured speed, and then the sum is unknown
         if any(value is None for value in seconds):
-            known = False
+            is_total_known = False
         else:
             part_seconds = sum(value for value in seconds if value is not None)
-            total += part_seconds
+            total_seconds += part_seconds
             if seconds:
                 line += f", about {describe_duration(part_seconds)} left"
         yield line
-    if known and total:
-        yield f"together: about {describe_duration(total)} left"
-    elif not known:
+    if is_total_known and total_seconds:
+        yield f"together: about {describe_duration(total_seconds)} left"
+    elif not is_total_known:
         yield "The time left is known once each task has a few answers: run the suite, stop it, and ask again."
 
 
