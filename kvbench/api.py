@@ -109,6 +109,7 @@ def _chains(
         names = ", ".join(f"{name}=" for name in knobs)
         raise UsageError(f"{names} is not possible: a Chain has its options already. Make the Chain with them")
     try:
+        # the chains of the entries that are none yet, in order
         resolved_chains = iter(chains_of(entries_to_resolve, knobs, preset_values))
     except UsageError as error:
         raise presets.explain(error, preset) from None
@@ -171,6 +172,7 @@ def _end_tokens(eos_token_id: Any) -> frozenset[int]:
     try:
         ids = torch.as_tensor(eos_token_id).flatten().tolist()
     except (TypeError, ValueError, RuntimeError):
+        # None is no id, so the check below refuses the value
         ids = [None]
     if not all(map(is_whole, ids)):
         raise UsageError(f"eos_token_id={eos_token_id!r} is not possible: a token's id, or a list of ids")
@@ -205,7 +207,7 @@ def calibrate(
     path = Path(str(getattr(model.config, "_name_or_path", "")))
     session = Session(
         folder=Path(folder).expanduser(),
-        # a calibration of other weights, or of other positions, is another one
+        # other weights, or other positions, need a calibration of their own
         identity={"weights": digest_weights(model), "rope": getattr(model.config, "rope_parameters", None)},
         tokenizer=tokenizer,
         context=traits.context_length(model.config),
@@ -227,6 +229,7 @@ def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Seque
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
     # the cache itself stays as it is: several questions may branch from it
     extended = decode.extend_cache(model, cache, input_ids)
+    # a rolled chain's positions stay within the model's context
     if not cache.chain.rolled:
         warn_beyond_context(model, extended.seen, stacklevel=3)
     return extended
@@ -245,6 +248,7 @@ def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **kn
     """
     model_traits = traits.of_model(model)
     if model_traits.note:
+        # stacklevel 3: the caller's line, behind in_turn's
         warnings.warn(model_traits.note, stacklevel=3)
     (chain,) = _chains(model, [method], preset, knobs)
     chain.check_model(model_traits)

@@ -156,6 +156,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         generate = super()._model_generate
 
         def answer(cache: TransformersCache) -> torch.Tensor:
+            """Return the ids of the prompt and of its answer from this cache."""
             return generate(context, *args, **named_cache(cache), **kwargs)
 
         return self._answer_prompt(context[0], answer, torch.equal)
@@ -169,7 +170,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         # the places of the requests with one context
         by_context: dict[tuple[int, ...], list[int]] = {}
         for i, ((context, continuation), ids, forced) in enumerate(requests):
-            # cut the context as hf does: the last token is predicted but not read
+            # cut the context at its start as hf does: the last token of the continuation is predicted but not read
             start = max(0, len(ids) + len(forced) - self.max_length - 1)
             if not context or start >= len(ids):
                 raise UsageError(
@@ -217,6 +218,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         states_before = _random_states()
         with self._cache(ids, self.chain) as cache:
             result = answer(cache)
+            # ``answer`` has read the prompt, and reading it measures the cache
             assert cache.measured is not None
             self.measured.setdefault(self.task, []).append(cache.measured)
             unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
@@ -246,6 +248,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         """Return how many tokens of a prompt [n] end before the separator's last occurrence."""
 
         def characters(n: int) -> int:
+            """Return the length of the text of the first n tokens."""
             return len(self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False))
 
         # -1 where the text has no separator: then no number of tokens ends before it

@@ -75,6 +75,7 @@ def read_clocks(device: torch.device) -> dict[str, str]:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
+    # one line for the card, with a value for each of GPU_FACTS in their order
     values = [part.strip() for part in result.stdout.split(",")]
     return dict(zip(GPU_FACTS, values, strict=False))
 

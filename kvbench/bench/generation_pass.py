@@ -64,7 +64,7 @@ class Pass:
 
     @property
     def integrated(self) -> bool:
-        """Return True if most steps were interpolated and did not run."""
+        """True if most steps were interpolated and did not run."""
         return self.sampled is not None
 
 
@@ -94,7 +94,7 @@ def run(
         cache_bytes = _bytes_held(caches)
         prefill_s = sum(cache.prefill_s for cache in caches)
         compress_s = sum(cache.compress_s for cache in caches)
-        # all steps are one stretch, unless only samples of them run
+        # all steps are one stretch, unless only samples of them run; the prompt gives the first of the new tokens
         starts, width = [0], new - 1
         sampled_starts = None
         if sample is not None and can_be_lengthened(caches):
@@ -150,8 +150,10 @@ def run(
 class _Prompts:
     """Prompts that were read and compressed.
 
+    caches: the compressed cache of each prompt.
     tokens: the first token of each answer [B, 1].
-    seconds, attention: the time that all prompts took, and the part of it in attention.
+    seconds: the time that all prompts took.
+    attention: the part of ``seconds`` in attention; 0 if attention is not timed.
     """
 
     caches: list[PromptCache]
@@ -177,7 +179,8 @@ class _Decoded:
 
     tokens: the first token and that of each step [B, 1 + steps].
     steps: the time of each step, by its own marks.
-    seconds, attention: the time around all steps, with what lies between them, and the part of it in attention.
+    seconds: the time around all steps, with the time between them.
+    attention: the part of ``seconds`` in attention; 0 if attention is not timed.
     """
 
     tokens: Tensor

@@ -33,6 +33,9 @@ SCORED_QUERIES = 512
 class MeasuredLayers:
     """The bytes held over all layers, and the bytes by formula for the tokens kept.
 
+    held: the bytes held.
+    payload_formula: the bytes of keys and values by formula, in the number type that was built.
+    overhead_formula: the bytes of everything beside them by formula, in the same number type.
     tokens: tokens per stored head, on average over the layers that methods compress.
     made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
     total16: the bytes by formula at 16 bits.
@@ -49,12 +52,12 @@ class MeasuredLayers:
 
     @property
     def off(self) -> int:
-        """Return how many bytes are held beyond the formulas."""
+        """The number of bytes held beyond the formulas. It is negative if fewer are held."""
         return self.held.total - self.payload_formula - self.overhead_formula
 
     @property
     def agrees(self) -> bool:
-        """Return True if payload and overhead each equal their formula."""
+        """True if payload and overhead each equal their formula."""
         return (self.held.payload, self.held.overhead) == (self.payload_formula, self.overhead_formula)
 
 
@@ -75,9 +78,11 @@ def random_layer(
     head_dim = shape.head_dim
 
     def draw_normal(*size: int) -> torch.Tensor:
+        """Return normal random numbers of this shape, in the number type of the cache."""
         return torch.randn(*size, generator=generator).to(device, dtype)
 
     def draw_attention_sums() -> torch.Tensor:
+        """Return a random number in [0, 1) for each query head and token: the attention that the token got."""
         return torch.rand(shape.query_heads, rows, generator=generator).to(device)
 
     # one generator serves all draws, so their order is part of the result
@@ -96,6 +101,7 @@ def random_layer(
         n_layers=shape.layers,
         n=rows,
         scale=1 / math.sqrt(head_dim),
+        # in place of the checksum of a prompt's tokens, of which there are none here
         prompt=index,
         last_q=last_queries,
         first_q=first_queries,
@@ -108,6 +114,7 @@ def random_layer(
         positions=positions,
     )
     keys_and_values = _random_keys_and_values(shape.kv_heads, rows, (shape.head_dim, shape.value_dim), dtype)
+    # copies: every layer gets the same tensors, and no two layers of a cache may share a storage
     k, v = (x.to(device, copy=True) for x in keys_and_values)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
@@ -121,7 +128,7 @@ def _random_keys_and_values(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values [heads, n, channels], the same for every layer. They are copied before use.
 
-    channels: those of keys and those of values.
+    channels: the number of channels of keys, and of values.
     """
     generator = torch.Generator().manual_seed(0)
     k = torch.randn(heads, n, channels[0], generator=generator).to(dtype)
@@ -148,8 +155,8 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
     """Build and compress one layer of each kind. Return (its number, its cache, how many layers are of its kind).
 
-    Layers are of one kind if they must keep the same tokens, read as many and have the same leading heads. If the
-    chain divides one budget over all layers, every layer is built.
+    Layers are of one kind if they must keep the same tokens, read as many, have the same leading heads and store as
+    many bytes for a token. If the chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
         # every layer's choice depends on all others, so no layer can stand for another

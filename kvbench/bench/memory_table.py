@@ -61,7 +61,7 @@ class ByteSums:
 
     @property
     def total(self) -> int:
-        """Return the bytes of payload and overhead."""
+        """The bytes of payload and overhead."""
         return self.payload + self.overhead
 
 
@@ -88,7 +88,7 @@ class Account:
 
     @property
     def sums(self) -> ByteSums | None:
-        """Return the measured sums if a cache was built, else those by formula."""
+        """The measured sums if a cache was built, else those by formula, which may be None."""
         if self.measured is None:
             return self.formula
         cache_bytes = self.measured.held
@@ -150,26 +150,27 @@ def default_methods() -> list[str]:
     return names
 
 
-def account_for(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
+def account_for(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
     """Return the account of one chain at a prompt of n tokens. Build a cache if ``build`` and memory allow it."""
     # None means that the prompt's text decides how many tokens stay
-    declared = bytes_declared(c.chain, shape, n, dtype.itemsize)
+    declared = bytes_declared(entry.chain, shape, n, dtype.itemsize)
     formula = None
     if declared is not None:
         formula = ByteSums(tokens=declared.tokens, payload=declared.payload, overhead=declared.overhead)
     measured, why = None, ""
     if build:
-        measured, why = _measure_if_possible(c, shape, n, dtype)
+        measured, why = _measure_if_possible(entry, shape, n, dtype)
     if formula is None and measured is None:
+        # without ``build`` there is no other reason, and nothing stands behind the semicolon
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
     # shares are at 16 bits, as in papers, whatever number type was asked for
     total16 = None
     if measured is not None:
         total16 = measured.total16
-    elif (declared16 := bytes_declared(c.chain, shape, n, HALF)) is not None:
+    elif (declared16 := bytes_declared(entry.chain, shape, n, HALF)) is not None:
         total16 = declared16.total
     return Account(
-        method=c.label,
+        method=entry.label,
         n=n,
         full=shape.full_bytes(n, dtype.itemsize),
         measured=measured,
@@ -180,18 +181,20 @@ def account_for(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build:
     )
 
 
-def _measure_if_possible(c: ChainConfig, shape: Shape, n: int, dtype: torch.dtype) -> tuple[MeasuredLayers | None, str]:
+def _measure_if_possible(
+    entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype
+) -> tuple[MeasuredLayers | None, str]:
     """Return (the layers of one chain, ''), or (None, why they were not built)."""
-    need = working_bytes(c.chain, shape, n, dtype.itemsize)
+    need = working_bytes(entry.chain, shape, n, dtype.itemsize)
     if need > room_for_layer():
         return None, LAYERWISE.format(need=need / 2**30)
     try:
-        return measure_bytes(c.chain, shape, n, dtype), ""
+        return measure_bytes(entry.chain, shape, n, dtype), ""
     except KvbenchError as error:
         return None, str(error)
     except Exception as error:
         # kvbench's own errors must not hide in a row; a user's method costs only its row
-        if not c.chain.foreign:
+        if not entry.chain.foreign:
             raise
         return None, f"failed: {type(error).__name__}: {error}"
 
@@ -202,7 +205,10 @@ def room_for_layer() -> float:
 
 
 def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
-    """Return as text the tables of bytes and of pages freed of rows with the same n, and the notes below them.
+    """Return as text the tables of bytes and of pages freed, and the notes below them.
+
+    rows: the accounts of methods at one prompt size, on one model.
+    notes: further notes.
 
     Columns that are all empty are left out, and so are methods that free no page.
     """

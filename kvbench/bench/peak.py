@@ -64,8 +64,11 @@ def watch_memory(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | 
 
 
 def find_largest_batch(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
-    """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row fits."""
-    # low rows fit; high rows do not fit, or exceed the limit
+    """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row fits.
+
+    fits: whether a batch of so many rows fits. Larger batches than one that does not fit must not fit either.
+    """
+    # invariant of the bisection: low rows fit, high rows do not fit or exceed the limit
     low, high = 0, 1
     while high <= most and fits(high):
         low, high = high, 2 * high
@@ -106,6 +109,7 @@ def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, promp
     with adapted(model, chain), attached(model):
         can_skip = can_be_lengthened(caches)
         seen = caches[0].seen
+        # the prompt gives the first token, so new tokens take new - 1 steps
         batch = build(model, give_up_caches(caches), workload.new - 1)
         if can_skip:
             # the last of new - 1 steps runs over the longest cache
@@ -225,7 +229,8 @@ def ask_child(
         answer: PeakAnswer = reader.recv()
     except EOFError:
         process.join()
-        # a signal ended it: the kernel's, for lack of memory, or after an allocation that C++ could not make
+        # a negative exit code is a signal: the kernel's, for lack of memory, or after an allocation that C++ could not
+        # make
         if process.exitcode is not None and process.exitcode < 0:
             answer = {"oom": True}
         else:
@@ -258,6 +263,7 @@ def _answer_request(request: PeakRequest) -> PeakAnswer:
     except Exception as error:
         if is_out_of_memory(error):
             return {"oom": True}
+        # the reason in a row is one line
         return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
 
 

@@ -105,6 +105,7 @@ def _with_kvpress(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     previous = dict(ALL_ATTENTION_FUNCTIONS)
     try:
         kvpress = import_module("kvpress")
+        # a second import does nothing, so after an earlier use the wrapping is repeated here
         if dict(ALL_ATTENTION_FUNCTIONS) == previous:
             kvpress.patch_attention_functions()
         with kvpress.SnapKVPress(compression_ratio=RATIO)(model):
@@ -126,6 +127,7 @@ def _with_offload(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     with tempfile.TemporaryDirectory() as folder:
         if device.type == "cuda":
             accelerate.cpu_offload(model, execution_device=device)
+            # the weights have left the device, and must not count in the peak of generation
             release()
             torch.cuda.reset_peak_memory_stats(device)
         else:

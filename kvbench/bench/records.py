@@ -64,6 +64,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         size = f.seek(0, os.SEEK_END)
         if size:
             f.seek(size - 1)
+            # a whole line ends with a newline: this one's process was killed while writing it
             if f.read(1) != b"\n":
                 intact, newline, _ = path.read_bytes().rpartition(b"\n")
                 f.truncate(len(intact) + len(newline))

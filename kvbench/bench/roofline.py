@@ -27,7 +27,8 @@ def step_roofline(
     ``step`` is the mean time of a step in seconds, for ``batch`` rows whose caches hold ``cache_bytes``. The result
     has:
 
-    weights, cache: the bytes that the step reads.
+    weights: the bytes of weights that the step reads.
+    cache: the bytes of the cache that the step reads.
     written: the bytes that the step writes, one new token for each row.
     bandwidth: the bytes that a large copy reads and writes in a second.
     moved: weights + cache + written.
@@ -38,7 +39,8 @@ def step_roofline(
     shape = shape_of(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # each row's new token counts as exact keys and values in the model's number type; states are written anew
+    # each row's new token counts as exact keys and values in the model's number type. ``full_bytes`` counts the states
+    # of one text, but every row writes states of its own anew
     states = shape.state_bytes(itemsize)
     written = shape.full_bytes(batch, itemsize) - states + batch * states
     moved = weights + cache_bytes + written

@@ -37,7 +37,7 @@ class Sampled:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of all steps.
+        """The seconds of all steps.
 
         The time of a step lies on the straight line between the middles of the stretches around it. The first and the
         last line also hold for the steps before and after.
@@ -107,7 +107,7 @@ def lengthen(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
     """Add ``tokens`` random tokens to every row of ``batch``, without the model."""
     if tokens < 1:
         return
-    size = from_config(model.config)
+    shape = from_config(model.config)
     for layer in batch.with_keys:
         stored = [rows for _, rows in layer.formats]
         # rows that evict hold equally many tokens at every length
@@ -123,9 +123,10 @@ def lengthen(model: PreTrainedModel, batch: BatchLayers, tokens: int) -> None:
         assert not packing, "packed rows beside others: a benchmark's rows are of one combination"
         # draw in chunks, so that the random numbers take little memory beside the cache
         for first in range(0, tokens, CHUNK):
-            kv_heads, key_dim, value_dim = size.kv_heads, size.head_dim, size.value_dim
+            kv_heads, key_dim, value_dim = shape.kv_heads, shape.head_dim, shape.value_dim
+            # layers with a sliding window may have other heads; their keys and values have one size
             if layer.local:
-                kv_heads, key_dim = size.local_heads
+                kv_heads, key_dim = shape.local_heads
                 value_dim = key_dim
             # [rows, kv heads, tokens], followed by the channels of keys or of values
             sizes = (len(layer.next), kv_heads, min(CHUNK, tokens - first))

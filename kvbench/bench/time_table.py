@@ -36,6 +36,7 @@ def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]
         # rows that were not run are explained only in the notes
         if row["status"] == NOT_RUN:
             continue
+        # None: the largest batch was to be found, and the row ended before it was
         cells = [_label_of_row(row), str(row["batch"] or "max")]
         if row["status"] == MEASURED:
             measured.append((row, base_row))
@@ -171,13 +172,13 @@ def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
 
 
 def _seconds_text(s: float) -> str:
-    """Return a time with its unit: seconds from 1 s on, else milliseconds."""
+    """Return a time in seconds as text with its unit: s from 1 s on, else ms."""
     unit = "s" if s >= 1 else "ms"
     return f"{_plain_number(s)} {unit}"
 
 
 def _plain_number(s: float) -> str:
-    """Return the number alone, in the unit of ``_seconds_text``: seconds from 1 s on, else milliseconds."""
+    """Return the number of a time in seconds without its unit: in seconds from 1 s on, else in milliseconds."""
     if s >= 1:
         return f"{s:.2f}"
     milliseconds = 1000 * s

@@ -48,9 +48,11 @@ class Settings:
 
     overrides: the arguments of the run that defines the chains, for child processes.
     facts: the machine, versions and model, for every row.
-    repeats, warmup: how many passes of each entrant are timed, and how many run before without being timed.
+    repeats: how many passes of each entrant are timed.
+    warmup: how many passes of each entrant run before, without being timed.
     sample: how many steps run at each cache length; None to run all.
     check: whether one full generation runs beside sampled ones.
+    seed: the seed of the random prompts and of the order of entrants.
     limit: GiB for the whole process; None for no limit.
     layers: how many layers the model is cut to; None for all.
     """
@@ -132,7 +134,10 @@ class Trial:
     """The measurement of one entrant on one workload, as far as it has come.
 
     ask_process: measures memory in a process of its own, so that this process's other tensors do not count.
-    status, reason: MEASURED and "", or how and why the measurement ended early.
+    status: MEASURED, or how the measurement ended early.
+    reason: the reason why it ended early; '' for none.
+    peak: the peak of memory; None until it is measured.
+    passes: the timed passes so far.
     full: a pass in which every step ran, to check passes that run only samples of their steps; None without such a
     check.
     """
@@ -150,7 +155,7 @@ class Trial:
 
     @property
     def going(self) -> bool:
-        """Return True unless something has ended the trial."""
+        """True unless something has ended the trial."""
         return self.status == MEASURED
 
     def tell(self, text: str) -> None:
@@ -168,6 +173,7 @@ class Trial:
             if is_out_of_memory(error):
                 self.status, self.reason = OOM, ""
             else:
+                # the first line: the reason stands in a note of the table
                 self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
         # leave the except blocks first, so that no traceback keeps the failed attempt's tensors alive
         release()
@@ -175,10 +181,8 @@ class Trial:
 
     def ask(self, what: str) -> PeakAnswer:
         """Measure in a child process and return its answer."""
-        label = self.entrant.name
-        if self.entrant.chain is not None:
-            # the name of a graph's row also says how it steps
-            label = self.entrant.chain.label
+        # the child finds a chain by its label: the name of a graph's row also says how it steps
+        label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
         return self.ask_process(
             what,
             self.settings.overrides,
@@ -266,7 +270,7 @@ class Trial:
         """Return the row of the trial. Its quantities are empty if it did not run to its end."""
         facts, batch = self.settings.facts, self.workload.batch
         row: Row = {
-            "key": "",  # set when the row is stored
+            "key": "",  # ``bench time`` sets it when it stores the row
             "method": self.entrant.name,
             "kind": "kvbench" if self.entrant.peer is None else "peer",
             "model": facts.get("model"),

@@ -28,7 +28,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        """Return the workload as it is written on the command line."""
+        """The workload as it is written on the command line."""
         rows = "max" if self.batch is None else str(self.batch)
         return f"{self.prompt}+{self.new}x{rows}"
 

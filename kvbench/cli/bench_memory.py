@@ -79,8 +79,9 @@ class MemoryResult(TypedDict):
 def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: bool, named: bool) -> MemoryResult:
     """Return the rows of one model at all prompt sizes. Print each table once it is ready, unless ``quiet``.
 
-    With ``build`` caches are built and their bytes compared with the formulas. Methods that have no meaning on the
-    model's cache are refused if the user has ``named`` them, and else left out.
+    build: whether caches are built and their bytes compared with the formulas.
+    named: whether the user has named the methods. Methods that have no meaning on the model's cache are then refused,
+        and left out otherwise.
     """
     import torch
 

@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the files that can be removed. With --yes, remove them."""
+    """Print the files that can be removed. With --yes, remove them. Return exit status 0."""
     from kvbench.report.listing import list_cells, read_filters
     from kvbench.store.store import LINK, ResultStore
     from kvbench.store.store_clean import carry_out, list_leftovers, list_removals
@@ -93,9 +93,8 @@ def _print_text(removals: Sequence[Removal], busy: Collection[str], folder: Path
         # every cell has a lock: locks are counted, not listed
         if removal.kind == "lock":
             continue
-        kind = removal.kind
-        if kind == "cell":
-            kind = "result"
+        # users know a cell as a result
+        kind = "result" if removal.kind == "cell" else removal.kind
         print(f"{kind:<10} {removal.path.relative_to(folder)}: {removal.about}")
     for cell in busy:
         print(f"left alone {cell}: it is being measured now")

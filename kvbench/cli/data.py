@@ -239,11 +239,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     for name in ids:
         if name not in sources:
             raise unknown("dataset", name, sources, listed_by="kvbench list datasets")
-    lock: fetch.Lock = {}
-    folder = None
-    if root:
-        lock = fetch.read_lock(root)
-        folder = str(root)
+    lock: fetch.Lock = fetch.read_lock(root) if root else {}
     report = []
     changed_files = []
     for name in ids or sources:
@@ -262,7 +258,8 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
             record["state"] += f"; {instead}{REPLACED}"
         report.append(record)
     if as_json:
-        print(json.dumps({"root": folder, "datasets": report}, indent=1, ensure_ascii=False))
+        root_text = str(root) if root else None
+        print(json.dumps({"root": root_text, "datasets": report}, indent=1, ensure_ascii=False))
     else:
         _print_table(report, root, sources)
     for changed_file in changed_files:

@@ -24,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the chosen cells and print the names of the files."""
+    """Write the chosen cells and print the names of the files. Return exit status 0."""
     from kvbench.report.listing import FILTERS, read_filters
     from kvbench.store.store import ResultStore
 
@@ -45,7 +45,10 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
-    """Write a line of the open format for each cell that has a score; print the file's name."""
+    """Write a line of the open format for each cell that has a score; print the file's name. Return exit status 0.
+
+    options: ``output`` and the filters of cells.
+    """
     from kvbench.report import open_results
 
     path = Path(options.pop("output", open_results.NAME)).expanduser()
@@ -72,7 +75,10 @@ def _nothing_chosen(store: ResultStore) -> str:
 
 
 def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
-    """Write a folder for each model, method and length; print their names."""
+    """Write a folder for each model, method and length; print their names. Return exit status 0.
+
+    options: ``output``, ``name`` and the filters of cells.
+    """
     from kvbench.report import export_kvpress
     from kvbench.report.listing import list_cells
 

@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the lists asked for, or an overview of all."""
+    """Print the lists asked for, or an overview of all. Return exit status 0."""
     from kvbench.cli.runs import runs_table
     from kvbench.report.listing import FILTERS, list_cells, read_filters
     from kvbench.store.store import ResultStore
@@ -193,7 +193,7 @@ def _one_line(start: str, text: str) -> str:
     text = text.replace("``", "").rstrip(".")
     if len(text) > room:
         end = max(text.rfind(mark, 0, room) for mark in (". ", "; "))
-        # a name alone would say too little
+        # end is -1 without an end of a sentence; a sentence shorter than a third of the line would say too little
         if end > room // 3:
             text = text[:end]
     return f"{start} {shorten(text, room, placeholder=' ...')}"
@@ -239,7 +239,7 @@ def _list_items(kind: str, results: Path) -> list[ListItem]:
     if kind in LISTINGS:
         records = load_plugin("list", kind)(results)
         return [ListItem(record["id"], record["about"], record) for record in records]
-    # the other kinds are groups of conf/, which have names in the singular
+    # the other two kinds, datasets and models, are groups of conf/, which have names in the singular
     items = _entry_items(kind.removesuffix("s"))
     states = _dataset_states() if kind == "datasets" else _model_states()
     return [replace(item, state=states.get(item.id, MISSING)) for item in items]
@@ -252,6 +252,7 @@ def _dataset_states() -> dict[str, str]:
     try:
         root = source.data_root(None)
     except UsageError:
+        # the environment names a folder that is not there: no dataset is here, but a list must not fail
         root = None
     lock = fetch.read_lock(root) if root else {}
     states = {}

@@ -70,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
         return 1
     except Exception as error:
+        # any error must end in a message; a missing optional package is the user's to install
         package = ""
         if isinstance(error, ModuleNotFoundError):
             package = str(error.name).partition(".")[0]
@@ -99,7 +100,7 @@ class CommandParser(argparse.ArgumentParser):
 def _check_verb(arguments: Sequence[str]) -> None:
     """End the process with status 2, and a question which verb was meant, if the first argument is a word and no verb.
 
-    Without arguments, it prints the verbs.
+    Without arguments, print the verbs and end it with the same status.
     """
     if not arguments:
         print(CommandParser(usage="kvbench [-h] [--version] COMMAND ...").format_help(), end="", file=sys.stderr)
@@ -129,16 +130,17 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     for verb, entry in VERBS.items():
         module = import_module(entry["module"])
-        sub = verbs.add_parser(
+        verb_parser = verbs.add_parser(
             verb,
             description=entry["about"],
             epilog=fold_help(entry["help"]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler="resolve",  # a verb may have a --help of its own
         )
-        module.arguments(sub)
-        sub.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
-        sub.set_defaults(verb_module=module)
+        module.arguments(verb_parser)
+        verb_parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
+        verb_parser.set_defaults(verb_module=module)
+    # argparse's own message for an unknown verb would list all of them
     _check_verb(arguments)
     parsed, extra = parser.parse_known_args(arguments)
     if extra:

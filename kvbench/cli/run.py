@@ -21,7 +21,7 @@ class Help(argparse.Action):
     """Print the verb's help, or the keys that a topic behind --help names, and stop."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: object, values: Any, option: object = None) -> None:
-        """Print the help. An argument of the form ``key=value`` behind --help is no topic."""
+        """Print the help and end the process. An argument of the form ``key=value`` behind --help is no topic."""
         try:
             if values and "=" not in values:
                 print(_help_text(values), end="")
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
 
         return verb.main(args)
     requests = words.read(args.overrides, args.multirun)
-    # under -m there is one: only one model can be swept
+    # several models give several requests; with -m, which a launcher belongs to, only one model is possible
     launchers.check_launcher(requests[0])
     from kvbench.plan import config, run_plan
     from kvbench.run import experiment

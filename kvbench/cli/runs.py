@@ -85,6 +85,7 @@ def _break_text(text: str, at: str) -> list[str]:
     lines: list[str] = []
     line = ""
     for i, part in enumerate(text.split(at)):
+        # the first part has no separator in front
         longer = f"{line}{at}{part}" if i > 0 else part
         if len(longer) <= WIDTH:
             line = longer

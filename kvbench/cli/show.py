@@ -31,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print stored results. Nothing is run."""
+    """Print stored results. Nothing is run. Return the exit status."""
     cells, options = keys.divide(args.overrides)
     if args.results is not None:
         options["results"] = args.results
@@ -82,17 +82,15 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     record = store.cell(cell_id)
     if record is None:
         raise UsageError(f"result {cell_id} was never started; it lies in {store.root}/cells")
-    samples = list(store.lines(cell_id).values())
     identity = record.identity
     cell_label = label_cell(identity, record.label)
     settings: dict[str, object] = {"model": record.model}
     settings |= list_settings(identity)
     refusal = store.refusal(cell_id)
     metrics = store.metrics(cell_id)
-    count = args.samples
-    if count is None:
-        count = DEFAULT_SAMPLES
-    samples = samples[:count]
+    # 0 is a number of answers, too: only None asks for the default
+    count = DEFAULT_SAMPLES if args.samples is None else args.samples
+    samples = list(store.lines(cell_id).values())[:count]
     if args.json:
         # later keys of one name replace earlier ones, in their place
         content = record.record()
@@ -102,6 +100,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
     print(f"result {cell_id}: {cell_label} on {record.column}")
+    # settings that the cell does not have are None or {}
     facts = [f"{key} {_plain_fact(value)}" for key, value in settings.items() if value not in (None, {})]
     print(_wrap_text(", ".join(facts)))
     for note in explain_budgets([cell_label]):
@@ -137,15 +136,15 @@ def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
         return
     # several answers may have been drawn for one prompt
     for answer in sample.get("draws", ()):
-        words = f"score {answer['score']}, {answer['new_tokens']} tokens"
-        print(_wrap_text(f"  answer    ({words}) {_abbreviate(answer['prediction'])}"))
+        numbers = f"score {answer['score']}, {answer['new_tokens']} tokens"
+        print(_wrap_text(f"  answer    ({numbers}) {_abbreviate(answer['prediction'])}"))
     if "draws" not in sample:
         print(_wrap_text(f"  answer    {_abbreviate(sample['prediction'])}"))
     print(_wrap_text(f"  reference {', '.join(map(_abbreviate, sample['answers']))}"))
 
 
 def _abbreviate(text: str) -> str:
-    """Return a text in quotes, of a long one its beginning and length."""
+    """Return a text in quotes; a text of more than LONGEST characters as its beginning and its length."""
     if len(text) <= LONGEST:
         return repr(text)
     return f"{text[:LONGEST]!r}... ({len(text):,} characters; --json has all)"

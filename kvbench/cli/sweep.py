@@ -23,7 +23,10 @@ from kvbench.run.wandb_logger import listeners
 
 
 def job(cfg: DictConfig) -> None:
-    """Measure one shard, in the folder that the sweep was started from."""
+    """Measure one shard, in the folder that the sweep was started from.
+
+    ``cfg`` is the configuration that Hydra composed for the job. Its ``words`` are those that the user typed.
+    """
     os.chdir(HydraConfig.get().runtime.cwd)
     # Hydra's own values of the sweep come behind the words that the user typed
     job_words = list(cfg.words)
@@ -56,10 +59,12 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
     except KvbenchError:
+        # its message is for the user already
         raise
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(f"the launcher cannot be set up: {config.flatten_hydra_error(error)}") from None
     except Exception as error:
+        # each launcher has its own errors for a job that ended early
         raise KvbenchError(
             f"a shard did not come to its end ({_cause_of_end(error)}). Finished answers are safe; run the same "
             "command again to measure the rest"
@@ -97,7 +102,6 @@ def _cause_of_end(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    reason = lines[0]
-    if "ray::" in reason:
-        reason = lines[-1]
+    # Ray's error begins with the worker's name, such as ray::..., and a traceback follows
+    reason = lines[-1] if "ray::" in lines[0] else lines[0]
     return f"{type(error).__name__}: {reason}"

@@ -91,13 +91,15 @@ def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, 
 
     As in llama.cpp's perplexity tool, only the second half of a window counts: predictions from ``scored_from`` on.
 
-    exact, logits: the logits [T, V] after each token with the exact cache and with the row's.
+    exact: the logits [T, V] after each token with the exact cache.
+    logits: the logits [T, V] after each token with the row's cache.
     """
     text = scored_text(example)
     assert text.scored_from is not None, "only windows of a long text are compared"
     targets = torch.tensor(text.ids[text.scored_from + 1 :])
     # the logits after token i predict token i + 1
     scored = slice(text.scored_from, len(text.ids) - 1)
+    # ``compare_logits`` takes a batch of rows; here it is one row
     (divergence,) = compare_logits(exact[scored], logits[None, scored], targets)
     losses = torch.nn.functional.cross_entropy(logits[scored].double(), targets, reduction="sum")
     # nobody has measured how far rounding alone moves llama.cpp's logits, so the floor is 0
@@ -145,7 +147,8 @@ def table(by_label: Mapping[str, FidelitySummary]) -> Table:
 
 
 def notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
-    """Return the notes below the table: how the numbers are computed, and over how much text."""
+    """Return the notes below the table of at least one row: how the numbers are computed, and over how much text."""
+    # all rows are compared on the same windows
     first = next(iter(by_label.values()))
     return [
         "KL: mean divergence of the next-token distribution from that of llama.cpp's own f16 cache, over the second "

@@ -56,7 +56,8 @@ ROUNDED_TO = 256
 class CacheType:
     """The settings with which llama.cpp stores a cache.
 
-    k, v: the types of keys and of values, names of CACHE_TYPES.
+    k: the type of keys, a name of CACHE_TYPES.
+    v: the type of values, a name of CACHE_TYPES.
     rotation: one of ROTATIONS: whether llama.cpp may rotate them.
     """
 
@@ -65,13 +66,14 @@ class CacheType:
     rotation: str = "on"
 
     def __post_init__(self) -> None:
+        """Raise UsageError for a type that llama.cpp does not have."""
         for name in (self.k, self.v):
             if name not in CACHE_TYPES:
                 raise unknown("cache type of llama.cpp", name, CACHE_TYPES)
 
     @property
     def label(self) -> str:
-        """Return the name of the row, such as ``llama.cpp q4_0`` or ``llama.cpp q8_0/q4_0 rotation=off``."""
+        """The name of the row, such as ``llama.cpp q4_0`` or ``llama.cpp q8_0/q4_0 rotation=off``."""
         types = f"{self.k}/{self.v}" if self.v != self.k else self.k
         if self.rotation == "off":
             types += " rotation=off"
@@ -168,7 +170,8 @@ class LlamaCpp:
         import llama_cpp
 
         context = self.model.ctx
-        # remove the answer's tokens first: only the prompt's are counted, as for kvbench's own rows
+        # remove the answer's tokens first: only the prompt's are counted, as for kvbench's own rows. The arguments are
+        # the sequence (0, the only one), its first position to remove, and its last one (-1 for the end)
         llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, tokens, -1)
         return int(llama_cpp.llama_state_seq_get_size(context, 0))
 
@@ -192,9 +195,7 @@ def set_rotation(setting: str) -> Iterator[None]:
     setting: one of ROTATIONS.
     """
     before = os.environ.get(NO_ROTATION)
-    os.environ[NO_ROTATION] = "0"
-    if setting == "off":
-        os.environ[NO_ROTATION] = "1"
+    os.environ[NO_ROTATION] = "1" if setting == "off" else "0"
     try:
         yield
     finally:

@@ -101,10 +101,12 @@ def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) ->
     try:
         yield writer
     except BaseException:
+        # Ctrl-C, too, ends the answers in the middle
         run.run.store.mark(cell, "interrupted", "the engine's answers ended in the middle")
         raise
     finally:
         writer.close()
+        # the store syncs the files of all writers that it lists, and this one is closed
         run.run.store.writers.pop(cell.id, None)
 
 

@@ -47,7 +47,7 @@ class Server:
             if os.environ.get(name):
                 key = os.environ[name]
                 break
-        # questions and the key go to this address alone: no redirects, and no proxy from the environment
+        # prompts and the key go to this address alone: no redirects, and no proxy from the environment
         http = openai.DefaultHttpxClient(follow_redirects=False, trust_env=False)
         self.client = openai.OpenAI(base_url=url, api_key=key, timeout=timeout_s, max_retries=RETRIES, http_client=http)
         # False once the server has refused to give log-probabilities; they are then no longer asked for
@@ -83,6 +83,7 @@ class Server:
         return Reply(text=text, new_tokens=new_tokens, seconds=seconds, first=first_choices)
 
     def close(self) -> None:
+        """Close the connection to the server."""
         self.client.close()
 
     def _list_models(self) -> list[str]:

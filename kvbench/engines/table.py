@@ -57,7 +57,8 @@ class TaskResult:
 
     n: the number of answers with a score.
     score: their mean in printed units; None without such answers.
-    delta, ci: the paired difference to the baseline in printed units, with its 95 % interval.
+    delta: the mean paired difference to the baseline in printed units; None for the baseline, and without pairs.
+    ci: the 95 % interval of ``delta``; None for fewer than FEWEST pairs.
     """
 
     column: str
@@ -87,7 +88,8 @@ class EngineResult:
     """One row of the table.
 
     mean: the mean score over tasks; None unless the row has answered the baseline's prompts.
-    delta, ci: the mean difference from the baseline over tasks, with its 95 % interval.
+    delta: the mean over tasks of the paired differences from the baseline; None if a task has none.
+    ci: the 95 % interval of ``delta``.
     bytes: the mean bytes of a prompt's cache as the engine reports them; None if it does not, and without a mean.
     empty: the number of empty answers.
     first: the comparison of its first tokens with the baseline's; None if an engine does not report them.
@@ -173,7 +175,8 @@ def _build_row(
 ) -> EngineResult:
     """Return one row of the table.
 
-    own, baseline: the stored answers of the row and of the baseline, by column.
+    own: the stored answers of the row, by column.
+    baseline: the stored answers of the baseline, by column.
     is_baseline: True if the row is the baseline itself, which is compared with nothing.
     """
     tasks: list[TaskResult] = []
@@ -272,7 +275,7 @@ def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) 
             # {text of a token: its ln p}: the key with the largest value is the first choice
             choice = max(theirs, key=theirs.__getitem__)
             same.append(max(ours, key=ours.__getitem__) == choice)
-            # a token that is not listed is at most as likely as the least likely listed one
+            # a token that is not listed is at most as likely as the least likely listed one, whose ln p stands for it
             changes.append(ours.get(choice, min(ours.values())) - theirs[choice])
     if not same:
         return None

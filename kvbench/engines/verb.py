@@ -101,6 +101,8 @@ def main(args: argparse.Namespace) -> int:
 def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
     """Return the values of KEYS, and the configuration of the run whose prompts the engine is asked.
 
+    One of the overrides must be ``engine=``.
+
     Raises UsageError for a key that is missing, or that has no meaning with the engine.
     """
     texts = parse_pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
@@ -201,6 +203,7 @@ def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: Cach
 
 def _longest_tokens(plan: RunPlan) -> int:
     """Return the number of tokens that a cache must hold: those of the longest text, or longest prompt with answer."""
+    # 1 for a plan without examples: a cache cannot be empty
     lengths = [1]
     for group in plan.groups:
         for example in group.examples:
