@@ -138,9 +138,9 @@ def generate(
 ) -> list[list[int]]:
     """Return greedy continuations, one list of token ids per cache, in order.
 
-    Each starts with the token that its prefill predicts and ends with an end-of-sequence token if it generates one,
-    as ``model.generate`` does. Caches of methods that leave the model unchanged run as rows of one batch. The caches
-    are not changed and can be used again.
+    A continuation starts with the token that the prompt's prefill predicts. It ends with an end-of-sequence token if
+    one is generated, as with ``model.generate``. Caches of methods that leave the model unchanged run as rows of one
+    batch. The caches are not changed and can be used again.
     """
     new = tokens_of("max_new_tokens", max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(entry, PromptCache) for entry in caches):
@@ -192,7 +192,7 @@ def calibrate(
 ) -> Chain:
     """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
-    ``method`` is an entry as in ``prefill``, and ``preset`` is as there. ``knobs`` are options of the method, such as
+    ``method`` and ``preset`` are an entry and a preset as in ``prefill``. ``knobs`` are options of the method, such as
     ``samples`` and ``tokens``. A Chain has its options already, and ``knobs`` beside it are refused.
 
     The calibration is computed at the first call and stored in ``folder``. ``text`` is your file. Without it
@@ -222,7 +222,7 @@ def calibrate(
 def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
     """Return a new cache that has also read ``input_ids``, for example a later question.
 
-    The appended tokens are kept exact. If the method packs or evicts while decoding, they are stored as those of an
+    The appended tokens are kept exact. If the method packs or evicts while decoding, it treats them as tokens of an
     answer.
     """
     if not isinstance(cache, PromptCache):

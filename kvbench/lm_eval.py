@@ -56,8 +56,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     preset: a paper of conf/preset; ``options`` are those of ``hf``, and the method's knobs (``kv_ratio=0.25``).
     separator: the text that begins the question. The prompt is compressed up to the last separator, and the question is
     read exactly behind it, so that the method cannot see it. Without a separator the whole prompt is compressed.
-    shared_prefix: the number of tokens of the pieces in which prompts are read. A prompt that begins with the same
-    pieces as the one before, such as few-shot examples, does not read these again.
+    shared_prefix: the number of tokens of the pieces in which prompts are read. Pieces with which the previous prompt
+    began, too, such as few-shot examples, are not read again. None: prompts are read whole.
     """
 
     def __init__(
@@ -223,6 +223,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             self.measured.setdefault(self.task, []).append(cache.measured)
             unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
         verdicts = self.unchanged.setdefault(self.task, [])
+        # once more prompts differ than UNCHANGED allows, the verdict on the task is settled without a second answer
         if unchanged and verdicts.count(False) <= (1 - UNCHANGED) * self.prompts[self.task]:
             # draw the same numbers for the second answer, and then go on as if it had not been given
             states_after = _random_states()

@@ -98,6 +98,7 @@ def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
         table = module.weight
         is_output_layer = output is not None and output.weight.data_ptr() == table.data_ptr()
         if not is_output_layer:
+            # a batch may have more rows than the embedding
             unread_rows = max(0, table.shape[0] - batch)
             total -= unread_rows * table.shape[1] * table.element_size()
     return total

@@ -26,7 +26,7 @@ def machine_facts(device: torch.device) -> dict[str, object]:
     name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
     # other processes slow measurements down; the stored load shows this later
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
-    result: dict[str, object] = {
+    facts: dict[str, object] = {
         "device": name,
         "processor": _processor_name(),
         "cores": os.cpu_count(),
@@ -40,10 +40,10 @@ def machine_facts(device: torch.device) -> dict[str, object]:
         "versions": _installed_versions(),
     }
     if on_gpu:
-        result["memory"] = torch.cuda.get_device_properties(device).total_memory
-        result["cuda"] = torch.version.cuda
-        result["clocks"] = read_clocks(device)
-    return result
+        facts["memory"] = torch.cuda.get_device_properties(device).total_memory
+        facts["cuda"] = torch.version.cuda
+        facts["clocks"] = read_clocks(device)
+    return facts
 
 
 def facts_after_work(device: torch.device) -> dict[str, object]:
@@ -72,11 +72,11 @@ def read_clocks(device: torch.device) -> dict[str, str]:
     card = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     command = ["nvidia-smi", f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader", card]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
     # one line for the card, with a value for each of GPU_FACTS in their order
-    values = [part.strip() for part in result.stdout.split(",")]
+    values = [part.strip() for part in completed.stdout.split(",")]
     return dict(zip(GPU_FACTS, values, strict=False))
 
 

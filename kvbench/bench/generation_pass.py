@@ -103,6 +103,7 @@ def run(
                 starts, width = sampled_starts, sample
         with adapted(model, chain), attached(model):
             build_start = time.perf_counter()
+            # the prompts of a workload are equally long
             seen = caches[0].seen
             batch = build(model, give_up_caches(caches), new - 1)
             next_logits: NextLogits = partial(step, model, batch)

@@ -100,7 +100,7 @@ def fits_memory(model: PreTrainedModel, chain: Chain, workload: Workload, seed: 
 @torch.no_grad()
 def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tensor) -> None:
     """Allocate the memory of ``workload``. ``prompt`` [n] is read twice, and its cache copied for the other rows."""
-    assert workload.batch is not None
+    assert workload.batch is not None, "a search tries one batch after the other"
     (cache,) = prefill_chains(model, prompt, [chain])
     caches = [copy.deepcopy(cache) for _ in range(workload.batch - 1)]
     del cache
@@ -108,6 +108,7 @@ def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, promp
     caches += prefill_chains(model, prompt, [chain])
     with adapted(model, chain), attached(model):
         can_skip = can_be_lengthened(caches)
+        # all rows have read equally many tokens
         seen = caches[0].seen
         # the prompt gives the first token, so new tokens take new - 1 steps
         batch = build(model, give_up_caches(caches), workload.new - 1)

@@ -307,7 +307,7 @@ def _tensors_in(x: Any) -> Iterator[Tensor]:
     """Yield the plain tensors in ``x``: a tensor, a pair, a mapping, or a tensor that wraps others."""
     parts: Iterable[Any] = ()
     if isinstance(x, Tensor):
-        # quanto's tensors are subclasses; PyTorch's protocol names the tensors inside them
+        # quanto's tensors are subclasses; PyTorch's protocol returns (names of the tensors inside them, other facts)
         if hasattr(x, "__tensor_flatten__"):
             parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
         else:

@@ -76,7 +76,7 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
 
 
 def latest_by_key(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return the last row of each key, by key."""
+    """Return, by key, the row that stands last in ``rows``: later measurements replace earlier ones."""
     return {row["key"]: row for row in rows}
 
 
@@ -99,7 +99,9 @@ def median_of(row: Row, quantity: str) -> float | None:
 
 
 def row_of_base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
-    """Return the last row of ``method`` with the same session, model and workload as ``row``, or None.
+    """Return the row of ``method`` with the same session, model and workload as ``row``; None if there is none.
+
+    Of several such rows in ``rows``, the newest is returned, which stands last.
 
     Only times of one session are compared, since machines differ and drift.
     """

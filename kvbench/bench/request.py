@@ -303,7 +303,7 @@ def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: 
     what: the benchmark's name, for the error.
     given: the keys that the user typed.
     top: the top-level keys of a run that the benchmark takes, too.
-    allowed: the keys among which the error looks for the one that was meant.
+    allowed: the keys among which the error looks for the key that the user meant.
     """
     for key in given:
         # words of any depth: dataset.name, prompt.template and others

@@ -224,6 +224,7 @@ class Trial:
         """Return the largest batch that fits; 0 if not even one row fits."""
         if self.model.device.type == "cpu":
             return int(self.ask("largest").get("batch", 0))
+        # ``why_not`` has ended the trial of a peer whose largest batch is asked for
         assert self.entrant.chain is not None
         chain, seed = self.entrant.chain.chain, self.settings.seed
 
@@ -255,6 +256,7 @@ class Trial:
         ids = random_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
+        # an entrant is a peer or a chain
         assert self.entrant.chain is not None
         chain, new = self.entrant.chain.chain, self.workload.new
         return generation_pass.run(self.model, chain, ids, new=new, sample=sample, graph=self.entrant.graph)
@@ -286,7 +288,7 @@ class Trial:
         }
         if not self.going or not self.passes:
             return row
-        assert batch is not None
+        assert batch is not None, "the batch was found before the first pass"
         row["quantities"] = self._quantities(batch)
         if any(cost.integrated for cost in self.passes):
             row["marks"].append("integrated")
@@ -356,14 +358,14 @@ def measure_entrants(
             orders.append([trial.entrant.name for trial in going])
             for trial in going:
                 trial.tell(f"{i + 1} of {settings.repeats}")
-                result = trial.attempt(trial.watched_pass)
-                if result is not None:
-                    trial.passes.append(result)
+                cost = trial.attempt(trial.watched_pass)
+                if cost is not None:
+                    trial.passes.append(cost)
         if settings.check:
             for trial in trials:
                 if trial.going and any(cost.integrated for cost in trial.passes):
                     trial.tell("all steps, to check")
-                    trial.full = trial.attempt(partial(trial.generate, None))
+                    trial.full = trial.attempt(partial(trial.generate, sample=None))
         # read the clocks while the device is still warm from the work
         facts = dict(settings.facts) | environment.facts_after_work(model.device)
     shared = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}

@@ -187,7 +187,10 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
 
 
 def _one_line(start: str, text: str) -> str:
-    """Return one line of at most WIDTH characters: of a long text its first sentences, or else its first words."""
+    """Return ``start`` and a text as one line of at most WIDTH characters.
+
+    Of a long text, the line has the first sentences, or else the first words.
+    """
     room = WIDTH - len(start) - 1
     # a docstring's names of code
     text = text.replace("``", "").rstrip(".")

@@ -48,10 +48,10 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     arguments.append(f"+words=[{','.join(map(_quoted, request.words))}]")
     arguments.append(f"results={_quoted(prepared.cfg.results)}")
     arguments += request.sweep
-    data = os.environ.get("KVBENCH_DATA")
-    if data:
+    data_folder = os.environ.get("KVBENCH_DATA")
+    if data_folder:
         # workers on a cluster have an environment of their own
-        arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data))}")
+        arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data_folder))}")
     # this variable makes Hydra let kvbench's errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
     previous = sys.argv

@@ -147,7 +147,7 @@ class LlamaCpp:
             # forget the previous prompt, or llama.cpp would reuse its cache for tokens that both prompts begin with
             self.model.reset()
             try:
-                out = self.model.create_completion(
+                response = self.model.create_completion(
                     list(prompt.ids),
                     max_tokens=prompt.limit,
                     stop=list(prompt.stop),
@@ -159,8 +159,8 @@ class LlamaCpp:
                 raise EngineError(f"llama.cpp did not answer: {error}", ends_run=False) from None
             seconds = time.perf_counter() - start
             return Reply(
-                text=out["choices"][0]["text"],
-                new_tokens=out["usage"]["completion_tokens"],
+                text=response["choices"][0]["text"],
+                new_tokens=response["usage"]["completion_tokens"],
                 seconds=seconds,
                 bytes=self._bytes(len(prompt.ids)),
             )

@@ -40,7 +40,7 @@ class EngineRun:
 
     run: the plan of a run of kvbench's own full cache, which gives the prompts, the metrics and the results folder.
     chat: True if the engine puts prompts into its own chat template.
-    baseline: the label of the row that others are compared with; '' for the one that was measured first.
+    baseline: the label of the row that others are compared with; '' for the row that was measured first.
     parallel: how many prompts are asked at once.
     """
 
@@ -61,6 +61,7 @@ class EngineRun:
 
         Rows for which it is the same have answered the same prompts.
         """
+        # the plan has one cell for each task, the full cache's
         full_identity = group.cells[0].identity
         identity: dict[str, object] = dict(full_identity)
         # the engine has its own weights and cache; kvbench's model only lends its tokenizer

@@ -74,10 +74,10 @@ class Server:
         endpoint = self._chat if prompt.chat else self._complete
         try:
             # pass the flag on: another thread may clear it while this question waits for its answer
-            reply = self._call(partial(endpoint, prompt, self.gives_choices))
+            reply = self._call(partial(endpoint, prompt, with_choices=self.gives_choices))
         except NoChoices:
             self.gives_choices = False
-            reply = self._call(partial(endpoint, prompt, False))
+            reply = self._call(partial(endpoint, prompt, with_choices=False))
         seconds = time.perf_counter() - start
         text, new_tokens, first_choices = reply
         return Reply(text=text, new_tokens=new_tokens, seconds=seconds, first=first_choices)

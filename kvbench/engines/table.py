@@ -56,7 +56,7 @@ class TaskResult:
     """The result of a row on one task.
 
     n: the number of answers with a score.
-    score: their mean in printed units; None without such answers.
+    score: the mean score of these answers in printed units; None without any.
     delta: the mean paired difference to the baseline in printed units; None for the baseline, and without pairs.
     ci: the 95 % interval of ``delta``; None for fewer than FEWEST pairs.
     """
@@ -290,6 +290,7 @@ def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -
     """
     full_samples: dict[str, Mapping[str, Sample]] = {}
     for group in run.run.groups:
+        # the plan has one cell for each task, the full cache's
         samples = run.run.samples(group, group.cells[0])
         if samples:
             full_samples[group.column] = samples

@@ -148,22 +148,25 @@ def report_cell(
     summaries: the summaries of all samples of some cells, by cell id. These are not made again.
     """
     store = reader.store
-    result = CellResult(group.column, cell.id, "missing", cell.chain.evicts, list_settings(cell.identity))
+    # each outcome below replaces some fields of this one
+    unmeasured = CellResult(
+        group.column, cell.id, status="missing", evicts=cell.chain.evicts, settings=list_settings(cell.identity)
+    )
     damage = store.damage(cell.id)
     if damage is not None:
-        return replace(result, status="failed", reason=damage, damaged=True)
+        return replace(unmeasured, status="failed", reason=damage, damaged=True)
     refusal = store.refusal(cell.id)
     if refusal is not None:
-        return replace(result, status="refused", reason=refusal)
+        return replace(unmeasured, status="refused", reason=refusal)
     ids = {e.id for e in group.examples}
     samples = {i: s for i, s in reader.read(cell.id).items() if i in ids}
     # a cell that has all of this run's examples counts as measured, even if it failed on others
     if len(samples) < len(ids):
         status = store.status(cell.id)
         if status.status == "failed":
-            return replace(result, status="failed", reason=status.reason)
+            return replace(unmeasured, status="failed", reason=status.reason)
     if not samples:
-        return result
+        return unmeasured
     floor = None
     # only the full cache tells whether the model fails on the task
     if not cell.chain.stages:
@@ -184,7 +187,7 @@ def report_cell(
             mean, interval = falls
             fall = Delta(mean, interval)
     return replace(
-        result,
+        unmeasured,
         status="measured",
         floor=floor,
         summary=summary,
@@ -343,7 +346,7 @@ def _note_lengths(rows: Sequence[ReportRow]) -> list[str]:
     for row in rows:
         summaries = [c.summary for c in row.cells if c.summary is not None]
         if summaries:
-            # cells have means over n answers each, so weight them by n
+            # cells have means over n answers each, so weight them by n; a number that samples lack counts as 0
             all_tokens = sum((s.new_tokens or 0) * s.n for s in summaries)
             tokens = all_tokens / sum(s.n for s in summaries)
             peak = max(s.decode_peak or 0 for s in summaries)

@@ -155,6 +155,7 @@ class Run:
     def model(self) -> str:
         """The model's name on the hub if its entry of conf/model has one."""
         name = self.cell.record.model
+        # the model of an imported cell may have no entry
         path = str(entries("model").get(name, {}).get("path") or "")
         # a path of the form owner/name is on the hub, any other is a folder of this machine
         if path.count("/") == 1 and not path.startswith((".", "/")):
@@ -286,6 +287,7 @@ def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None)
     for key, cells_by_task in cells_by_run.items():
         tasks: dict[str, Answered] = {}
         for task, candidates in cells_by_task.items():
+            # the last cell has the largest key and is written
             ranked = sorted(candidates, key=partial(_rank, answers))
             tasks[task] = ranked[-1]
             for other in ranked[:-1]:
@@ -354,6 +356,7 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
     The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
     """
     cell, samples = answered
+    # '' stands in for an unknown time, since None cannot be compared with a text
     return answers[cell.record.column, _serialise_settings(cell)], len(samples), cell.last_write or ""
 
 

@@ -39,11 +39,11 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
         if "" in split_list(text):
             raise UsageError(f"{key}={text}: a value is missing; write {key}=A or {key}=A,B (is a variable unset?)")
     if "status" in texts:
-        chosen = []
+        statuses = []
         for status in split_list(texts["status"]):
             # earlier versions called the results of a run that ended as asked "partial"
-            chosen.append(check_choice("status", STATUSES, "done" if status == "partial" else status))
-        texts["status"] = ",".join(chosen)
+            statuses.append(check_choice("status", STATUSES, "done" if status == "partial" else status))
+        texts["status"] = ",".join(statuses)
     return texts
 
 
@@ -146,7 +146,7 @@ def read_cell(store: ResultStore, name: str) -> StoredCell:
         # called only to see whether a label can be made: a damaged identity raises here, not in the caller's list
         label_cell(record.identity, record.label)
     except UsageError as error:
-        return StoredCell(name, folder, CellRecord(), Status(DAMAGED, 0, None, str(error)))
+        return StoredCell(name, folder, CellRecord(), Status(DAMAGED, n=0, of=None, reason=str(error)))
     # an interrupted cell's means may cover fewer samples than it has now; a refused cell must not be reported
     current = summary is not None and summary.n == status.n and status.status != "refused"
     if not current:
@@ -167,10 +167,10 @@ def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
     check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")
     for key, value in filters.items():
         check(key, value, isinstance(value, str), "a name, or names with commas")
-    chosen = read_filters([f"{key}={value}" for key, value in filters.items()], FILTERS)
+    checked_filters = read_filters([f"{key}={value}" for key, value in filters.items()], FILTERS)
     store = ResultStore(Path(folder).expanduser())
     store.check_there()
-    return pd.DataFrame([cell.json() for cell in list_cells(store, chosen)])
+    return pd.DataFrame([cell.json() for cell in list_cells(store, checked_filters)])
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:

@@ -80,6 +80,7 @@ def _draw_legend(figure: Shown, panels: Sequence[Any], columns: int, title: str)
     # an entry is as wide as the longest label and eight letters, for its line and the gap behind it
     longest = max(map(len, entries), default=0)
     fitting = columns * LETTERS // (8 + longest)
+    # at least one column: a label may be wider than the panels, and there may be no entry
     figure.legend(
         list(entries.values()),
         list(entries),

@@ -51,16 +51,20 @@ def canvas(width: float, height: float) -> Canvas:
 
 
 def tighten(fig: Canvas) -> None:
-    """Leave no more space between panels above each other than their titles and labels need."""
+    """Leave no more space between panels above each other than their titles and labels need.
+
+    ``canvas`` must have made the figure.
+    """
     engine = fig.get_layout_engine()
-    assert engine is not None
+    assert engine is not None, "``canvas`` makes every figure with one"
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
 
 
 def series(i: int, points: int = 0) -> LineKeywords:
     """Return the look of the i-th line of a plot: colour, line and marker (on about eight of its ``points``).
 
-    Markers are hollow once the colours are used up.
+    For fewer points, and without their number, every point has a marker. Markers are hollow once the colours are used
+    up.
     """
     # colours, lines and markers are equally many, and begin anew together
     k = i % len(PALETTE)
@@ -76,7 +80,10 @@ def series(i: int, points: int = 0) -> LineKeywords:
 
 
 def of_look(look: Look, points: int = 0) -> LineKeywords:
-    """Return matplotlib's keywords for a method's line: colour, line and marker (on about eight of its ``points``)."""
+    """Return matplotlib's keywords for a method's line: colour, line and marker (on about eight of its ``points``).
+
+    For fewer points, and without their number, every point has a marker.
+    """
     keywords: LineKeywords = {
         "color": look.color,
         "linestyle": look.line,
@@ -168,6 +175,7 @@ def shades(count: int) -> list[Any]:
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
     """Return (places, names) of at most ``most`` evenly spaced ticks on an axis with one step per label."""
+    # without labels the quotient is 0, which is no step
     step = max(1, ceil_div(len(labels), most))
     places = list(range(0, len(labels), step))
     return places, [str(labels[i]) for i in places]

@@ -85,6 +85,7 @@ def _summarise_timing(samples: Sequence[Sample]) -> MeanTiming:
     return MeanTiming(
         prefill_s=fmean(s.timing.prefill_s for s in samples),
         compress_s=fmean(s.timing.compress_s for s in samples),
+        # there may be no new token to divide by
         decode_s_per_token=decode_s / max(1, new_tokens),
         batch_factor=_average_present([s.timing.batch_factor for s in samples]),
     )

@@ -23,7 +23,7 @@ HEADS = ("method", "size", "tokens", "score", "difference to full", "divergence"
 class MethodVerdict:
     """The savings and losses of one method beside the full cache.
 
-    method: its label, without the options that all rows of the method share.
+    method: the method's label, without the options that all rows of the method share.
     times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
     kept_percent: the tokens held of a prompt.
     attended_percent: the tokens that a step attends, for a method that masks.
@@ -182,6 +182,7 @@ def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str
     """
     broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
     if broken:
+        # the first of them gives the word for all
         status = broken[0].status
         if len(row.cells) == 1:
             return f"✗ {status}"

@@ -137,7 +137,8 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
             # start two spaces behind the column before; a head narrower than its column begins further to the right
             start = max(ends[column - 1] + 2, ends[column] - table.width(column))
         if group:
-            # a name wider than its columns is wrapped; a single word that is still wider begins further to the left
+            # a name wider than its columns is wrapped (``wrap`` takes no width below 1). A single word that is still
+            # wider begins further to the left
             parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
             start = min(start, ends[last] - max(map(len, parts)))
             places.append((start, ends[last] - start, parts))

@@ -425,6 +425,7 @@ def notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
     floor_text = ""
     if floors:
         floor_text = f" The floor is at most {max(floors):.1g} nats where new tokens stay exact. {CODED}"
+    # n is 0 if no dataset has scores
     note_texts = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "

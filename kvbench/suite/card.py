@@ -157,7 +157,7 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
 
 def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return the notes below the table: the meaning of its columns, parts without a score, and rows to distrust."""
-    found = [
+    lines = [
         "A score of 100 is as good as the full cache, and 0 is as good as random tokens at the same bytes, on the same "
         "prompts. In a mean, all parts have the same weight, and so have all tasks of a part. [95 % intervals over "
         "prompts.] rank: 1 and the number of rows at the same budget that are better by an interval.",
@@ -177,24 +177,24 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         if score is None:
             continue
         if score.retained is None:
-            found.append(
+            lines.append(
                 f"{part.name} says nothing about compression here: the full cache ({score.full:.1f}) is not above "
                 f"random tokens ({score.chance:.1f}) by an interval."
             )
         unit = "nats, the floor" if part.measure == KL else "of 100"
-        found.append(
+        lines.append(
             f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
         )
     if any(entry.mean is not None and entry.ci is None and entry.role != CHANCE for entry in scored):
-        found.append(
+        lines.append(
             "No brackets: in at least one part, every prompt scores what it scores with random tokens, so that there "
             "is no spread to compute an interval from."
         )
-    found += _notes_on_fewer_parts(suite, scored)
-    found += _notes_below_negative(scored)
+    lines += _notes_on_fewer_parts(suite, scored)
+    lines += _notes_below_negative(scored)
     if suite.edition == QUICK:
-        found.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
-    return found
+        lines.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
+    return lines
 
 
 def _notes_on_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
@@ -282,7 +282,8 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     with styled():
         width = NAMES_WIDTH + len(parts) * len(suite.budgets) * CELL_WIDTH
         fig = canvas(width, TITLES_HEIGHT + len(names) * CELL_HEIGHT)
-        axes = fig.subplots(1, len(parts), sharey=True, squeeze=False)[0]
+        # one row of panels
+        (axes,) = fig.subplots(1, len(parts), sharey=True, squeeze=False)
         budgets = [f"1/{budget}" for budget in suite.budgets]
         for ax, part in zip(axes, parts, strict=True):
             image = heat(ax, _scores_of(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)

@@ -49,12 +49,13 @@ def lines_of_rows(
     """Return the rows of results.jsonl, the full cache's first. Each names the results that it was computed from.
 
     scored: the scores of all other rows.
-    samples: the samples of each row by part, by its name and budget; the full cache's key is ("full", None).
+    samples: by (a row's name, its budget), the samples of the row by part. The full cache's key is ("full", None).
     division: CLOSED or OPEN.
     contributor: the user's ``contributor=``, '' for none.
     """
     # a method has a row at each budget, so its name alone does not identify a row
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
+    # all parts have the same model, dtype and store
     head = {
         "suite": run.suite.name,
         "edition": run.suite.edition,
@@ -63,7 +64,7 @@ def lines_of_rows(
         "dtype": run.parts[0].run.dtype,
         "contributor": contributor,
     }
-    full_cells = {part.part.name: _ids_of_results(part, None) for part in run.parts}
+    full_cells = {part.part.name: _ids_of_results(part, row=None) for part in run.parts}
     # the full cache has no score of its own, but all scores are computed from its results, too
     store = run.parts[0].run.store
     full = head | {"name": "full", "role": "full", "results": full_cells}
@@ -79,7 +80,10 @@ def lines_of_rows(
 
 
 def hash_answers(parts: Mapping[str, PartSamples]) -> str:
-    """Return a hash of the answers of a row in all parts: their texts change no number if they score the same."""
+    """Return a hash of the texts of a row's answers in all parts.
+
+    Numbers alone do not show a changed text that scores the same.
+    """
     digest = hashlib.sha256()
     for part in sorted(parts):
         for column in sorted(parts[part]):
@@ -159,14 +163,14 @@ def read_rows(folder: Path) -> list[Line]:
     path = folder / RESULTS
     if not path.exists():
         raise UsageError(f"{folder} is no suite's folder: it has no {RESULTS}")
-    found = []
+    rows = []
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(text)
             # keys that every reader needs; a line without them is damaged
-            found.append(row | {key: row[key] for key in ("suite", "edition", "name", "role", "results")})
+            rows.append(row | {key: row[key] for key in ("suite", "edition", "name", "role", "results")})
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
-    if not found:
+    if not rows:
         raise UsageError(f"{path} has no rows")
-    return found
+    return rows

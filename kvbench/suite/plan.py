@@ -133,7 +133,7 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
     """
     full: dict[str, PartSamples] = {}
     for part_run in run.parts:
-        samples = _samples_of_row(part_run, None)
+        samples = _samples_of_row(part_run, row=None)
         if samples is None:
             raise UsageError(f"{run.suite.name}: the full cache is not measured in the part {part_run.part.name}")
         full[part_run.part.name] = samples

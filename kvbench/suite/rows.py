@@ -72,7 +72,7 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
 
 
 def _name_without_budget(template: ChainConfig) -> str:
-    """Return a method's name as its user wrote it, with the options that are set, and without its budget."""
+    """Return a method's name as the user wrote it, with the options that are set, and without the budget."""
     # take the label, not the chain's name: the aliases q4_0_h and q4_0 name one chain with other options
     words = template.label.split()
     return " ".join(word for word in words if not word.startswith(("kv_ratio=", "kv_size=")))

@@ -126,7 +126,7 @@ def _row_samples(
     groups: the planned tasks; without a task's texts its answers are counted as unscored.
     checked: the findings, to which differences and missing samples are added as problems.
     """
-    found: dict[str, PartSamples] = {}
+    samples_by_part: dict[str, PartSamples] = {}
     for part in suite.parts:
         if part.name not in row["results"]:
             continue
@@ -146,14 +146,14 @@ def _row_samples(
                 checked.unscored += len(samples)
             else:
                 _rescore_all(samples, label, group, checked)
-        found[part.name] = columns
-    return found
+        samples_by_part[part.name] = columns
+    return samples_by_part
 
 
 def _cell_samples(
     cell_id: str, label: str, locked: lock.LockedColumn, store: ResultStore, checked: Checked
 ) -> dict[str, Sample]:
-    """Return a result's samples by example id.
+    """Return a result's samples on the locked prompts, by example id.
 
     locked: the hashes that the result must have.
     checked: the findings, to which differences and missing samples are added as problems. They begin with ``label``.
@@ -166,14 +166,14 @@ def _cell_samples(
         checked.problems.append(f"{label}: the result {cell_id} has another identity than its id says")
     if lock.hash_protocol(record.identity) != locked["protocol"]:
         checked.problems.append(f"{label}: measured on other prompts, with other settings or scored in another way")
-    samples = store.samples(cell_id)
-    found = {}
+    stored_samples = store.samples(cell_id)
+    locked_samples = {}
     for example_id in locked["prompts"]:
-        if example_id in samples:
-            found[example_id] = samples[example_id]
+        if example_id in stored_samples:
+            locked_samples[example_id] = stored_samples[example_id]
         else:
             checked.problems.append(f"{label}: the sample of {example_id} is missing")
-    return found
+    return locked_samples
 
 
 def _rescore_all(samples: Mapping[str, Sample], label: str, group: Group, checked: Checked) -> None:
@@ -232,8 +232,8 @@ def _check_methods(
 ) -> None:
     """Compare each row with the stored results that it names. Each difference is added to the problems.
 
-    A row states its method with options, its budget and its role. The method that it names is planned again, and must
-    be the one that its results were measured with.
+    A row states its method with options, its budget and its role. The method of that name is planned again, and must be
+    the method that the row's results were measured with.
     """
     # the rows that the suite plans, by (name, budget); foreign has the names of methods that are not installed here
     known: dict[tuple[str, int | None], SuiteRow] = {(row.name, row.budget): row for row in controls}
@@ -305,7 +305,10 @@ def _check_results(
 
 
 def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) -> None:
-    """Add to the problems a row of a method that is not here, if its results are not of the stages that it names."""
+    """Add to the problems a row of a method that is not here, if its results are of other stages than it names.
+
+    Its bytes are a problem, too, if they are more than MOST_BYTES times the budget.
+    """
     # a row's name is its stages' ids with plus signs between them, and then the options
     named = sorted(row["name"].split(" ")[0].split("+"))
     for _, column, identity in _identities(row, store):
@@ -319,9 +322,11 @@ def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) 
 def _check_facts(
     rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], store: ResultStore, checked: Checked
 ) -> None:
-    """Add each row to the problems that states other versions, another dtype or other answers than its results have.
+    """Add to the problems each row that states other versions, another dtype or other answers than its results have.
 
-    Answers are compared by their hash. ``samples`` has the samples of each of ``rows``, by part.
+    Answers are compared by their hash.
+
+    samples: the samples of each of ``rows``, by part.
     """
     for row, parts in zip(rows, samples, strict=True):
         label = f"{row['name']} at 1/{row.get('budget')}"

@@ -155,11 +155,12 @@ def _make_answer(row: FileRow, prediction: str, references: tuple[str, ...], pla
 def _read_text(path: Path) -> str:
     """Return the text of a file. Raises UsageError with the line and the byte where it is not UTF-8."""
     check_ends(path)
-    data = path.read_bytes()
+    raw = path.read_bytes()
     try:
-        return data.decode("utf-8-sig")
+        # -sig drops a byte order mark, which some programs write
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = raw.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{path}, line {line}: not UTF-8 text (byte {error.start} of the file)") from None
 
 
@@ -172,7 +173,7 @@ def _read_records(path: Path) -> Iterator[FileRow]:
 
 def _read_json(path: Path) -> Iterator[FileRow]:
     """Yield the records of a JSON file: a list of objects, or columns. Raises UsageError for anything else."""
-    content = parse_json(path, "", _read_text(path))
+    content = parse_json(path, place="", text=_read_text(path))
     records = content
     if isinstance(content, dict) and content and all(isinstance(column, dict) for column in content.values()):
         # DataFrame.to_json writes {column: {index: value}}, and all columns have the same indices

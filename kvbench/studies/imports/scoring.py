@@ -121,7 +121,8 @@ def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
     if dataset in longbench.TASKS:
         # LongBench's evaluator cuts the answers of some tasks at their first line
         text = longbench.scored_part(dataset, text)
-    # a metric only reads an example's references and labels, so the unknown prompt can be left empty
+    # a metric only reads an example's references and labels, so the unknown prompt can be left empty. ``check_answers``
+    # has refused answers without the labels that the metric needs
     example = Example(
         id="",
         prompt="",

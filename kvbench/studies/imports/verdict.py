@@ -130,7 +130,10 @@ def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tupl
 
 
 def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
-    """Return by paper its row of the source's model and method that shares most datasets with ``scored``."""
+    """Return, by paper, the row of the source's model and method that shares most datasets with ``scored``.
+
+    A paper is left out if none of its rows shares a dataset.
+    """
     if source.model is None or source.method is None:
         return {}
     datasets = {file.predictions.dataset for file in scored}
@@ -144,14 +147,14 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
         return len(datasets & cells.keys())
 
     # a paper may print a row in several tables, or under several settings
-    chosen = {}
+    row_by_paper = {}
     for paper, rows in sorted(rows_by_paper.items()):
         # max takes the first of several rows that share equally many datasets
         best = max(rows, key=count_shared)
         if count_shared(best) > 0:
             table, cells = best
-            chosen[paper] = MatchingRow(table, cells, len(rows))
-    return chosen
+            row_by_paper[paper] = MatchingRow(table, cells, len(rows))
+    return row_by_paper
 
 
 def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:

@@ -88,9 +88,10 @@ def main(args: argparse.Namespace) -> int:
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
-    found = distances.find_files(Path(args.path))
-    if found:
-        return _print_distances([distances.read_divergence(path) for path in found], options, args)
+    # logs with divergences are no answers to score
+    divergence_files = distances.find_files(Path(args.path))
+    if divergence_files:
+        return _print_distances([distances.read_divergence(path) for path in divergence_files], options, args)
     source = verdict.PredictionSource(
         model=options.model, method=options.method, setting=options.setting, prompt=options.prompt
     )
@@ -112,7 +113,7 @@ def main(args: argparse.Namespace) -> int:
             record["cell"] = cell
     timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     if args.json:
-        result = {
+        content = {
             "path": args.path,
             "code_sim": options.code_sim,
             "tasks": records,
@@ -121,7 +122,7 @@ def main(args: argparse.Namespace) -> int:
             "errors": errors,
             "timing": timing | {"total_s": round(time.perf_counter() - start, 2)},
         }
-        print(json.dumps(result, indent=1, ensure_ascii=False))
+        print(json.dumps(content, indent=1, ensure_ascii=False))
     elif args.format == "csv":
         print(table.as_csv(records), end="")
     elif scored:
@@ -149,6 +150,7 @@ def _print_distances(found: Sequence[ImportedDistance], options: ScoreOptions, a
 
     notes = [distances.NOTE]
     if args.store:
+        # without model=, the model that the first file names stands for all
         model = options.model or found[0].model
         if not model:
             raise UsageError("--store needs model=NAME: whose divergences these are")

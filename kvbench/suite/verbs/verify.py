@@ -25,10 +25,10 @@ def main(args: argparse.Namespace) -> int:
     places = [Path(name) for name in args.folders]
     for place in places:
         check_place(place)
-    found = {str(place): verify_folder(place, args.without_texts) for place in places}
+    findings = {str(place): verify_folder(place, args.without_texts) for place in places}
     if args.json:
-        print(json.dumps({name: asdict(checked) for name, checked in found.items()}, indent=1, ensure_ascii=False))
+        print(json.dumps({name: asdict(checked) for name, checked in findings.items()}, indent=1, ensure_ascii=False))
     else:
-        for name, checked in found.items():
+        for name, checked in findings.items():
             print(describe_findings(Path(name), checked))
-    return int(any(checked.problems for checked in found.values()))
+    return int(any(checked.problems for checked in findings.values()))
