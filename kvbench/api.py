@@ -71,15 +71,18 @@ def prefill(
     tokenizer: Any = None,
     **knobs: Any,
 ) -> list[PromptCache]:
-    """Read one prompt once and compress its cache by each method.
+    """Read one prompt once and compress its cache by each method. Return one cache per entry, in order.
 
-    ``input_ids`` is one unpadded prompt, [n] or [1, n]. An entry of ``methods`` is a string such as ``"snapkv+think"``,
-    a dict such as ``{"method": "snapkv", "kv_size": 512}``, or a Chain. ``knobs`` are options for all entries that have
-    them: ``kv_ratio=0.5`` (share of tokens kept), ``ratio=0.4`` (share of channels removed), ``per="query_head"``,
-    ``**{"snapkv.window": 16}``. An option that no entry has is an error. ``preset`` names a paper of conf/preset, whose
-    options and ``per`` replace the plain defaults. Its prompt format is not applied. Values that a preset sets for one
-    model are found by the model's hub id. ``tokenizer`` is for methods that add words of their own (``kvzip
-    instruction=plain``). Returns one cache per entry, in order. The model's own attention setting is restored.
+    input_ids: one unpadded prompt, [n] or [1, n].
+    methods: the entries. Each is a string such as ``"snapkv+think"``, a dict such as
+    ``{"method": "snapkv", "kv_size": 512}``, or a Chain.
+    preset: a paper of conf/preset, whose options and ``per`` replace the plain defaults. The paper's prompt format is
+    not applied. Values that a preset sets for one model are found by the model's hub id.
+    tokenizer: for methods that add words of their own (``kvzip instruction=plain``).
+    knobs: options for all entries that have them: ``kv_ratio=0.5`` (share of tokens kept), ``ratio=0.4`` (share of
+    channels removed), ``per="query_head"``, ``**{"snapkv.window": 16}``. An option that no entry has is an error.
+
+    The model's own attention setting is restored.
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
@@ -192,12 +195,15 @@ def calibrate(
 ) -> Chain:
     """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
 
-    ``method`` and ``preset`` are an entry and a preset as in ``prefill``. ``knobs`` are options of the method, such as
-    ``samples`` and ``tokens``. A Chain has its options already, and ``knobs`` beside it are refused.
+    method: an entry as in ``prefill``.
+    folder: the folder of calibrations. One is computed at the first call and stored there.
+    text: your file. Without it WikiText-2's train split is read, and for the tiny model its own corpus.
+    data: the data folder with WikiText-2. Without it the environment variable KVBENCH_DATA names the folder.
+    preset: a preset as in ``prefill``.
+    knobs: options of the method, such as ``samples`` and ``tokens``. A Chain has its options already, and ``knobs``
+    beside it are refused.
 
-    The calibration is computed at the first call and stored in ``folder``. ``text`` is your file. Without it
-    WikiText-2's train split is read below the folder ``data`` (or the one that KVBENCH_DATA names), and for the tiny
-    model its own corpus. Raises UsageError if a stored file is damaged or of another model.
+    Raises UsageError if a stored file is damaged or of another model.
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)

@@ -126,8 +126,8 @@ class RequestedRow:
 def measure_rows(words: Sequence[str], plan: bool = False, beside: bool = True) -> tuple[list[Row], Path]:
     """Measure the missing rows that ``bench time``'s words ask for. Return (all rows asked for, the file with them).
 
-    With ``plan``, only print the rows that would be measured. With ``beside``, each older row comes with the full cache
-    of its own session.
+    With ``plan``, only print the rows that would be measured. With ``beside``, each older row comes with the base rows
+    of its own session: the full cache's, and that of ``over=``.
     """
     # words are of two kinds: keys of OWN, and the words of a run that name models and methods
     words = [_results_as_folder(word) for word in words]

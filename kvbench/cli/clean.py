@@ -37,7 +37,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the files that can be removed. With --yes, remove them. Return exit status 0."""
+    """Print the files that can be removed. With --yes, remove them. Return exit status 0.
+
+    Raises KvbenchError if a cell that the user names is being measured.
+    """
     from kvbench.report.listing import list_cells, read_filters
     from kvbench.store.store import LINK, ResultStore
     from kvbench.store.store_clean import carry_out, list_leftovers, list_removals

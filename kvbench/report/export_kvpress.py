@@ -273,11 +273,13 @@ def folder_name(config: Mapping[str, Any]) -> str:
 def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None) -> tuple[list[Run], list[str]]:
     """Return (the runs to write as folders, notes on results that are left out).
 
-    Cells are divided into runs as kvpress divides them, RULER by length and other data sets by task. ``name`` replaces
-    the name of the data set. Substitutes of RULER's tasks are left out, as are results with several answers a prompt. A
-    method that compressed nothing is left out with a note, since a folder cannot say so. A folder has room for one cell
-    of a method and task. If several were measured under different settings, the settings with most answers of all
-    methods win, then the cell measured last. A note says how the others differ.
+    name: a name that replaces the data set's; None to keep it.
+
+    Cells are divided into runs as kvpress divides them, RULER by length and other data sets by task. Substitutes of
+    RULER's tasks are left out, as are results with several answers a prompt. A method that compressed nothing is left
+    out with a note, since a folder cannot say so. A folder has room for one cell of a method and task. If several were
+    measured under different settings, the settings with most answers of all methods win, then the cell with most
+    answers, then the cell written last. A note says how the others differ.
     """
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []

@@ -32,14 +32,17 @@ class Report(ReportData):
         return render.render_report(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per method and task, with the columns of ``--format csv``."""
+        """Return a row per method and task, with the columns of ``--format csv``. Raises UsageError without pandas."""
         require("pandas", "to_pandas")
         import pandas as pd
 
         return pd.DataFrame(render.list_records(self), columns=list(render.CSV_FIELDS))
 
     def plot(self) -> Canvas:
-        """Return a figure with one panel for each task: scores with intervals against size in % of the full cache."""
+        """Return a figure with one panel for each task: scores with intervals against size in % of the full cache.
+
+        Raises UsageError without matplotlib.
+        """
         require("matplotlib", "plot")
         from kvbench.report import scatter
 

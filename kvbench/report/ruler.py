@@ -20,7 +20,8 @@ MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 def build_sheets(report: ReportData) -> list[Table]:
     """Return the table of RULER's mean scores by length, in a list.
 
-    Return [] unless the report has the same tasks, at least two, at several lengths, or all RULER tasks at one length.
+    Return [] unless the report has the same tasks, at least two, at several lengths, or WITHOUT_QA tasks or more at one
+    length.
     """
     columns = _find_columns(report)
     lengths = sorted({length for _, length in columns})
