@@ -159,7 +159,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             """Return the ids of the prompt and of its answer from this cache."""
             return generate(context, *args, **named_cache(cache), **kwargs)
 
-        return self._answer_prompt(context[0], answer, torch.equal)
+        return self._answer_prompt(context[0], answer, same=torch.equal)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is the greedy answer) of each request.
@@ -182,7 +182,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         for ids, places in by_context.items():
             continuations = [requests[i][2] for i in places]
             answer = partial(self._likelihoods, ids, continuations)
-            likelihoods = self._answer_prompt(torch.tensor(ids), answer, operator.eq)
+            likelihoods = self._answer_prompt(torch.tensor(ids), answer, same=operator.eq)
             for i, result in zip(places, likelihoods, strict=True):
                 results[i] = result
                 # lm-eval's --use_cache stores it under the texts

@@ -299,12 +299,12 @@ def _notes(rows: Sequence[Account]) -> Iterator[str]:
         yield f"{', '.join(methods)}: {why}."
 
 
-def _five_characters(x: float) -> str:
-    """Return a number in at most five characters."""
-    if x == 0:
+def _five_characters(number: float) -> str:
+    """Return a number from 0 up to 99,999 in at most five characters."""
+    if number == 0:
         return "0"
-    if x < 1:
-        return f"{x:.3f}"
-    # 1.00, 10.0, 100 and 1000
-    decimals = max(0, 3 - len(str(int(x))))
-    return f"{x:.{decimals}f}"
+    if number < 1:
+        return f"{number:.3f}"
+    # three digits, and all digits before the point: 1.00, 10.0, 100 and 1000
+    decimals = max(0, 3 - len(str(int(number))))
+    return f"{number:.{decimals}f}"

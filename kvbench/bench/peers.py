@@ -303,18 +303,18 @@ def cache_bytes(cache: Any) -> int:
     return sum(bytes_by_address.values())
 
 
-def _tensors_in(x: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in ``x``: a tensor, a pair, a mapping, or a tensor that wraps others."""
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in ``value``: a tensor, a pair, a mapping, or a tensor that wraps others."""
     parts: Iterable[Any] = ()
-    if isinstance(x, Tensor):
+    if isinstance(value, Tensor):
         # quanto's tensors are subclasses; PyTorch's protocol returns (names of the tensors inside them, other facts)
-        if hasattr(x, "__tensor_flatten__"):
-            parts = [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        if hasattr(value, "__tensor_flatten__"):
+            parts = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
         else:
-            yield x
-    elif isinstance(x, Mapping):
-        parts = x.values()
-    elif isinstance(x, (tuple, list)):
-        parts = x
+            yield value
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
     for part in parts:
         yield from _tensors_in(part)

@@ -306,7 +306,7 @@ def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: 
     allowed: the keys among which the error looks for the key that the user meant.
     """
     for key in given:
-        # words of any depth: dataset.name, prompt.template and others
+        # words of any depth, such as dataset.name and prompt.template; fidelity= is the former name of kl=
         is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
         if is_of_answers or key == "fidelity" or (key in top_level() and key not in top):
             raise unknown(f"key of bench {what}", key, allowed)

@@ -171,18 +171,18 @@ def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
     return f"\n{share:.2f}x"
 
 
-def _seconds_text(s: float) -> str:
+def _seconds_text(seconds: float) -> str:
     """Return a time in seconds as text with its unit: s from 1 s on, else ms."""
-    unit = "s" if s >= 1 else "ms"
-    return f"{_plain_number(s)} {unit}"
+    unit = "s" if seconds >= 1 else "ms"
+    return f"{_plain_number(seconds)} {unit}"
 
 
-def _plain_number(s: float) -> str:
+def _plain_number(seconds: float) -> str:
     """Return the number of a time in seconds without its unit: in seconds from 1 s on, else in milliseconds."""
-    if s >= 1:
-        return f"{s:.2f}"
-    milliseconds = 1000 * s
-    if s < 0.1:
+    if seconds >= 1:
+        return f"{seconds:.2f}"
+    milliseconds = 1000 * seconds
+    if seconds < 0.1:
         # three significant digits, since times below 100 ms can be microseconds
         return f"{milliseconds:.3g}"
     return f"{milliseconds:.0f}"

@@ -67,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
     # half-removed folders belong to no cell, so that no filter chooses them
     if not filters:
         removals += list_leftovers(store)
+    # a folder that is a link is left alone, and the user must know why it is not in the list
     for warning in store.warnings:
         if LINK in warning:
             say(warning)

@@ -128,7 +128,6 @@ def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:
     from kvbench.report.table import format_size
 
     line = f"{one_line(sample['id'])}: score {sample['score']}"
-    # nothing is known of the caches behind answers of other programs and of engines
     if not is_foreign:
         line += f", {sample['kept']:g} of {sample['n']} tokens, {format_size(sample['payload'])} payload"
     print(f"\n{line}")

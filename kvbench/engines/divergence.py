@@ -138,11 +138,10 @@ def table(by_label: Mapping[str, FidelitySummary]) -> Table:
     heads = ["cache", "KL, nats a token", "same first choice, %", "perplexity", "of f16's"]
     rows = []
     for label, summary in by_label.items():
-        texts = [label, f"{summary.kl_mean:.3g}", f"{summary.top1:.1f}", f"{summary.perplexity:.3f}"]
+        kl = f"{summary.kl_mean:.3g}"
         if summary.ci is not None:
-            texts[1] += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
-        texts.append(f"{summary.ppl_ratio:.4f}")
-        rows.append(tuple(texts))
+            kl += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
+        rows.append((label, kl, f"{summary.top1:.1f}", f"{summary.perplexity:.3f}", f"{summary.ppl_ratio:.4f}"))
     return Table(tuple(heads), tuple(rows))
 
 

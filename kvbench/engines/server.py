@@ -107,7 +107,10 @@ class Server:
         return str(content.get("version", ""))
 
     def _complete(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
-        """Return the text of a completion, its number of tokens, and ln p of the likeliest first tokens."""
+        """Return the text of a completion, its number of tokens, and ln p of the likeliest first tokens.
+
+        with_choices: whether the server is asked for ln p. Without it, no first tokens are returned.
+        """
         options: dict[str, Any] = {}
         if with_choices:
             options["logprobs"] = FIRST_CHOICES
@@ -132,6 +135,8 @@ class Server:
         """Return the text of a chat's answer, its number of tokens, and ln p of the likeliest first tokens.
 
         The server applies its own template.
+
+        with_choices: whether the server is asked for ln p. Without it, no first tokens are returned.
         """
         options: dict[str, Any] = {}
         if with_choices:

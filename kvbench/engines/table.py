@@ -330,14 +330,14 @@ def verdict_lines(answered: EngineReport) -> Table | None:
     baseline = answered.rows[0]
     lines = []
     for row in answered.rows[1:]:
-        times = ""
+        size = ""
         if row.bytes and baseline.bytes:
-            times = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
+            size = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
         delta = _signed_text(row.delta, row.ci) if row.delta is not None else ""
         lines.append(
             (
                 row.label,
-                times,
+                size,
                 f"{format_number(row.mean)} of {format_number(baseline.mean)}",
                 delta,
                 _outcome_text(row, answered.baseline),

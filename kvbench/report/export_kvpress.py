@@ -175,7 +175,8 @@ class Run:
     def config(self, root: Path) -> dict[str, object]:
         """Return the run's configuration with kvpress's keys in kvpress's order.
 
-        The entry ``press_init_command`` holds kvbench's version and its label of the method.
+        The entry ``press_init_command`` holds kvbench's version and its label of the method. Keys without a counterpart
+        in kvbench have kvpress's defaults.
         """
         prompt = self.cell.record.identity["prompt"]
         # several processes may have measured the cell: the facts of the last one are used

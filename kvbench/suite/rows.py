@@ -55,7 +55,7 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
         entry |= control.options
         (template,) = resolve([entry])
         suite_rows += at_budgets(suite, control.name, control.role, template, shape)
-    # a control that the user names, too, is measured once
+    # a control that the user names, too, is measured once, and every run of a suite has the full cache already
     control_names = {row.name for row in suite_rows}
     for template in resolve(methods, options):
         name = _name_without_budget(template)

@@ -86,7 +86,8 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
-    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``.
+    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``. In a folder of another
+    name, the file's name does.
     """
     parts = path.parent.name.split("__")
     folder_task = parts[1] if len(parts) > 3 else path.stem
