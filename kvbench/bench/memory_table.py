@@ -69,6 +69,8 @@ class ByteSums:
 class Account:
     """The bytes of one chain at one prompt size.
 
+    method: the chain's label.
+    n: the number of the prompt's tokens.
     full: the bytes of the full cache.
     measured: the layers that were built, if any were.
     formula: the sums without a cache; None if only data decide.

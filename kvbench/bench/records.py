@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class RepeatSpread(TypedDict):
-    """The distribution of one quantity over the ``n`` repeats of a row."""
+    """The distribution of one quantity over the ``n`` repeats of a row: its median and its quartiles q1 and q3."""
 
     median: float
     q1: float

@@ -41,9 +41,14 @@ class TurnRecord(TypedDict):
 class PromptRecord(TypedDict, total=False):
     """An example as the model reads it, whole (``prompt``) and divided where the cache is compressed.
 
-    ``context`` is the text that is compressed, ``after`` the text that is read behind it. ``cut`` counts the tokens
-    that were cut out of the prompt.
-    ``turns`` is there where a context has several questions. All other keys are in every record.
+    tokens: the number of the prompt's tokens.
+    cut: the number of tokens that were cut out of the prompt.
+    context: the text that is compressed.
+    after: the text that is read behind the compressed context.
+    answer_prefix: the beginning of the answer, which the model reads last.
+    answers: the references.
+    meta: facts about the example, such as its length.
+    turns: the questions of a context with several. Only such a record has this key.
     """
 
     task: str
@@ -62,9 +67,12 @@ class PromptRecord(TypedDict, total=False):
 
 
 class DatasetRecord(TypedDict):
-    """The state of a dataset's files, by their places below the data folder, and where the files come from.
+    """The state of a dataset's files, and where the files come from.
 
-    None stands for a key that conf/dataset does not have.
+    state: the state of all files in words.
+    files: the state of each file, by its place below the data folder.
+    repo, revision, verified, licence: the keys of the dataset's entry; None for a key that the entry does not have.
+    commits: the commits that the fetched files come from.
     """
 
     dataset: str

@@ -42,7 +42,9 @@ ARXIV = re.compile(r" \((arXiv|MLSys) [^()]*\)")
 class ListItem:
     """One entry of a list.
 
+    about: the item's description.
     record: the item as ``--json`` prints it.
+    knobs: the item's options with their defaults.
     settings: the values that a preset sets.
     state: of a dataset or model, whether it is on this machine.
     """

@@ -55,6 +55,7 @@ Answers = Mapping[str, StoredAnswer]
 class TaskResult:
     """The result of a row on one task.
 
+    column: the task's name in tables.
     n: the number of answers with a score.
     score: the mean score of these answers in printed units; None without any.
     delta: the mean paired difference to the baseline in printed units; None for the baseline, and without pairs.
@@ -109,6 +110,8 @@ class EngineResult:
 class EngineReport:
     """All rows on the same prompts, the baseline first.
 
+    baseline: the baseline's label.
+    columns: the tasks' names, in the order of each row's ``tasks``.
     notes: for each row, how far its answers equal those of kvbench's own full cache.
     """
 

@@ -26,7 +26,14 @@ NO_SUMMARIES: Mapping[str, CellSummary] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Collected:
-    """The parts of a report that stored samples give. ``ReportData`` describes the fields."""
+    """The parts of a report that stored samples give.
+
+    columns: the tasks.
+    rows: the methods, each with a cell for every task.
+    notes: what a reader must know to read the scores.
+    remarks: how the scores were measured, which a reader need not know.
+    apart: the labels of rows that did not share the first row's prefill, so that their times do not compare.
+    """
 
     columns: tuple[ReportColumn, ...]
     rows: tuple[ReportRow, ...]

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Delta:
-    """The mean paired difference to the full cache in printed units, with its 95 % interval."""
+    """The mean paired difference to the full cache in printed units.
+
+    ci: the 95 % interval of ``mean``; None if there is none, as with too few examples.
+    """
 
     mean: float
     ci: tuple[float, float] | None
@@ -100,6 +103,9 @@ class RowMeans:
     payload_query_head: the payload under ``per=query_head``.
     percent_of_full: ``held16`` in per cent of the full cache's bytes.
     payload_percent_of_full: the payload of ``held16`` alone, in per cent of the full cache's bytes.
+    prefill_ms: the milliseconds to read a prompt.
+    compress_ms: the milliseconds to compress its cache.
+    decode_ms_per_token: the milliseconds of a decode step.
     pages_freed: the shares of a prompt's pages that an engine could give back; None for results of older versions.
     """
 
@@ -190,7 +196,13 @@ class ReportRow:
 
 @dataclass(frozen=True)
 class ReportColumn:
-    """One task of a report. ``floor`` is True if the model fails on it even with the full cache."""
+    """One task of a report.
+
+    task: the name of the column.
+    metric: the name of the task's metric.
+    category: the kind of task, such as "summarisation" or "RULER".
+    floor: True if the model fails on the task even with the full cache.
+    """
 
     task: str
     metric: str
@@ -202,7 +214,12 @@ class ReportColumn:
 class ReportData:
     """The content of a run's table: cells by method and task, notes for the reader, the results folder.
 
+    model: the path or the hub id of the model.
+    settings: the run's settings as one line of text.
+    columns: the tasks.
+    rows: the methods, each with a cell for every task.
     notes: what a reader must know to read the scores.
+    results: the path of the results folder.
     remarks: how the scores were measured, which a reader need not know.
     matched: the budgets of a run at equal memory.
     apart: the labels of rows that did not share the first row's prefill, so that their times do not compare.

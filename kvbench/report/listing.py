@@ -52,6 +52,7 @@ class StoredCell:
     """One stored cell in a list.
 
     folder: the path of the cell's folder.
+    record: the cell's record; an empty one for a damaged cell.
     summary: the means over all its samples; None if no sample is up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.

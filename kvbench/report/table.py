@@ -23,6 +23,8 @@ class Bold(str):
 class Table:
     """A table of texts. Newlines separate the lines of a cell or of a head.
 
+    headers: the head of each column.
+    rows: the cells of each row, one for each column.
     left: how many columns, from the first on, are text. The others are numbers.
     ruled: text output has a line between rows.
     bare: text output shows no heads, and only the last column wraps: its rows are sentences in columns.

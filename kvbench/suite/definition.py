@@ -76,7 +76,9 @@ class Suite:
     dtype: the number format of that model's weights and cache.
     tokens: the length of the prompt on which budgets are counted in bytes.
     budgets: the denominators d of the budgets, rising. A row may hold 1/d of the full cache's bytes at 16 bits.
+    parts: the abilities that the suite measures.
     floor: the divergence in nats a token at which parts with the measure KL score 100.
+    controls: the rows that every run has beside the user's methods.
     """
 
     name: str

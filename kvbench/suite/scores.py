@@ -37,7 +37,12 @@ PartScores = Mapping[str, Scores]
 
 @dataclass(frozen=True, kw_only=True)
 class RowSamples:
-    """The stored samples of a row at one budget, by part. Parts that cannot measure the row are left out."""
+    """The stored samples of a row at one budget.
+
+    name: the row's method with its options.
+    role: the purpose of the row; ``definition`` lists the roles.
+    parts: the samples by part. Parts that cannot measure the row are left out.
+    """
 
     name: str
     budget: int

@@ -19,6 +19,7 @@ _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 class ImportedAnswer:
     """One generated answer, as another tool stored it.
 
+    prediction: the text of the answer.
     references: the accepted answers.
     classes: the closed set of labels, () if it is empty; None if the file does not state it.
     length: the length of the example as LongBench states it; None if the file does not state it.

@@ -64,8 +64,11 @@ class TaskRecord(TypedDict, total=False):
     """The scores of one file's answers to one dataset, as ``--json`` prints them.
 
     split: ``standard`` or ``e`` (LongBench-E); None for a dataset of another benchmark.
+    metric: the name of the metric that scored the answers.
+    score, ci, n, unscored: as in ``ScoreNumbers``.
     buckets: the numbers of each range of length. The key exists only for LongBench-E.
     published: the judgements on the published values of this dataset.
+    file: the path of the file.
     layout: the tool whose format the file has.
     seconds: the time that scoring took.
     cell: the id of the stored result. The key exists only for stored answers.
