@@ -194,7 +194,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether it is the greedy answer) of each continuation of a context."""
         cache.read(ids)
-        assert cache.state is not None
+        assert cache.state is not None, "reading a prompt makes the state"
         results = []
         for continuation in continuations:
             # log p(y) = sum over t of log p(y_t | context, y_1 ... y_{t-1})

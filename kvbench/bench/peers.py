@@ -86,6 +86,7 @@ def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
 def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
     """Return the function that makes transformers' quantised cache in a backend, at BITS bits except for fp8."""
     options: dict[str, int] = {}
+    # fp8 has 8 bits and takes no number of them
     if backend != "fp8":
         options["nbits"] = BITS
 

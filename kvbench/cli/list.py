@@ -194,7 +194,7 @@ def _one_line(start: str, text: str) -> str:
     Of a long text, the line has the first sentences, or else the first words.
     """
     room = WIDTH - len(start) - 1
-    # a docstring's names of code
+    # descriptions come from docstrings, which put names of code between double backticks
     text = text.replace("``", "").rstrip(".")
     if len(text) > room:
         end = max(text.rfind(mark, 0, room) for mark in (". ", "; "))

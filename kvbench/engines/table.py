@@ -318,6 +318,7 @@ def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
     a_ids = tokenizer.encode(a, add_special_tokens=False)
     b_ids = tokenizer.encode(b, add_special_tokens=False)
     longest = max(len(a_ids), len(b_ids))
+    # two empty texts are equal
     if not longest:
         return 1.0
     # zip ends with the shorter text: behind its end, no token is the same

@@ -141,6 +141,7 @@ def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sampl
     if printed.shown is not None:
         return shown_delta(list(zip(ours, full_scores, strict=True)), printed.show)
     mean, ci = stats.paired_difference(ours, full_scores)
+    # an interval over few pairs would say nothing
     if len(ours) < FEWEST:
         ci = None
     return Delta(printed.scale * mean, stats.scaled(ci, printed.scale))
@@ -154,6 +155,7 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
     """
 
     def difference(means: stats.Pairs) -> float:
+        """Return the difference of (the method's mean, the full cache's mean) as it is shown."""
         return show(float(means[0])) - show(float(means[1]))
 
     pairs = np.array(scores)
@@ -223,12 +225,12 @@ def _average_scores(
 ) -> tuple[float | None, stats.Interval | None, Delta | None]:
     """Return the mean over tasks of a method's scores, its interval, and its difference to the full cache.
 
-    All are None if the tasks' scores have no common unit.
+    All are None if the tasks' scores have no common unit, or if a cell has no score.
     """
     scores = [c.score for c in cells if c.score is not None]
     # a mean of points and of perplexities would mean nothing
-    one_unit = len(scores) == len(cells) and len({metric(c.metric).shown for c in cells}) == 1
-    if not one_unit:
+    has_one_unit = len({metric(c.metric).shown for c in cells}) == 1
+    if len(scores) < len(cells) or not has_one_unit:
         return None, None, None
     printed = metric(cells[0].metric)
     interval, delta = None, None

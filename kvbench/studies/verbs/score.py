@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.studies.imports import distances, scoring, stored, table, verdict
     from kvbench.tasks import longbench, metrics
 
-    # refuse unknown metrics before reading files, since that may take minutes
+    # refuse unknown metrics before reading files, since that may take minutes; lcc is a task that code_sim= is for
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
