@@ -147,6 +147,7 @@ def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[s
             points.append((summary.percent_of_full, score, low, high))
         # [4, points]: a line runs from the smallest budget to the largest
         shares, scores, lows, highs = np.array(sorted(points), dtype=float).T
+        # the lengths of the bar below and above each point
         bars = [scores - lows, highs - scores]
         look = line_looks[name]
         panel.errorbar(shares, scores, yerr=bars, label=look.name, capsize=2, **of_look(look))

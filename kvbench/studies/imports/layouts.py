@@ -72,7 +72,7 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
             references = read_texts(doc_row, "answers")
         else:
             references = read_texts(row, "target")
-        # a filter returns a text, or a list of texts for several samples of one document
+        # a filter returns a text, or a list of texts for several samples of one document, of which the first is read
         response = row.value("filtered_resps")
         while isinstance(response, list) and response:
             response = response[0]
