@@ -110,7 +110,9 @@ def load(name: str, edition: str = FULL) -> Suite:
     content = read_yaml(path)
     try:
         quick = content.pop("quick")
-        budgets = quick["budgets"] if edition == QUICK else content.pop("budgets")
+        # every key that is read here leaves ``content``, whose rest are fields of Suite
+        full_budgets = content.pop("budgets")
+        budgets = quick["budgets"] if edition == QUICK else full_budgets
         parts = []
         for part, fields in content.pop("parts").items():
             keys = dict(fields.pop("keys"))

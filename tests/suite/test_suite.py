@@ -70,7 +70,7 @@ def test_a_folder_as_it_was_written_is_verified(measured, capsys):
 
 
 def test_without_texts_all_but_the_answers_is_checked(measured, monkeypatch):
-    def missing(*args):
+    def missing(*args, **kwargs):
         raise MissingData("no texts")
 
     monkeypatch.setattr("kvbench.suite.plan.prepare", missing)
