@@ -62,7 +62,7 @@ class TokenSelector(Stage):
 
     def capacity(self, n: int) -> Capacity:
         """Return the budget for a prompt of n tokens. It is all n if the data alone decide how many stay."""
-        return Capacity(n, 0, 0)
+        return Capacity(n, sinks=0, window=0)
 
     def nominal(self, n: int) -> int | None:
         """Return the budget that the user gave, in tokens of a prompt of n, or None if no budget was given."""
@@ -134,6 +134,7 @@ class Selector(TokenSelector):
         if self.decode_budget is not None:
             self.require("decode_budget", self.decode_budget > sinks + window, above_protected)
         if self.chooses_again:
+            # the knob's rule allows no 0, so only null is replaced
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
         # an interval alone would choose nothing, because it has no budget
         allowed = self.decode_every is None or self.chooses_again
@@ -147,7 +148,8 @@ class Selector(TokenSelector):
     def while_decoding(self) -> Selector:
         """Return the copy of this selector that chooses again while decoding, under the budget while decoding."""
         # in the copy that budget stands as kv_size or kv_ratio, so that it chooses like any selector of a prompt;
-        # ``DecodeBudget`` runs it every ``decode_every`` tokens
+        # ``DecodeBudget`` runs it every ``decode_every`` tokens. A decode_ratio is always rounded up, so kv_round, the
+        # rounding of kv_ratio, does not apply
         return replace(
             self,
             kv_size=self.decode_budget,
@@ -164,7 +166,7 @@ class Selector(TokenSelector):
 
         If neither is set, clear the default that ``check`` has filled in, so that ``knob`` is the only budget.
         """
-        # if the user gave neither knob, ``check`` has filled in the default ratio
+        # if the user gave neither knob, ``check`` has filled in the default ratio, which looks as if the user gave it
         is_alone = self.kv_size is None and self.kv_ratio in (None, DEFAULT_RATIO)
         self.require(knob, is_alone, "a budget of its own: not given together with kv_size or kv_ratio")
         object.__setattr__(self, "kv_ratio", None)
@@ -189,6 +191,7 @@ class Selector(TokenSelector):
         """
         sinks, window = self.protected()
         if self.kv_size is not None:
+            # ``check`` has refused a kv_size without room for sinks, window and one token more
             return Capacity(min(self.kv_size, n), sinks, window)
         # C = floor(ratio * n), at least 2: one token to choose and one that always stays. kv_ratio is None only in a
         # subclass that has a budget of its own (``require_one_budget``) and does not use this number
@@ -204,13 +207,17 @@ class Selector(TokenSelector):
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)
         # sinks and window share the whole budget, and each gets at most half of it
-        return Capacity(tokens, min(sinks, tokens // 2), min(window, tokens // 2), shrunk=True)
+        half = tokens // 2
+        return Capacity(tokens, sinks=min(sinks, half), window=min(window, half), shrunk=True)
 
     def nominal(self, n: int) -> int | None:
         return self.capacity(n).tokens
 
     def budget(self, n: int, layer: int, n_layers: int) -> int:
-        """Return how many of n prompt tokens each head of this layer keeps: the capacity, or n in a frozen layer."""
+        """Return how many of n prompt tokens each head of this layer keeps: the capacity, or n in a frozen layer.
+
+        Subclasses whose budget depends on a layer's depth also use ``n_layers``.
+        """
         if layer in self.frozen_layers:
             return n
         return self.capacity(n).tokens
@@ -236,6 +243,7 @@ class Selector(TokenSelector):
         Raises Refused unless scores are real numbers [heads, n] or [1, n], without NaN and not all infinite for a head.
         """
         state = dict(self.initial_state(cache, obs))
+        # modifiers need a state only where scores are computed again while decoding
         if self.evicts:
             for modifier in modifiers:
                 state.update(modifier.initial_state(cache))
@@ -289,10 +297,7 @@ class Modifier(Stage):
         return scores
 
     def slot_bytes(self, itemsize: int) -> int:
-        """Return the bytes that the modifier's state takes in each slot.
-
-        ``itemsize`` is the bytes of one number of the values.
-        """
+        """Return the bytes that the modifier's state takes in each slot. ``itemsize``: the bytes of an exact number."""
         return 0
 
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
@@ -361,6 +366,7 @@ def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observati
 
 def _check_order(scores: torch.Tensor, selector: Selector, modifiers: Sequence[Modifier], layer: int) -> None:
     """Raise Refused for scores [heads, n] that give tokens no order: NaN, or all infinite for one head."""
+    # a modifier may have spoiled the selector's scores, so the error names both
     names = "+".join([selector.id] + [modifier.id for modifier in modifiers])
     if bool(scores.isnan().any()):
         raise Refused(f"scores of {names} hold NaN in layer {layer}: its formula divides by 0 or takes inf from inf")

@@ -86,7 +86,7 @@ class Chain:
     @cached_property
     def foreign_stages(self) -> tuple[str, ...]:
         """The ids of the stages that are not kvbench's own."""
-        # only foreign code has a hash (see ``foreign``)
+        # ``code_of`` gives a hash for foreign code only
         return tuple(s.id for s in self.stages if code_of(s) is not None)
 
     @property
@@ -181,7 +181,10 @@ class Chain:
         return self.quantiser.coder(self.packed_pruner)
 
     def coder_at(self, layer: int) -> Coder | None:
-        """Return the coder of one layer. If the layer is not packed, its coder keeps all tokens exact."""
+        """Return the coder of one layer; None for a chain that stores tokens exactly.
+
+        If the chain packs other layers only, this layer's coder keeps all tokens exact.
+        """
         if self.quantiser is None:
             return None
         return self.quantiser.coder(self.packed_pruner, layer)
@@ -200,14 +203,15 @@ class Chain:
         Layers with equal results store equally many bytes for a token.
         """
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
-        ranks = self.lowrank.widths(layer) if self.lowrank is not None else None
-        return packed, ranks
+        latent_widths = self.lowrank.widths(layer) if self.lowrank is not None else None
+        return packed, latent_widths
 
     @property
     def evictor(self) -> Evictor | None:
         """The evictor that decides over slots while decoding, or None for a chain whose cache grows."""
         selector = self.selector
-        # a budget while decoding makes an evictor of any selector: it runs again every ``decode_every`` tokens
+        # a budget while decoding makes an evictor of any selector: it runs again every ``decode_every`` tokens, a knob
+        # that ``Selector.check`` fills in beside such a budget
         if isinstance(selector, Selector) and selector.chooses_again and selector.decode_every is not None:
             return DecodeBudget(
                 selector.while_decoding(), self.modifiers, every=selector.decode_every, packer=self.quantiser
@@ -289,6 +293,7 @@ class Chain:
         evictor = self.evictor
         if evictor is not None and evictor.rolled and model.unrolled is not None:
             raise UsageError(f"method {self.name}: positions=rolled needs rotary positions, {model.unrolled}")
+        # other shapes are checked stage by stage below, where the error names the model's family
         if model.shape.own_values:
             self.check_shape(model.shape)
         stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
@@ -432,6 +437,7 @@ class Chain:
 
 def _reads_modules(stage: Stage) -> bool:
     """Return True if a stage reads a model's attention modules or runs passes of its own, beyond keys and queries."""
+    # a stage needs the call for prompts of all lengths or of none, so one token tells
     return stage.needs(1).call or isinstance(stage, ReplayingSelector)
 
 
@@ -447,6 +453,7 @@ def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
         return "it has layers that read every token into a state"
     if not shape.own_values:
         return None
+    # of several reasons the user reads the last
     reason = stage.on_latents
     if stage.role == "lowrank":
         reason = "the model has low-rank keys and values of its own"
@@ -480,6 +487,7 @@ def _why_unsupported(stage: Stage, model: ModelTraits) -> str | None:
         return "it caps attention logits (softcapping), which the method's formula does not"
     if model.sinks and (stage.uncapped or reads_modules or stage.role == "share"):
         return "attention goes to sinks that are no tokens, too, which the method's formula leaves out"
+    # these traits are reasons in words, or None
     if stage.role == "lowrank":
         return model.mixed
     if stage.rotates:
@@ -505,6 +513,7 @@ def _check_as_set(chain: Chain) -> None:
         for modifier in chain.modifiers:
             modifier.require(
                 "sinks",
+                # a modifier without sinks fits even where no room is left
                 modifier.sink_size() < max(room, 1),
                 f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
             )

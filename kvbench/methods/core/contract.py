@@ -26,7 +26,8 @@ class Expected:
     def exactly(cls, tokens: int, heads: int) -> Expected:
         """Return the promise that each of ``heads`` heads holds exactly ``tokens``."""
         # equal bounds leave no choice, so the sum follows from them
-        return cls((tokens,) * heads, (tokens,) * heads, tokens * heads)
+        by_head = (tokens,) * heads
+        return cls(low=by_head, high=by_head, total=tokens * heads)
 
     def within(self, rows: int) -> Expected:
         """Return the same promise for a layer that reads only ``rows`` tokens, so that no head can hold more."""
@@ -86,7 +87,8 @@ def with_sinks(capacity: Capacity, least: int, n: int) -> Capacity:
     if sinks < room or capacity.tokens >= n:
         return replace(capacity, sinks=sinks)
     sinks = min(sinks, max(room, capacity.tokens // 2))
-    return Capacity(capacity.tokens, sinks, min(capacity.window, capacity.tokens - sinks), shrunk=True)
+    window = min(capacity.window, capacity.tokens - sinks)
+    return replace(capacity, sinks=sinks, window=window, shrunk=True)
 
 
 def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -98,6 +100,7 @@ def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
         is_chosen = scores >= scores.kthvalue(n - k + 1, dim=-1, keepdim=True).values
         # if other scores equal the k-th, more than k are chosen: then a stable sort must decide by index
         if bool((is_chosen.sum(dim=-1) == k).all()):
+            # nonzero lists (head, index) pairs, head by head and ascending
             return is_chosen.nonzero()[:, 1].view(heads, k)
     order = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :k]
     return order.sort(dim=-1).values

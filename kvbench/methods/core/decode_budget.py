@@ -33,6 +33,7 @@ class DecodeBudget(Evictor):
 
     selector: Selector
     modifiers: tuple[Modifier, ...]
+    # without defaults here, the dataclass would take the properties of ``Evictor`` as defaults
     every: int = 0
     packer: Packer | None = None
 
@@ -53,6 +54,10 @@ class DecodeBudget(Evictor):
         return [self.selector.budget(cache.seen, layer, cache.observed.n_layers) + self.every] * cache.heads
 
     def tokens_after(self, cache: LayerCache, layer: int, new: int) -> tuple[list[int], list[int]]:
+        """Return (tokens, most) after ``new`` more tokens, each for every stored head.
+
+        A head gains every new token, and falls to its budget at each choice.
+        """
         assert cache.observed is not None
         held, most_held = cache.tokens, cache.tokens
         seen, end = cache.seen, cache.seen + new
@@ -92,7 +97,8 @@ def refusal(selector: Selector) -> str:
         return "it reads the prompt's first queries"
     if needs.hidden or needs.call:
         return "it reads hidden states or the attention module, of the prompt alone"
-    # two lengths are tried, because whole chunks may happen to fit one of them
+    # two lengths are tried, because whole chunks may happen to fit one of them; the layer, the first of 2, and its 2
+    # heads stand for any others
     for n in (LONG, LONG + 1):
         expected = decoding_selector.expected(n, 0, 2, heads=2)
         if expected is None or expected.low != expected.high:

@@ -55,7 +55,7 @@ def rank_heads(values: Tensor) -> Tensor:
 
 def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
     """Return the calibration recipe by which UNComp groups heads and layers: H_k with k = ``top``."""
-    return Recipe("uncomp", 1, samples, tokens, knobs={"top": top})
+    return Recipe("uncomp", revision=1, samples=samples, tokens=tokens, knobs={"top": top})
 
 
 @dataclass
@@ -92,21 +92,22 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
 
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         """Add the statistics of one layer of one window."""
-        queries = measure_spectrum(obs.queries(obs.n))
-        truncated = truncated_entropy(queries, top)
-        rank = rank_heads(truncated)
-        sums.add("entropy", obs.layer, truncated)
+        query_spectra = measure_spectrum(obs.queries(obs.n))
+        entropies = truncated_entropy(query_spectra, top)
+        ranks = rank_heads(entropies)
+        sums.add("entropy", obs.layer, entropies)
         # counts marks the half of the heads with the largest H_k (appendix A.4); a middle head is in the lower half
-        sums.add("counts", obs.layer, rank >= heads - heads // 2)
-        sums.add("ranks", obs.layer, rank)
-        sums.add("spectra", obs.layer, queries)
-        all_spectra = (queries, measure_spectrum(k), measure_spectrum(v))
+        sums.add("counts", obs.layer, ranks >= heads - heads // 2)
+        sums.add("ranks", obs.layer, ranks)
+        sums.add("spectra", obs.layer, query_spectra)
+        all_spectra = (query_spectra, measure_spectrum(k), measure_spectrum(v))
         # erank = exp(H), eq. 10, averaged over heads: [3] for queries, keys and values
         sums.add("erank", obs.layer, torch.stack([truncated_entropy(s).exp().mean() for s in all_spectra]))
         sums.add("erank_k", obs.layer, torch.stack([truncated_entropy(s, top).exp().mean() for s in all_spectra]))
 
     count = 0
     for window in run.windows():
+        # the entropy is that of all queries of the window
         run.observe(window, Needs(last_q=window.numel()), on_layer)
         count += 1
     measured = {name: (total / count).float() for name, total in sums.tensors.items()}

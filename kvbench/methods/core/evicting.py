@@ -64,7 +64,7 @@ class EvictingSelector(Selector, Evictor):
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of the running state per slot."""
+        """The bytes that the running state takes in each slot."""
         return 0
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
@@ -107,7 +107,8 @@ class EvictingSelector(Selector, Evictor):
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
     def max_chunk(self, n: int) -> int:
-        """Return how many new tokens every head can take in one step after a prompt of n tokens."""
+        """Return how many new tokens every head of the first layer can take in one step after a prompt of n tokens."""
+        # all layers that are not frozen have equal limits
         return self.decode_limit(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
@@ -128,6 +129,7 @@ class Modified(Evictor):
 
     selector: EvictingSelector
     modifiers: tuple[Modifier, ...]
+    # without a default here, the dataclass would take the property of ``Evictor`` as the default
     packer: Packer | None = None
 
     @property

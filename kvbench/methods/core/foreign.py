@@ -20,6 +20,7 @@ from typing import Any
 from kvbench.methods.core.knobs import Knobs
 
 PACKAGE = "kvbench.methods"
+"""The package of all methods. The user's folders belong to it as well."""
 OWN = (
     "adakv",
     "asvd",

@@ -87,7 +87,7 @@ class StorageFormat(Quantiser):
 
     def residuals(self) -> tuple[Residual, Residual]:
         # R tokens are stored together when R have gathered; without a residual each token is stored at once
-        rule = Residual(0, max(self.residual, 1), 1)
+        rule = Residual(keep=0, block=max(self.residual, 1), unit=1)
         return rule, rule
 
     @property

@@ -39,7 +39,10 @@ BUDGETS: Mapping[str, str] = MappingProxyType(
 
 
 def kind_of(method: str) -> str:
-    """Return the kind of a method by its id. A method that is not kvbench's own is of the kind ``yours``."""
+    """Return the kind of a method by its id.
+
+    A press of kvpress is ``of other packages``. Any other method that METHODS does not list is ``yours``.
+    """
     if method.startswith("kvpress:"):
         return OTHERS
     for kind, methods in METHODS.items():

@@ -45,7 +45,10 @@ def knob(default: Any, rule: Rule) -> Any:
 
 
 def at_least(least: int, unit: str = "", null: bool = False) -> Rule:
-    """Return the rule for a whole number of ``unit`` that is ``least`` or more."""
+    """Return the rule for a whole number of ``unit`` that is ``least`` or more.
+
+    ``null`` says whether the error lists null among the allowed values. The knob's type decides whether null passes.
+    """
     allowed = "a whole number"
     if unit:
         allowed += f" of {unit}"
@@ -61,11 +64,11 @@ def one_of(*names: str) -> Rule:
 
 
 ODD = Rule("an odd whole number, 1 to 9999 (1: no pooling)", lambda width: 1 <= width < 10_000 and width % 2 == 1)
-"""The rule of a width of pooling."""
+"""The rule for a width of pooling, in tokens."""
 MOST = 2**31 - 1
 """The largest whole number that a knob takes. No text has as many tokens."""
 CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
-"""The rule of the bits of a packed number."""
+"""The rule for the bits of a packed number."""
 
 
 def allowed_kind(declared: str, value: Any) -> str:
@@ -128,6 +131,7 @@ class Knobs:
     def _rule(cls, name: str) -> Rule | None:
         """Return the rule of a knob from the class, or from the nearest base class that has one."""
         for base in cls.__mro__:
+            # other bases, such as ``Masker``, have no knobs
             if not issubclass(base, Knobs):
                 continue
             f = base.__dataclass_fields__.get(name)

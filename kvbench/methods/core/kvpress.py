@@ -72,6 +72,7 @@ class PressSelector(Selector):
         return 0, 0
 
     def require(self, knob: str, ok: bool, allowed: str) -> None:
+        # a press has no file in conf/method to which the error could point
         if not ok:
             value = getattr(self, knob)
             raise UsageError(f"{self.id}.{knob}={value!r} is not possible: {allowed} (see run --help {self.id})")
@@ -92,7 +93,7 @@ class PressSelector(Selector):
                 if isinstance(getattr(self, knob), list):
                     object.__setattr__(self, knob, tuple(getattr(self, knob)))
         try:
-            # kvpress checks the fields of a press when it is made
+            # kvpress checks the fields of a press when it is made, at any share
             self.press(0.5)
         except Exception as error:
             raise UsageError(f"method.{self.id}: kvpress does not take these options: {headline(error)}") from None
@@ -121,7 +122,7 @@ class PressSelector(Selector):
             # that wrapper only hands a layer's share to the press in it, which ``budget`` does here
             classes = classes[1:]
         press: Any = None
-        # from the inside out: each press is made around the one before
+        # from the inside out: each press is made around the previous one
         for cls, names in reversed(classes):
             settings = {name: getattr(self, knob) for name, knob in names.items()}
             if press is not None:
@@ -163,9 +164,11 @@ class PressSelector(Selector):
         if self.kind in MASKS:
             # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer
             least = int(size * getattr(self, "alpha_safeguard", 0))
-            return Expected((least,) * heads, (min(n, size * heads),) * heads, size * heads)
+            most = min(n, size * heads)
+            return Expected(low=(least,) * heads, high=(most,) * heads, total=size * heads)
         # the presses in REMOVES choose by blocks, or by chunks of ``chunk_length`` tokens
-        ratio, length = self._ratio(n, n, size), getattr(self, "chunk_length", n)
+        ratio = self._ratio(n, read=n, budget=size)
+        length = getattr(self, "chunk_length", n)
         if self.kind == "chunk":
             # every chunk of m tokens keeps max(1, floor(m (1 - ratio))) of them
             tokens = 0
@@ -180,7 +183,7 @@ class PressSelector(Selector):
             # the last chunk, which may lack tokens, may be one of them
             missing = all_chunks * length - n
             most = chunks * length
-            return Expected((most - missing,) * heads, (most,) * heads)
+            return Expected(low=(most - missing,) * heads, high=(most,) * heads)
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:
@@ -201,6 +204,10 @@ class PressSelector(Selector):
         return 1 - (budget + 0.5) / read
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> Tensor:
+        """Return the press's scores [heads, n]; of a press that masks or drops tokens, 1 for each token that it keeps.
+
+        Raises Refused if the press fails, or if its scores have another shape or are not finite.
+        """
         segment = ops.only_segment(cache)
         keys, values = segment.k[None], segment.v[None]
         if obs.call is None or obs.hidden is None:
@@ -209,7 +216,7 @@ class PressSelector(Selector):
         if cache.heads not in (1, keys.shape[1]):
             raise Refused(f"{self.id} scores kv heads: per=kv_head")
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
-        press = self.press(self._ratio(obs.prompt_tokens, obs.n, budget))
+        press = self.press(self._ratio(obs.prompt_tokens, read=obs.n, budget=budget))
         module = obs.call.module
         # the arguments of a press, for a batch of one: keys and values are [1, Hk, n, D]
         arguments = (module, obs.hidden[None], keys, values, self._attention(keys[0], obs), self._kwargs(obs))
@@ -244,7 +251,7 @@ class PressSelector(Selector):
         return kwargs
 
     def _attention(self, keys: Tensor, obs: Observation) -> Tensor | None:
-        """Return the attention matrix [1, Hq, n, n] for the one press that reads it, or None for any other press.
+        """Return the attention matrix [1, Hq, n, n] for the press WITH_ATTENTION, or None for any other press.
 
         Raises Refused if it would take more than ATTENTION_LIMIT bytes.
         """
@@ -291,7 +298,7 @@ class PressSelector(Selector):
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return ops.select_first(cache, order, (scores > 0).sum(dim=-1))
         if self.kind in REMOVES:
-            # the press has removed as many as it does, in all heads alike
+            # how many tokens the press has removed is its own choice, in all heads alike
             budget = int((scores[0] > 0).sum())
             chosen = ops.select(cache, top_indices(scores, budget))
             return replace(chosen, decided=(budget,) * cache.heads)

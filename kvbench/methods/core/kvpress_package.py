@@ -67,6 +67,7 @@ def import_package() -> ModuleType:
         raise UsageError(f"method=kvpress:NAME: the package kvpress cannot be imported: {headline(error)}") from None
     # a press is made for each layer, and would repeat its advice each time (docs/kvpress.md has it)
     logging.getLogger("kvpress").setLevel(logging.ERROR)
+    # an entry of kvpress hides the plain function, which shows again once that entry is deleted
     for name, plain in before.items():
         if ALL_ATTENTION_FUNCTIONS[name] is not plain:
             del ALL_ATTENTION_FUNCTIONS[name]
@@ -90,7 +91,7 @@ def short_name(name: str) -> str:
 
 
 def canonical_name(method: str) -> str:
-    """Return the one name of a method that may be typed in several ways: kvpress:SnapKVPress is ``kvpress:snapkv``."""
+    """Return the canonical name of a method of kvpress, however it is typed: kvpress:SnapKVPress is kvpress:snapkv."""
     words = ["kvpress"]
     words += [short_name(name) for name in method.split(":")[1:]]
     return ":".join(words)

@@ -72,7 +72,8 @@ def evicts(stage: Stage) -> bool:
 
 _EVICT_AFTER_PROMPT = "use a variant that evicts only after the prompt, without decode_budget or decode_ratio"
 
-# the reasons, one function for each conflict
+# The reasons, one function for each conflict. Each is called with all stages of the conflict, even if it names only
+# one of them.
 
 
 def _owns_its_quantiser(owner: Stage, other: Stage) -> str:

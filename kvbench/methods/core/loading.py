@@ -36,7 +36,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
     name = f"{package}.{path.stem}"
     try:
         # importing a file runs it, behind walls unless that has happened before
-        with contained(name, name not in sys.modules, seed=0, importing=True):
+        with contained(name, foreign=name not in sys.modules, seed=0, importing=True):
             module = importlib.import_module(name)
         # an earlier folder of the package's path may have a file of this name
         if module.__file__ != str(path):
@@ -48,6 +48,7 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         with contained(name, not is_own(name), seed=0):
             # defaults are read from a stage, not from its class, because its checks may fill knobs in
             knobs = {f.name: getattr(stage_class(), f.name) for f in fields(stage_class) if is_knob(f)}
+    # a file of the user's may raise anything
     except Exception as error:
         raise UsageError(f"{path}: the method {method} cannot be read: {located(error, str(path))}") from error
     entry: dict[str, Any] = {"_target_": f"{name}.{stage_class.__name__}"}
@@ -69,7 +70,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
 
     module, _, name = target.rpartition(".")
     try:
-        with contained(target, module not in sys.modules, seed=0, importing=True):
+        with contained(target, foreign=module not in sys.modules, seed=0, importing=True):
             cls = getattr(importlib.import_module(module), name)
     except Exception as error:
         raise UsageError(f"{_entry_line(path, target)} cannot be imported: {located(error, '')}") from error
@@ -92,6 +93,7 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
             # equal stages share their results, which are found by the hash
             hash(stage)
     except UsageError:
+        # the error of a wrong knob says all itself
         raise
     except Exception as error:
         entry = _entry_line(path, target)
@@ -150,6 +152,7 @@ def located(error: BaseException, place: str) -> str:
         if frame.filename != __file__ and not is_machinery:
             # the last of these frames is where the error was raised
             place = f"{frame.filename}:{frame.lineno}"
+    # an empty place leaves no separator in front
     return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
 
 

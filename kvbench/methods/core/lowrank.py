@@ -34,7 +34,7 @@ LONGEST = 2048
 REMEMBERED = 4
 """Factorings of a model that are kept at a time, since a singular value decomposition for each prompt would be slow."""
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
-"""The factorings of each model in memory, by (stage, device, dtype). The one used last stands at the end."""
+"""The factorings of each model in memory, by (stage, device, dtype). The factoring used latest stands at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +63,9 @@ class LowRankStage(Stage):
 
     @property
     def prefill_key(self) -> str:
-        content = self.calibration.sha256[:16] if self.calibration is not None else ""
-        return f"{self.id}({self.knobs()}, {content})"
+        # the ranks, and so the weights that read the prompt, follow from the calibration
+        calibration_hash = self.calibration.sha256[:16] if self.calibration is not None else ""
+        return f"{self.id}({self.knobs()}, {calibration_hash})"
 
     @property
     def shape(self) -> lowrank.ProjectionShape:
@@ -73,7 +74,7 @@ class LowRankStage(Stage):
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """For each layer (ranks of keys, ranks of values). Each of the two has one rank for each group of heads."""
+        """The ranks of each layer: (ranks of keys, ranks of values), each with one rank for each group of heads."""
         raise TypeError(f"{type(self).__name__} does not say which ranks it keeps")
 
     def factors(self, model: PreTrainedModel) -> Pairs:
@@ -98,7 +99,7 @@ class LowRankStage(Stage):
         if key not in factorings:
             factorings[key] = self.factors(model)
             while len(factorings) > REMEMBERED:
-                # the first is the one that has not been used for longest
+                # the first factoring has been unused for longest
                 factorings.popitem(last=False)
         factorings.move_to_end(key)
         with lowrank.swap_projections(model, factorings[key]):

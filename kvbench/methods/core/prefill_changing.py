@@ -23,8 +23,8 @@ class AlteredPrefill(Stage):
         # prompts under equal stages share one prefill, whatever stages follow
         knobs = ",".join(f"{knob}={value}" for knob, value in self.knobs().items())
         # other measurements of the model change the prompt's computation as well
-        content = self.calibration.sha256 if self.calibration is not None else ""
-        return f"{self.id}.{self.revision}({knobs}){content}"
+        calibration_hash = self.calibration.sha256 if self.calibration is not None else ""
+        return f"{self.id}.{self.revision}({knobs}){calibration_hash}"
 
 
 @dataclass(frozen=True, kw_only=True)

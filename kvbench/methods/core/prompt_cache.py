@@ -32,7 +32,7 @@ class PromptCache:
     local: the caches of local layers, which attend a window of tokens, as the model itself holds them.
     states: the states of the layers that hold a state in place of keys, or beside them. No method changes them.
     long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
-    model: the model that read the prompt.
+    model: a weak reference to the model that read the prompt; None for a cache that names no model.
     mismatch: in words, where stored keys and values differ from the prompt's; "" if nowhere. It was found during
         compression, while the prompt's own keys and values were still in memory.
     """
@@ -61,9 +61,10 @@ class PromptCache:
         counts: list[int] = []
         for layer in self.layers:
             counts += layer.kept_counts()
-        tokens = f"{counts[0]}"
         if min(counts) < max(counts):
             tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
+        else:
+            tokens = f"{counts[0]}"
         return f"<PromptCache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
     def __copy__(self) -> PromptCache:
@@ -87,6 +88,7 @@ class PromptCache:
     @property
     def seen(self) -> int:
         """The number of tokens read so far. The next token has this position."""
+        # every layer counts the tokens of the whole text, however few it holds
         return self.layers[0].seen
 
     @property

@@ -48,12 +48,13 @@ class ChannelPruner(Stage):
 
     def count_channels(self, ratio: float, head_dim: int) -> int:
         """Return T, how many of ``head_dim`` channels stay if the fraction ``ratio`` is removed; at least one."""
-        # released code: T = D - int(ratio * D)
-        channels = head_dim - int(ratio * head_dim)
         if self.rounding == "paper":
             # T = floor((1 - ratio) D), section 3.1 of arXiv 2407.21018;
             # 1e-9: a product that should be whole must not be cut to the number below
             channels = int((1 - ratio) * head_dim + 1e-9)
+        else:
+            # released code: T = D - int(ratio * D)
+            channels = head_dim - int(ratio * head_dim)
         return max(1, channels)
 
     def kept_keys(self, head_dim: int) -> int:
@@ -65,6 +66,11 @@ class ChannelPruner(Stage):
         return head_dim
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        """Return the block of the pruned tokens, and that of the newest ``recent`` tokens if there are any.
+
+        The block stays as it is if no channel is removed, or if all tokens are recent.
+        """
+        # a chain has at most one pruner, and no other stage divides a head's block
         (block,) = blocks
         keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
         if keys == values == head_dim or block.slots <= self.recent:
@@ -87,6 +93,7 @@ class ChannelPruner(Stage):
     def id_bytes(self, head_dim: int) -> int:
         """Return the bytes of one head's channel ids: 2 bytes for each kept channel, none if all channels stay."""
         counts = (self.kept_keys(head_dim), self.kept_values(head_dim))
+        # ids are stored as int16
         return sum(2 * count for count in counts if count < head_dim)
 
     def channel_scores(self, keys: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:

@@ -149,7 +149,7 @@ class Quantiser(Stage, Packer):
         ]
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        return self.encode(cache, obs, None)
+        return self.encode(cache, obs, pruner=None)
 
     def encode(self, cache: LayerCache, obs: Observation, pruner: ChannelPruner | None) -> LayerCache:
         """Return the cache of one layer with its older tokens packed.

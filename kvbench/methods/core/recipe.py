@@ -33,7 +33,8 @@ class Recipe:
     revision: a number that is raised when the statistics change.
     samples: how many windows of text are read.
     tokens: the tokens of each window. None stands for as many as model and text allow, up to ``longest``.
-    each: whether a single window must have enough tokens for the statistic (see ``check``), or only all together.
+    each: True if every single window must have enough tokens for the statistic (see ``check``), False if all windows
+        together must have enough.
     knobs: the stage's knobs that decide the result.
     longest: the most tokens of a window whose length is left open.
     """
@@ -138,7 +139,7 @@ class Request:
 
     @property
     def key(self) -> str:
-        """A hash of all that decides the result. The calibration's file is named by this hash."""
+        """The first 16 digits of a SHA-256 over all that decides the result. They name the calibration's file."""
         identity = self.identity()
         identity["model"] = self.model
         # keys are sorted, because the hash must not depend on the order in which they are written above

@@ -72,7 +72,8 @@ def available() -> tuple[str, ...]:
 def defaults(method: str) -> dict[str, Any]:
     """Return the entry of one method: ``_target_`` (its class) and its knobs with their plain defaults.
 
-    ``full`` has the entry {}. Raises UsageError for an unknown method, and for a file that is not one of a method.
+    ``full`` has the entry {}. Entries are cached, so callers must not change them. Raises UsageError for an unknown
+    method, and for a file that is not one of a method.
     """
     if of_kvpress(method):
         require("kvpress", "method=kvpress:NAME")
@@ -221,7 +222,7 @@ def path_of(method: str) -> Path:
 
 
 def forget_files() -> None:
-    """Clear what is cached of methods' files. Call it after a file was added, changed or removed."""
+    """Clear the caches of methods' files. Call this after a file was added, changed or removed."""
     for cached_function in (available, defaults, _modules):
         cached_function.cache_clear()
 
@@ -322,6 +323,7 @@ def by_size(entry: Mapping[str, object]) -> dict[str, object]:
     a log scale. Where the budget is a fraction, it takes the value at the largest kv_size (our choice).
     """
     size = entry.get("kv_size")
+    # a size that is no number above 0 gets its error later, from the stage
     if not isinstance(size, int) or size <= 0:
         size = None
 
@@ -347,6 +349,7 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
     for knob in knobs:
         if knob not in knob_names(method):
             raise unknown(f"option of {method}", knob, knob_names(method), listed_by=f"kvbench run --help {method}")
+    # an entry that gives only knobs belongs to the method's own class
     target = entry.get("_target_") or defaults(method)["_target_"]
     return load_stage(path_of(method), method, cast(str, target), knobs=knobs)
 

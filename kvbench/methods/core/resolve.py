@@ -232,6 +232,7 @@ def _plain(value: object) -> object:
 def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
     """Raise UsageError for a knob that none of ``methods`` has, or whose value an alias implies."""
     for key, value in knobs.items():
+        # ``per`` belongs to the whole chain, so no stage has it
         if key == PER:
             continue
         knob = registry.knob_of(key)
@@ -265,6 +266,7 @@ def _find_owner(methods: Sequence[str], key: str, value: object) -> str:
             raise UsageError(f"{knob} is an option of two methods in {'+'.join(chain)}: set {keys} by its full key")
         owners += owners_in_chain
     if not owners:
+        # ``per`` is no knob of a stage, but the user may have meant it
         names = {PER}
         for part in all_parts:
             names.update(registry.knob_names(part))
@@ -342,13 +344,15 @@ def _label(
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in entries[stage.id].items():
-            stage_value = getattr(stage, knob, None)
+            # ``_target_`` is no knob, and a stage may clear knobs that do not apply to it
+            stage_value = getattr(stage, knob, value)
+            if knob.startswith("_") or stage_value is None:
+                continue
             if isinstance(value, list) and isinstance(stage_value, tuple):
                 # a list of layers has one label, however it is written: the stage has sorted it
                 value = list(stage_value)
-            unset = knob.startswith("_") or getattr(stage, knob, value) is None
             is_default = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
-            if unset or is_default or f"{stage.id}.{knob}" in implied:
+            if is_default or f"{stage.id}.{knob}" in implied:
                 continue
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{knob}={text}")

@@ -51,6 +51,7 @@ class TorchMode:
 
 def _leave_dispatch_mode() -> object:
     """Leave the dispatch mode that was entered last."""
+    # a key in place of None would name one of torch's own modes
     return torch._C._pop_torch_dispatch_stack(None)
 
 
@@ -79,7 +80,7 @@ class Functions:
         """Note the functions as they are now. ``with_code`` also notes the code object of each, which takes longer."""
         self._before: dict[str, dict[str, object]] = {}
         for name, owner in _owners_by_name().items():
-            # a class's namespace is a read-only view, which copies itself far faster than dict() copies it
+            # a class's namespace is a read-only view, and its own method copies it far faster than dict() does
             self._before[name] = vars(owner).copy()
         self._tables = {name: dict(table) for name, table in TABLES.items()}
         self._mode_counts = {name: mode.count() for name, mode in MODES.items()}
@@ -112,6 +113,7 @@ class Functions:
             before = self._before.get(name)
             # the built-in functions were put back above, so that their namespace shows no change any more
             now: Mapping[str, object] = built_in if owner is builtins else vars(owner)
+            # a new module or class that ``note`` has not seen has no earlier functions to compare
             if before is None or _is_unchanged(now, before):
                 continue
             for key in _replaced_names(owner, now, before):

@@ -16,6 +16,7 @@ from kvbench.base.errors import UsageError
 from kvbench.methods.core.knobs import DEFAULT_RATIO
 
 UNDESCRIBED = "no description: the first line of its file's docstring would stand here"
+"""The description of a method without a docstring."""
 
 
 class Described(NamedTuple):
@@ -55,7 +56,7 @@ def describe(path: Path, method: str) -> Described:
     except RecursionError:
         raise UsageError(f"{path}: the classes of {method} derive from each other in a circle") from None
     # a selector takes this ratio where neither knob is set, see ``Selector.check``
-    if "kv_size" in knobs and knobs["kv_size"] is None and knobs.get("kv_ratio", 0) is None:
+    if all(knob in knobs and knobs[knob] is None for knob in ("kv_size", "kv_ratio")):
         knobs["kv_ratio"] = DEFAULT_RATIO
     return Described(about, knobs)
 
@@ -65,6 +66,7 @@ def _parse_file(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
+        # the ValueError of a null byte, in early releases of Python 3.11, has neither a line nor a message of its own
         line, reason = getattr(error, "lineno", None) or 1, getattr(error, "msg", error)
         raise UsageError(f"{path}:{line}: {type(error).__name__}: {reason}") from error
 
@@ -111,8 +113,8 @@ def _class_named(
 ) -> tuple[ast.ClassDef, ast.Module, Path] | None:
     """Return the class that ``name`` means in a file, with the syntax tree and the path of the file that defines it.
 
-    The class is one that the file imports, or defines above the line number ``above``. Return None for a class of
-    another package.
+    The class is one that the file imports, or defines above the line number ``above``: a base class stands above its
+    subclass. Return None for a class of another package.
     """
     for stmt in tree.body:
         if isinstance(stmt, ast.ClassDef) and stmt.name == name and stmt.lineno < above:
@@ -153,7 +155,10 @@ def _is_no_knob(value: ast.expr | None) -> bool:
     """Return True if a field is marked as no knob: field(metadata={"knob": False})."""
     if not isinstance(value, ast.Call):
         return False
-    return any(k.arg == "metadata" and "'knob': False" in ast.unparse(k.value) for k in value.keywords)
+    # unparse writes single quotes, whichever the author used
+    return any(
+        keyword.arg == "metadata" and "'knob': False" in ast.unparse(keyword.value) for keyword in value.keywords
+    )
 
 
 def _default_of_knob(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
@@ -164,6 +169,7 @@ def _default_of_knob(value: ast.expr | None, constants: Mapping[str, ast.expr | 
         if arguments:
             value = arguments[0]
     if isinstance(value, ast.Name):
+        # a name that the file does not define keeps its name, which is unparsed below
         value = constants.get(value.id) or value
     if value is None:
         return None

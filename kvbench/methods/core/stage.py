@@ -93,9 +93,9 @@ class Stage(Knobs):
         """Return how often ``calibrate`` calls ``run.tick`` after the windows are read, for the display of progress."""
         return 0
 
-    def calibrated(self, data: Calibration) -> Stage:
+    def calibrated(self, calibration: Calibration) -> Stage:
         """Return the stage with the result of ``calibrate`` bound to it."""
-        return replace(self, calibration=data)
+        return replace(self, calibration=calibration)
 
     def identity(self) -> dict[str, object]:
         """Return everything that decides the stage's results: its id, its revision and its knobs.
@@ -115,7 +115,7 @@ class Stage(Knobs):
         """Return the tensors of the stage's calibration. Raises UsageError if the stage has no calibration.
 
         what: the words for the property that follows from the tensors, such as "its ranks", for the error.
-        knob: the knob that makes the calibration necessary.
+        knob: the knob that makes the calibration necessary; "it" if the method needs one under any knobs.
         """
         # bytes can be computed without a model, but not for a stage that a model's statistics decide
         if self.calibration is None:

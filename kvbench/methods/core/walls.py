@@ -49,8 +49,8 @@ def contained(
     foreign: False for code of kvbench's own, which runs without walls.
     seed: the seed of its random numbers. Without a seed several prompts share the call, and code that draws is refused:
         the numbers of one prompt would depend on the others.
-    watched: whether to print a line that names the method if it has not returned after SILENT_S seconds. False where
-        other code than the method's may take long.
+    watched: whether to print a line that names the method if it has not returned after ``watch.SILENT_S`` seconds.
+        False where other code than the method's may take long.
     importing: True while the method's file is imported. Then the code of functions is compared as well, which takes
         longer, but happens once and before any answer is made.
 
@@ -92,6 +92,7 @@ def _check_text(name: str, error: Exception) -> None:
     """Raise KvbenchError if the text of ``error`` cannot be made. ``name`` is the method whose code raised it."""
     try:
         str(error)
+    # the text is made by the method's code, which may even try to end the program
     except (Exception, SystemExit):
         raise KvbenchError(f"{name} raises {type(error).__name__}, whose __str__ fails") from None
 
@@ -226,6 +227,7 @@ def _drawing(name: str, seed: int | None) -> Iterator[None]:
     try:
         # fork_rng restores the states of torch's generators itself
         with torch.random.fork_rng(devices=devices):
+            # without a seed any number will do, because draws are then refused
             _seed_generators(seed or 0)
             before = _generator_states()
             yield
