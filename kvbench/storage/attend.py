@@ -99,11 +99,12 @@ def as_they_are(keys: Tensor) -> Tensor:
 def unpack_blocks(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (heads, tokens, numbers) for each block of ``packed``: two slices, and the unpacked numbers in ``dtype``.
 
-    Each block overwrites the memory of the one before. If ``rotated``, the numbers are in the basis of
+    Each block overwrites the memory of the previous block. If ``rotated``, the numbers are in the basis of
     ``packed.rotation``, else as they were before packing.
     """
     scratch: Tensor | None = None
     for heads, tokens, part in packed.blocks():
+        # a tensor that is large enough serves smaller blocks as well
         if scratch is None or scratch.numel() < part.shape.numel():
             scratch = torch.empty(part.shape.numel(), device=packed.device)
         if rotated:
@@ -191,6 +192,7 @@ def attend(
         if out is not None:
             return out, None
     padded = [s.padded() for s in segments]
+    # in half precision, PyTorch's fused function rounds as transformers' own decoding does
     if is_simple and query.device.type == "cpu" and query.dtype != torch.float32:
         out = _attend_fused(query, padded, tail, scale)
         if out is not None:
@@ -219,7 +221,7 @@ def attend(
 
 def masked_softmax(
     logits_of: Callable[[Estimate], Tensor],
-    weighed: Callable[[Tensor], Tensor],
+    weigh_values: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
     masker: Masker | None,
     scale: float,
@@ -230,7 +232,7 @@ def masked_softmax(
     estimated keys. Picked tokens are weighted by their exact logits. The softmax is in fp32, the outputs in ``dtype``.
 
     logits_of: maps an estimate of the keys to logits [B, Hq, T, S], -inf where a query must not look.
-    weighed: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
+    weigh_values: maps weights [B, Hq, T, S] to the weighted sum of values [B, Hq, T, D].
     scale: the factor of q.k, for the model's sinks.
     """
     exact = logits_of(as_they_are)
@@ -241,19 +243,21 @@ def masked_softmax(
         seen = masker.mask(weights) & ~exact.isneginf()
         exact = exact.masked_fill(~seen, -torch.inf)
         attended = seen.sum(dim=-1).float().mean(dim=(1, 2))
-    return weigh_rounded(softmax(exact, sinks_of(scale)), dtype, weighed), attended
+    return weigh_rounded(softmax(exact, sinks_of(scale)), dtype, weigh_values), attended
 
 
-def weigh_rounded(probs: Tensor, dtype: torch.dtype, weighed: Callable[[Tensor], Tensor]) -> Tensor:
+def weigh_rounded(probs: Tensor, dtype: torch.dtype, weigh_values: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the values weighted by probs [B, Hq, T, S] fp32, with weights and result rounded to ``dtype``.
+
+    ``weigh_values`` maps weights to the weighted sum of values [B, Hq, T, D].
 
     In half precision, weights are divided by the largest before rounding. PyTorch's fused attention does the same.
     """
     if dtype == torch.float32:
-        return weighed(probs)
+        return weigh_values(probs)
     # the clamp avoids division by 0: a query that attends nothing has only weights of 0
     top = probs.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    return (weighed((probs / top).to(dtype)) * top).to(dtype)
+    return (weigh_values((probs / top).to(dtype)) * top).to(dtype)
 
 
 def _attend_fused(
@@ -343,20 +347,20 @@ def _all_logits(
     return torch.cat(all_scores, dim=-1)
 
 
-def hide_free(part: Tensor, valid: Tensor) -> Tensor:
-    """Return the logits ``part`` [B, Hq, T, L] with -inf in slots that ``valid`` [B, H or 1, L] does not mark."""
-    by_head = part.unflatten(1, (valid.shape[1], -1))
+def hide_free(scores: Tensor, valid: Tensor) -> Tensor:
+    """Return the logits ``scores`` [B, Hq, T, L] with -inf in slots that ``valid`` [B, H or 1, L] does not mark."""
+    by_head = scores.unflatten(1, (valid.shape[1], -1))
     return by_head.masked_fill(~valid[:, :, None, None], -torch.inf).flatten(1, 2)
 
 
-def _hide_before(part: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
-    """Return the logits ``part`` [B, Hq, T, L] with -inf for tokens before the sliding window.
+def _hide_before(scores: Tensor, positions: Tensor, floor: Tensor) -> Tensor:
+    """Return the logits ``scores`` [B, Hq, T, L] with -inf for tokens before the sliding window.
 
     positions: [B, H or 1, L], the position of each token.
     floor: [B, T], the first position that each query sees.
     """
-    b, hq, t, length = part.shape
+    b, hq, t, length = scores.shape
     # [B, H or 1, 1, T, L]: all query heads of a group hide the same tokens
     hidden = positions[:, :, None, None] < floor[:, None, None, :, None]
-    by_head = part.view(b, positions.shape[1], -1, t, length)
+    by_head = scores.view(b, positions.shape[1], -1, t, length)
     return by_head.masked_fill(hidden, -torch.inf).view(b, hq, t, length)

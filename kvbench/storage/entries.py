@@ -26,6 +26,7 @@ class Entry:
     index: the row's index in the batch.
     row: the cache of the whole row, or of that head alone, with the roles that method and model play.
     head: the number of the head, out of the ``stored`` heads of the row; None for a whole row.
+    stored: how many heads the row stores; 0 for a whole row.
     """
 
     index: int
@@ -48,7 +49,7 @@ class Entry:
         for head, size in enumerate(size_by_head):
             if size != 0:
                 head_row = replace(row, cache=head_of(row.cache, head, stored), size=size)
-                entries.append(Entry(self.index, head_row, head, stored))
+                entries.append(Entry(self.index, head_row, head=head, stored=stored))
         return entries
 
 
@@ -72,10 +73,11 @@ class Entries:
         """Return where ``entries`` stand in a batch of ``batch`` rows. They must come in the batch's order."""
         device = entries[0].row.cache.segments[0].k.device
         rows = torch.tensor([entry.index for entry in entries], device=device)
+        # a group's entries are all whole rows, or all single heads
         heads = [entry.head for entry in entries if entry.head is not None]
         if heads:
             return cls(rows, torch.tensor(heads, device=device), stored=entries[0].stored, everything=False)
-        return cls(rows, None, stored=entries[0].stored, everything=len(entries) == batch)
+        return cls(rows, heads=None, stored=entries[0].stored, everything=len(entries) == batch)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Return from x [B, ...], which has an item for each row of the batch, these entries' items [U, ...]."""
@@ -102,6 +104,7 @@ class Entries:
         if sinks is None:
             return scale
         if sinks.dim() == 4:
+            # [B, Hq, 1, 1]: each row of the batch has sinks of its own
             chosen = self.query(sinks)
         elif self.heads is None:
             return scale  # [Hq, 1, 1], the same for all rows
@@ -149,7 +152,7 @@ class Entries:
         index = torch.tensor(staying, dtype=torch.int64, device=self.rows.device)
         rows = torch.tensor(new_rows, dtype=torch.int64, device=self.rows.device)
         if self.heads is None:
-            return index, Entries(rows, None, stored=self.stored, everything=len(staying) == len(places))
+            return index, Entries(rows, heads=None, stored=self.stored, everything=len(staying) == len(places))
         return index, Entries(rows, self.heads[index], stored=self.stored, everything=False)
 
 
@@ -185,6 +188,7 @@ def _tokens_of_entry(entry: Entry) -> int:
 
 def _place_in_batch(entry: Entry) -> tuple[int, int]:
     """Return an entry's (row, head). Sorting by this key puts entries into the order of the batch."""
+    # a whole row is the only entry of its row, so any number serves as its head
     return (entry.index, entry.head or 0)
 
 

@@ -10,6 +10,7 @@ Shapes: B rows, H stored heads, S slots, T new tokens.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.recent_queries import RecentQueries
 from kvbench.storage.roles import Evictor, Rotary, Slots
 from kvbench.storage.row_segments import format_of, take_entries
+
+
+class _SlotAttention(NamedTuple):
+    """Attention over the slots.
+
+    out: the outputs [B, Hq, T, D].
+    probs: the attention weights [B, Hq, T, S].
+    query: [B, Hq, T, D], turned to the positions of the last slots if cached keys take the positions of their slots.
+    read: the map from stored keys to the attended keys, which turns keys alike; None: the stored keys.
+    """
+
+    out: Tensor
+    probs: Tensor
+    query: Tensor
+    read: Read
 
 
 class EvictingRows(Format):
@@ -81,7 +97,7 @@ class EvictingRows(Format):
         self.newest = self.n[:, :, 0]  # [B, 1]: no token has been added yet
         self.store: OneFormat | Thin
         if first.key_channels is None and first.value_channels is None:
-            self.store = OneFormat([first for (first,) in segments], size, evictor.packer)
+            self.store = OneFormat([segment for (segment,) in segments], size, evictor.packer)
         else:
             self.store = Thin(segments, size, self._whole_tokens(segments, room.tokens))
         for row, row_segments in enumerate(segments):
@@ -164,6 +180,7 @@ class EvictingRows(Format):
             self.valid &= rank_slots(scores, self.positions, self.valid) < self.budget - t
         # the sort puts free slots first; the store keeps ``free`` until the next step, and a view would keep all of it
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
+        # kv heads are repeated for the stored heads, which choose their tokens apart
         new_k = k.repeat_interleave(h // k.shape[1], dim=1)
         new_v = v.repeat_interleave(h // v.shape[1], dim=1)
         self.store.add(free, new_k, new_v, self.valid)
@@ -206,36 +223,33 @@ class EvictingRows(Format):
         """
         query_positions = self.newest
         if self.recent is not None:
+            # recorded at its own position, before ``_attend`` may turn it to that of a slot
             self.recent.add(query)
-        out, probs, query, read = self._attend(query, scale)
+        attention = self._attend(query, scale)
+        probs = attention.probs
         if self.evictor.estimates:
             # the method folds attention over its own approximate keys, not the attention that made the output
-            turn = read or as_they_are
+            turn = attention.read or as_they_are
 
             def estimate(keys: Tensor) -> Tensor:
                 """Return the method's approximate keys, turned to the positions of their slots if they are rolled."""
                 return self.evictor.estimate(turn(keys))
 
-            probs = self._probs(query.float(), scale, query_positions, estimate)
+            probs = self._probs(attention.query.float(), scale, query_positions, estimate)
         self.state = self.state | dict(self.evictor.fold(self.view(query_positions[:, -1]), probs))
-        return out
+        return attention.out
 
     def attend_again(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         # the method's running state counts the layer's own queries only, so nothing is folded here
-        out, _, _, _ = self._attend(query, scale)
-        return out
+        return self._attend(query, scale).out
 
-    def _attend(self, query: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor, Read]:
-        """Return (output [B, Hq, T, D], attention weights [B, Hq, T, S], query, map from stored keys to attended keys).
-
-        The query and the map turn to the positions of the slots if cached keys take those positions. Else the query is
-        unchanged and the map is None.
-        """
+    def _attend(self, query: Tensor, scale: float) -> _SlotAttention:
+        """Return the attention of the newest T tokens, query [B, Hq, T, D], over all slots. No state changes."""
         read: Read = None
         if self.rotary is not None:
             query, read = self._turn_to_slots(query, self.newest, self.rotary)
         probs = self._probs(query, scale, self.newest, read)
-        return weigh_rounded(probs, query.dtype, self.store.weigh), probs, query, read
+        return _SlotAttention(weigh_rounded(probs, query.dtype, self.store.weigh), probs, query=query, read=read)
 
     def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).
@@ -299,7 +313,7 @@ class EvictingRows(Format):
     def observation(self, u: int) -> Observation | None:
         if self.recent is None:
             return None
-        return self.recent.observation(u, None)
+        return self.recent.observation(u, positions=None)
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         """Return the segments that row ``u`` holds now, each ascending in position.
@@ -314,13 +328,15 @@ class EvictingRows(Format):
 
 def _budgets_of(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
     """Return how many tokens each head of a row may hold. A row that is a single head has one number."""
+    # a head holds at most all tokens of the text, so that a larger budget needs no more slots
+    most_tokens = row.cache.seen + room.tokens
     if row.size is not None:
-        return [min(row.size, row.cache.seen + room.tokens)]
+        return [min(row.size, most_tokens)]
     if evictor.every:
         # a head grows until its method chooses again, so it needs room for the most tokens until then
         _, most = evictor.tokens_after(row.cache, row.layer, room.tokens)
         return most
-    return [min(budget, row.cache.seen + room.tokens) for budget in evictor.head_budgets(row.cache, row.layer)]
+    return [min(budget, most_tokens) for budget in evictor.head_budgets(row.cache, row.layer)]
 
 
 def rank_slots(scores: Tensor, positions: Tensor, among: Tensor) -> Tensor:

@@ -411,6 +411,7 @@ def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
     # the largest int32 sorts free slots behind all positions
     hidden = slots.positions.masked_fill(~held, torch.iinfo(torch.int32).max)
     index = hidden.sort(dim=-1, stable=True).indices[:, : int(counts.max())]
+    # ``select`` takes a whole cache, but does not read how many tokens it has seen
     cache = LayerCache((slots,), seen=0, heads=slots.heads, query_heads=slots.heads)
     return only_segment(select(cache, index, counts))
 

@@ -38,7 +38,7 @@ class ExactGroup:
 
     entries: the places of the entries in the batch.
     segments: for each i, the i-th segments of all entries as one batch.
-    attended: [U], the number of tokens that each entry attended in the last step; None without a masker.
+    attended: [U], the number of tokens that each entry attended in the most recent step; None without a masker.
     """
 
     entries: Entries
@@ -115,7 +115,7 @@ class ExactRows(Format):
         return (row.masker,)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        keys, values = self.room(k, v, k.shape[2])
+        keys, values = self.room(k, v, tokens=k.shape[2])
         span = slice(self.used, self.used + k.shape[2])
         # the step's tokens follow the earlier ones directly
         keys[:, :, span], values[:, :, span] = k, v

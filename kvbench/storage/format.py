@@ -67,7 +67,7 @@ class Format(ABC):
     """The reason why steps differ, so that no CUDA graph of a step can be recorded; '' if all steps are alike."""
 
     attended: Tensor | None = None
-    """[U], the number of tokens that the last step attended, the mean over heads; None unless the method masks."""
+    """[U], the tokens attended in the most recent step, as the mean over heads; None unless the method masks."""
 
     @abstractmethod
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:

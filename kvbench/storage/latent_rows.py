@@ -74,7 +74,8 @@ class LatentRows(Format):
         """
         longest, t = max(self.total), query.shape[2]
         scores = query.new_empty((*query.shape[:3], longest), dtype=torch.float32)
-        block = max(1, BLOCK // (len(query) * self.lift.heads * query.shape[3]))
+        token_elements = len(query) * self.lift.heads * query.shape[3]
+        block = max(1, BLOCK // token_elements)
         for start in range(0, longest, block):
             span = slice(start, min(start + block, longest))
             keys = self.lift.keys(self.k[:, span], self.positions[:, span])

@@ -47,7 +47,7 @@ class LocalRows(Format):
         self.positions = torch.full((len(rows), slots), -self.window, dtype=torch.int64, device=self.k.device)
         for u, s in enumerate(segments):
             self._write(torch.tensor([u], device=self.k.device), s.k[None], s.v[None], s.positions.long())
-        self.newest = self.positions[:, -1:]  # [U, T]
+        self.newest = self.positions[:, -1:]  # [U, 1], a placeholder until ``add``
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -76,9 +76,10 @@ class LocalRows(Format):
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         token_at, query_at = self.positions[:, None], self.newest[:, :, None]
         # a query at position p sees positions p - window + 1 to p, or those of its chunk up to p: [U, 1, T, S]
-        first_seen = query_at - self.window + 1
         if self.chunked:
             first_seen = query_at // self.window * self.window
+        else:
+            first_seen = query_at - self.window + 1
         hidden = ((token_at > query_at) | (token_at < first_seen))[:, None]
 
         def logits_of(estimate: Estimate) -> Tensor:

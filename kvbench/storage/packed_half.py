@@ -120,6 +120,7 @@ class PackedHalf:
         tokens: the number of new tokens.
         settles_first: True if a token is packed before its own step attends.
         """
+        # a copy, because packing changes the list itself
         self.before = list(self.packed)
         # new token i follows total - tokens + i other tokens, and counts itself if packing precedes attention
         end = 1 if settles_first else 0
@@ -202,7 +203,7 @@ class PackedHalf:
 
         Slices of the ring and of the buffers replace the slower indices of ``_pack_slots``.
         """
-        coded = self._coded(self.ring[:, :, span], None)
+        coded = self._coded(self.ring[:, :, span], rows=None)
         first = self.packed[0] // self.step
         end = first + (span.stop - span.start) // self.step
         self._reserve(end)

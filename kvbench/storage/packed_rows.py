@@ -60,12 +60,13 @@ class PackedRows(Format):
         return (row.coder, cls.segment_key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        # first pack the tokens that the last step still read exactly and that must not stay exact
+        # first pack the tokens that the previous step still read exactly and that must not stay exact
         self.settle()
         # tokens of one step must see the same packed tokens that each would see in a step of its own
         several = self.alone and k.shape[2] > 1
         for half, x in ((self.k, k), (self.v, v)):
             half.add(x)
+            # the numbers of the previous step do not hold for the new tokens
             half.seen = None
             if several:
                 half.see(k.shape[2], self.settles_first)

@@ -30,6 +30,7 @@ class RecentQueries:
 
     def __init__(self, caches: Sequence[LayerCache], size: int) -> None:
         """Load the last queries of each row's prompt. ``caches`` has the layer of each row, and W is ``size``."""
+        # every cache of a method that chooses again has an observation, so the filter leaves none out
         self.observed = [cache.observed for cache in caches if cache.observed is not None]
         self.seen = [cache.seen for cache in caches]
         self.prompts = [cache.prompt_tokens for cache in caches]

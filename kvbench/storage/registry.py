@@ -28,7 +28,6 @@ def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
     """
     by_format: dict[type[Format], list[Entry]] = {}
     for i, row in enumerate(rows):
-        # the first format that takes the row; ExactRows takes every row
         row_format = next(kind for kind in FORMATS if kind.takes(row))
         by_format.setdefault(row_format, []).append(Entry(i, row))
     groups = []

@@ -257,7 +257,7 @@ class Rotary:
     def mean_turn(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return the mean of x [..., D] rotated from position 0 to each of ``positions`` [p]."""
         # rotation is linear in (cos, sin), so the mean of rotations is the rotation by the mean cosine and sine
-        cos, sin = self._cos_sin(0, positions, x.device)
+        cos, sin = self._cos_sin(start=0, end=positions, device=x.device)
         return self._rotate(x, cos.mean(dim=0), sin.mean(dim=0))
 
     def _cos_sin(self, start: Tensor | int, end: Tensor | int, device: torch.device) -> tuple[Tensor, Tensor]:

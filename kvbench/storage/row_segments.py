@@ -40,7 +40,7 @@ class Shared:
     def over(self, heads: int) -> Shared:
         """Return the same sharing for keys of all ``heads`` kv heads, also of those that no leading head reads."""
         group = self.place.shape[1] // heads
-        return Shared(self.leading, self.leading // group, self.place)
+        return Shared(self.leading, key_rows=self.leading // group, place=self.place)
 
 
 def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
@@ -57,8 +57,8 @@ def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
     key_rows = torch.stack([torch.unique(row, return_inverse=True)[1] for row in kv_heads])
     in_order = torch.arange(key_rows.shape[1], device=key_rows.device).expand_as(key_rows)
     if torch.equal(key_rows, in_order):
-        return Shared(leading, None, place)
-    return Shared(leading, key_rows, place)
+        return Shared(leading, key_rows=None, place=place)
+    return Shared(leading, key_rows=key_rows, place=place)
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class RowSegment:
         rows, length = self.v.shape[0], self.v.shape[2]
         counts = [length] * rows
         if self.valid is not None:
+            # ``stack_rows`` gives [B, 1, L], because all heads of a row hold equally many tokens
             counts = self.valid.sum(dim=(1, 2)).tolist()
         token_bytes = per_place(self.k, rows * length) + per_place(self.v, rows * length)
         return [count * token_bytes for count in counts]
@@ -227,8 +228,9 @@ def flatten_rows(segments: Sequence[Segment]) -> Ragged:
 
     The segments have one format. The batch of a single row is a view.
     """
-    counts = [s.lengths for s in segments if s.lengths is not None]
-    lengths = torch.stack(counts).to(torch.int32)
+    # all segments are ragged, so the filter leaves none out
+    lengths_by_row = [s.lengths for s in segments if s.lengths is not None]
+    lengths = torch.stack(lengths_by_row).to(torch.int32)
     if len(segments) == 1:
         k, v = segments[0].k[0], segments[0].v[0]
     else:
@@ -260,6 +262,7 @@ def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegme
     padded_positions = None
     if positions:
         padded_positions = torch.stack([F.pad(s.positions, (0, longest - s.positions.shape[1])) for s in segments])
+    # segments of one format all have leads, or all have none
     leads = [s.leads for s in segments if s.leads is not None]
     return RowSegment(
         _pad_stack([s.k for s in segments], longest),

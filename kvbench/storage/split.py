@@ -93,6 +93,7 @@ def attend_segments(query: Tensor, segments: Sequence[RowSegment | Ragged], scal
 
     Heads of the segments must not share logits. Without any token the output is 0 and the lse is -inf.
     """
+    # a segment without tokens has no attention to merge
     parts = [_attend_segment(query, s.padded(), scale) for s in segments if s.longest]
     if not parts:
         return Part(torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf))

@@ -152,10 +152,10 @@ def _works(device: torch.device) -> bool:
     try:
         # the trial attends one query over one token whose key and value are the query itself
         query = torch.zeros(1, 1, 1, 16, device=device)
-        run, cut = RowSegment(query, query), softmax.cut_tokens(query, 1, 1)
+        run, cut = RowSegment(query, query), softmax.cut_tokens(query, heads=1, longest=1)
         parts = softmax.Parts.room(cut.count, query)
         with torch.cuda.device_of(query):
-            exact.attend(query, run, 1.0, cut, parts)
+            exact.attend(query, run, scale=1.0, cut=cut, parts=parts)
             parts.merged(query)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:

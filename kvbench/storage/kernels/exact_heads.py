@@ -70,7 +70,7 @@ class HeadTable:
     def point_to_tail(self, keys: Tensor, values: Tensor, used: int) -> None:
         """Set each head's last run, its new tokens, to the tokens that the batch's tail now holds.
 
-        keys, values: the buffers [B, Hk, ., D] of the tail. Their memory may have moved since the last step.
+        keys, values: the buffers [B, Hk, ., D] of the tail. Their memory may have moved since the previous step.
         used: how many tokens the tail holds.
         """
         head_bytes = keys.stride(1) * keys.element_size()
@@ -82,9 +82,11 @@ class HeadTable:
 
 @functools.lru_cache(maxsize=256)
 def split_evenly(counts: tuple[int, ...], parts: int) -> tuple[tuple[int, int], ...]:
-    """Return (first, number) of at most ``parts`` runs of heads with about equally many tokens each.
+    """Return (first head, number of heads) of at most ``parts`` parts with about equally many tokens each.
 
-    counts: the number of tokens of each head. The answer is kept, since every step asks each layer's split again.
+    A part is heads one after the other. The answer is kept, since every step asks each layer's split again.
+
+    counts: the number of tokens of each head.
     """
     total = sum(counts)
     bounds = [0]

@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +79,21 @@ class _RingArgument(ctypes.Structure):
     )
 
 
+class _HeadTensors(NamedTuple):
+    """The queries and outputs of N heads, as ``kvbench_kernels_attend`` reads and writes them.
+
+    query: [N, R, D], the queries for exact keys.
+    packed_query: [N, R, .], the queries for packed keys, with padded channels.
+    out: [N, R, D], the output over exact values.
+    packed_out: [N, R, .], the output over packed values, or ``out`` itself if that takes the sum of both outputs.
+    """
+
+    query: Tensor
+    packed_query: Tensor
+    out: Tensor
+    packed_out: Tensor
+
+
 def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) -> Tensor | None:
     """Return attention [U, Hq, 1, D] of one new token, query [U, Hq, 1, D], over packed and exact tokens.
 
@@ -120,22 +135,23 @@ def attend(query: Tensor, scale: float, keys: PackedHalf, values: PackedHalf) ->
         key_levels,
         value_levels,
         halves=(keys, values),
-        tensors=(flat_query, packed_query, out, packed_out),
+        tensors=_HeadTensors(flat_query, packed_query=packed_query, out=out, packed_out=packed_out),
     )
     if apart:
         from_packed = packed_out[..., : value_levels.channels]
         if old_values.rotation is not None:
             from_packed = from_packed @ old_values.rotation.T
         if values.channels is not None:
-            from_packed = spread_channels(from_packed[:, :, None], values.channels.flatten(0, 1)[:, None], channels)[
-                :, :, 0
-            ]
+            # again each head is a row of its own
+            channels_by_head = values.channels.flatten(0, 1)[:, None]
+            from_packed = spread_channels(from_packed[:, :, None], channels_by_head, channels)[:, :, 0]
         out += from_packed
     return out.view(query.shape)
 
 
 def _padded_width(channels: int) -> int:
     """Return ``channels`` rounded up to a multiple of WIDTH."""
+    # -channels % WIDTH is what is missing to the next multiple
     return channels + -channels % WIDTH
 
 
@@ -150,14 +166,13 @@ def _attend_heads(
     value_levels: Levels,
     *,
     halves: tuple[PackedHalf, PackedHalf],
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    tensors: _HeadTensors,
 ) -> None:
     """Call the C ``function`` for all heads, in threads if there is much to read.
 
     key_levels, value_levels: the packed keys and values.
     halves: (keys, values), which also hold the exact tokens.
-    tensors: (queries of exact keys, queries of packed keys, output over exact values, output over packed values). The
-        function writes the outputs.
+    tensors: the queries, and the outputs that the function writes.
     """
     keys, values = halves
     query, packed_query, out, packed_out = tensors
@@ -366,7 +381,10 @@ def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> l
 
 
 def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
-    """Call a C function once for each of ``calls``, which are its arguments; in threads if there are several calls."""
+    """Call a C function once for each of ``calls``, which are its arguments, of which there is at least one.
+
+    Several calls run in threads.
+    """
     # this thread makes the first call, and others the rest, since ctypes gives up the interpreter's lock meanwhile
     rest = [_thread_pool().submit(function, *call) for call in calls[1:]]
     function(*calls[0])
@@ -400,6 +418,7 @@ def _library() -> ctypes.CDLL | None:
         library.kvbench_kernels_interface.restype = ctypes.c_int64
         library.kvbench_kernels_most_codes.restype = ctypes.c_int64
         version = library.kvbench_kernels_interface()
+    # a build that is too old lacks one of these functions, which is an AttributeError
     except (OSError, AttributeError, ImportError) as error:
         warnings.warn(f"kvbench-kernels is installed but does not load: {error}", RuntimeWarning, stacklevel=2)
         return None
