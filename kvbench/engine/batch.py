@@ -211,13 +211,14 @@ class DecodeBatch(Generic[Key]):
         if decoding:
             decoding_rows = [rows[i] for i in decoding]
             seen = [cache.seen for cache in caches]
+            # the last token of an answer is never fed, so it needs no room
             most_new_tokens = max(row.ending.limit for row in decoding_rows) - 1
-            layers = build(self.model, give_up_caches(caches), most_new_tokens)
+            layers = build(self.model, give_up_caches(caches), capacity=most_new_tokens)
             if self.rows:
                 self.layers.join(layers)
             else:
                 self.layers = layers
-            # the last token of an answer is never fed: the last position belongs to the token before it
+            # the last position is that of the token before an answer's last token
             ends = [n + max(row.ending.limit - 2, 0) for n, row in zip(seen, decoding_rows, strict=True)]
             columns = torch.tensor([decoding, seen, ends], device=tokens.device)
             columns[0] = tokens[columns[0]]  # replace row indices by the rows' tokens

@@ -41,6 +41,7 @@ class StillLayer(KvbenchLayer):
 
     def __init__(self, layer: RowLayer, place: Tensor) -> None:
         super().__init__()
+        # in a batch that no other has joined, all unmasked exact rows are in one storage: the loop sets ``rows`` once
         for _, stored in layer.formats:
             if stored.moves or not isinstance(stored, ExactRows):
                 raise KvbenchError(stored.moves or "its storage changes")
@@ -52,6 +53,7 @@ class StillLayer(KvbenchLayer):
             self.rows.values[:, :, layer.used :] = 0
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Write the newest token of each row into slot ``place`` of the tail."""
         # the first token allocates the room, and unwritten slots must be finite here as well
         if self.rows.keys is None:
             for tail in self.rows.room(k, v):
@@ -73,7 +75,7 @@ class StillLayer(KvbenchLayer):
             new_tokens = (group.entries.tokens(newest_k), group.entries.tokens(newest_v))
             # kernels step through lengths row by row, so each row gets its own number
             length = self.place.to(torch.int32).repeat(len(k), 1)
-            tail = RowSegment(k, v, older.expand(len(k), 1, -1), lengths=length)
+            tail = RowSegment(k, v, valid=older.expand(len(k), 1, -1), lengths=length)
             segments = list(group.segments)
             segments.append(tail)
             out, _ = attend(query, segments, new_tokens, group.entries.scale(scale))

@@ -99,12 +99,12 @@ def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list
 
 
 def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, size: int) -> list[PromptCache]:
-    """Return the caches of one batch after they read ``ids`` [T], ``size`` tokens at a time."""
+    """Return the caches of one batch after they read ``ids`` [T], T >= 1, ``size`` tokens at a time."""
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):
         # alone: of several tokens, each is packed and read as if it came in a step of its own
-        batch = build(model, caches, len(ids), size, alone=True)
+        batch = build(model, caches, capacity=len(ids), at_once=size, alone=True)
         for start in range(0, len(ids), size):
             piece = ids[start : start + size]
             # positions [B, t]: each row's new tokens follow the tokens that it has read

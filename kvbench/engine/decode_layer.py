@@ -21,8 +21,8 @@ class RowLayer(KvbenchLayer):
 
     formats: pairs (places in the batch, storage), one for each group of entries that are stored together.
     lift: the map from latents to keys and values if the layer's projections are low-rank, else None.
-    attended: [B], the mean number of tokens that the last step attended, nan for rows whose method does not mask. It is
-    None if no row's method masks.
+    attended: [B], the mean number of tokens attended in the most recent step, nan for rows whose method does not mask.
+    It is None if no row's method masks.
     next: [B], the position of each row's next token.
     seen: the most tokens that a row has read.
     used: how many tokens have come since the layer was built.
@@ -79,6 +79,7 @@ class RowLayer(KvbenchLayer):
         self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of all rows, format by format, and set ``attended`` if this is the layer's own query."""
         groups = []
         # a second query after the same tokens comes from a later layer that shares this layer's keys and values
         shares = self._answered
@@ -127,7 +128,10 @@ class RowLayer(KvbenchLayer):
                 self.formats.append((staying, stored))
 
     def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
-        """Return a copy of ``cache``, from which the row ``row`` was loaded, with the tokens added since then."""
+        """Return a copy of ``cache``, from which the row ``row`` was loaded, with the tokens added since then.
+
+        No other layer may have joined this one, because ``used`` counts the new tokens of all rows alike.
+        """
         seen = cache.seen + self.used
         heads: dict[int, Segment] = {}
         for entries, stored in self.formats:

@@ -39,7 +39,7 @@ class Divergence:
         """Return room for ``tokens`` positions. ``put`` fills it.
 
         The room is allocated once, because small tensors that are created between two steps and kept would split the
-        heap. The next step's logits could then not reuse the memory of the last step's.
+        heap. The next step's logits could then not reuse the memory of the previous step's logits.
         """
         kl, log_ratio, shift = torch.empty(3, tokens, dtype=torch.float64)
         same = torch.empty(tokens, dtype=torch.bool)

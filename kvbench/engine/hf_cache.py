@@ -99,7 +99,7 @@ class TransformersCache(HFCache):
         _OPEN[model].discard(self)
         if not _OPEN[model]:
             del _OPEN[model]
-            # the function that __init__ has put there remembers the one of another library, if there was one
+            # the function that __init__ has put there remembers another library's ``generate``, if there was one
             serving = vars(model).pop("generate")
             if serving.former is not None:
                 vars(model)["generate"] = serving.former
@@ -154,7 +154,7 @@ class TransformersCache(HFCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return [False]: no layer has linear attention.
+        """The list [False]: no layer has linear attention.
 
         If all layers had it, generate would feed only the end of a text. An empty list would count as all layers.
         """
@@ -257,7 +257,7 @@ class GeneratedTurn:
                 # the model stays adapted and attached until the batch is settled
                 self.contexts.enter_context(adapted(model, chain))
                 self.contexts.enter_context(attached(model))
-                self.batch = build(model, [cache.state], self.room)
+                self.batch = build(model, [cache.state], capacity=self.room)
             ids = input_ids.to(model.device)
             position = torch.full_like(ids, cache.state.seen + len(self.fed))
             self.logits = step(model, self.batch, ids, position)[0, -1]
@@ -376,6 +376,7 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
         )
     # rolled positions stay within the context, however long the text is, so they need no warning
     if cache.state is None or not cache.chain.rolled:
+        # 3: the user's line, which calls ``generate`` or ``read``, which call this function
         warn_beyond_context(model, len(ids), stacklevel=3)
     return ids[len(ids_read) :]
 
@@ -397,7 +398,8 @@ def _count_room(
     sizes.append(getattr(options.get("generation_config"), "max_new_tokens", None))
     for config in configs:
         sizes.append(getattr(config, "max_new_tokens", None))
-    # sizes are in order of precedence, so the first that was given counts
+    # sizes are in order of precedence, so the first that was given counts; null and 0 count as not given
     given_sizes = [size for size in sizes if size]
     given_sizes.append(ROOM)
+    # max_length may be less than the tokens before the answer
     return max(given_sizes[0] - 1, 1)

@@ -26,7 +26,9 @@ class CompressedLayers:
         self.caches: list[LayerCache] = []
         self.mismatch = ""
         # A stage that rebalances divides one budget over all layers. Later stages wait until the shares are final.
-        first_later_stage = chain.stages.index(chain.rebalancer) + 1 if chain.rebalancer else 0
+        first_later_stage = 0
+        if chain.rebalancer:
+            first_later_stage = chain.stages.index(chain.rebalancer) + 1
         self._first_stages = chain.stages[:first_later_stage]
         self._later_stages = chain.stages[first_later_stage:]
         self._observations: list[Observation] = []  # one for each layer so far; later stages read them
@@ -46,6 +48,7 @@ class CompressedLayers:
             # kvbench's own stages only drop tokens here; foreign code is checked at every trimming
             for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
                 source = previous.segments[0]
+                # a comparison needs a source whose heads hold the same tokens, as those of an untrimmed layer do
                 if source.positions.shape[0] == 1 and source.lengths is None:
                     self._compare(i, trimmed, source, all_read=False)
         self._observations.append(self._reduce_observation(obs))

@@ -82,15 +82,14 @@ def diverge(
         rows = [i for i, cache in enumerate(caches) if cache is not full and cache.chain.evicts == one_by_one]
         # the batch in chunks always runs, because it computes the full cache and the floor
         if rows or not one_by_one:
-            limit = chunk_bytes
-            if one_by_one:
-                limit = 0  # a chunk then has one token
+            # with no bytes for logits, a chunk has one token
+            limit = 0 if one_by_one else chunk_bytes
             exact, forced, floor = _diverge_together(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
             results.update(zip(rows, forced, strict=True))
     for i, cache in enumerate(caches):
         if cache is full:
             results[i] = exact
-    # the last pass of the loop always runs, and compares the nudged full cache as well
+    # the loop's second round always runs, and compares the nudged full cache as well
     assert floor.divergence is not None
     return [results[i] for i in range(len(caches))], floor.divergence
 
@@ -111,6 +110,7 @@ def _diverge_together(
     for group in groups:
         divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
+        # the default value binds this group's list to the function
         def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
             """Compare a chunk's logits [B, t, V] with the full cache's, and write the result from ``start`` on."""
             # the first row of the first group is the full cache
@@ -184,7 +184,7 @@ def _force(
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
     with contained(chain.name, chain.foreign), adapted(model, chain), torch.no_grad(), attached(model):
-        batch = build(model, caches, len(ids), chunk, alone)
+        batch = build(model, caches, capacity=len(ids), at_once=chunk, alone=alone)
         # the last token is never fed, because nothing follows it
         for start in range(0, len(ids) - 1, chunk):
             note_progress()

@@ -251,6 +251,7 @@ def _run_shared_pass(
     prefix_states: Sequence[LayerState] = ()
     prefix_end: PieceEnd | None = None
     calls_needed = any(needs.call for needs in needs_by_length.values())
+    # a kept prefix was read without any stage, and without the calls of attention modules
     if reading.prefix is not None and not chains[0].prefill_key and not calls_needed:
         all_needs = Needs.union(needs_by_length.values())
         # at least one token of the shortest prompt must be read here, because its logits are needed
@@ -261,7 +262,7 @@ def _run_shared_pass(
     # the pass reads as many tokens as the longest cache has, and shorter lengths are parts of it
     needs_of_all_tokens = needs_by_length.pop(len(ids))
     receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
-    total = [0.0]
+    total = [0.0]  # a list, because ``_clock`` adds to its first number
     with _clock(ids.device, total, 0):
         logits, colsums_s = observe_prompt(
             model,

@@ -25,7 +25,8 @@ def within_quota(processors: int, control_group: Path = CONTROL_GROUP) -> int:
     count = float(processors)
     # version 2 writes quota and period into one file, as "QUOTA PERIOD"
     for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):  # without a quota the file says "max", which is a ValueError
+        # the files of the other version are missing (OSError); without a quota the file says "max" (ValueError)
+        with suppress(OSError, ValueError):
             quota = int((control_group / quota_file).read_text().split()[0])
             if quota > 0:  # version 1 writes -1 for no quota
                 period = int((control_group / period_file).read_text().split()[-1])

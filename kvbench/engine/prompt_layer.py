@@ -114,12 +114,17 @@ class PromptLayer(KvbenchLayer):
         self.colsums_s: dict[tuple[int, int], float] = {}
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Take the keys and values of the tokens read in this pass. Tokens that were read earlier come before them."""
         if self.start is not None:
             k = torch.cat([self.start.keys[None], k], dim=2)
             v = torch.cat([self.start.values[None], v], dim=2)
         self.keys, self.values, self.seen = k, v, k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the tokens read in this pass, and set ``observed``, the statistics that stages need.
+
+        The queries of a later layer that shares this layer's keys and values come here as well, after ``take``.
+        """
         if self.lent is not None:
             return self._attend_lent(query, scale, window)
         assert self.keys is not None and self.values is not None
@@ -307,14 +312,14 @@ class PromptLayer(KvbenchLayer):
         lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
         """
         synchronise(query.device)
-        start = time.perf_counter()
+        began = time.perf_counter()
         sums = column_sums(query, keys, scale, lse=lse)
         if self.start is not None:
             # earlier queries have attended only the tokens that were read before, so their sums are shorter
             earlier = self.start.colsums[place[1]]
             sums[:, : earlier.shape[1]] += earlier
         synchronise(query.device)
-        self.colsums_s[place] = time.perf_counter() - start
+        self.colsums_s[place] = time.perf_counter() - began
         return sums
 
     def states(self, hidden: Tensor) -> Tensor:

@@ -93,7 +93,8 @@ def observe_prompt(
     )
     tokens_before = prompt_pass.tokens_before
     logits_to_keep: Tensor | int = 1  # keep the last token's logits only
-    # with a number here, Gemma 4's last layers would get the last query alone, but blocks are made of all queries
+    # parts need the logits of their last tokens, too; and with a number here, Gemma 4's last layers would get the last
+    # query alone, but blocks are made of all queries
     if parts or (chain is not None and chain.block_reader and sharing_layers(model.config)):
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
@@ -192,6 +193,7 @@ class _PromptPass:
         columns = None
         if starts and state_layers(model.config):
             assert len(states) == len(state_layers(model.config)), "a text goes on from all of its states"
+            # a column has one layer's states of all rows, and a prompt is one row
             columns = [[state] for state in states]
         self.state_layers = state_layers_of(model.config, with_keys, columns)
         self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
@@ -316,7 +318,7 @@ def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensR
         # the next layer reads the same tokens as this one: all tokens, or those that an earlier layer left
         if obs.positions is None:
             return None
-        return TokensRead(None, positions)
+        return TokensRead(places=None, positions=positions)
     attended_keys = obs.read_k if obs.read_k is not None else keys
     index = chain.hidden.keep_hidden(attended_keys, obs)
     return TokensRead(index, positions[index])

@@ -49,6 +49,7 @@ class ReplayLayer(KvbenchLayer):
         self.seen = self.k.shape[1] + k.shape[2]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention of the pass's tokens over the prompt and themselves, and set ``received``."""
         if window is not None:
             raise UsageError("a prompt cannot be read again past the model's sliding window: use a shorter prompt")
         q = query[0]
@@ -126,6 +127,7 @@ def replay_prompt(
             replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
         columns = None
         if states:
+            # a column has one layer's states of all rows, and a prompt is one row
             columns = [[state] for state in states]
         state_layers = state_layers_of(model.config, replay_layers, columns)
         with torch.no_grad(), attached(model):
@@ -187,6 +189,7 @@ def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], l
                 "method.kvzip.instruction=chat: this tokenizer has no chat template; use instruction=plain"
             )
         message = [{"role": "user", "content": MARK}]
+        # templates with a switch for thinking (Qwen3) would else let thoughts come before the answer
         rendered = tokenizer.apply_chat_template(
             message, add_generation_prompt=True, tokenize=False, enable_thinking=False
         )

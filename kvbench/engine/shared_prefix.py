@@ -115,7 +115,7 @@ class SharedPrefix:
         if (needs, plain) != (self.needs, self.plain):
             # the known pieces lack the new statistics, so none of them can be used
             self.needs, self.plain, known = needs, plain, 0
-        # reading continues from the last end whose column sums were kept
+        # reading continues from the newest known end whose column sums were kept
         while known and not self.ends[known - 1].colsums:
             known -= 1
         self._cut(known, last=known == pieces)
@@ -153,11 +153,11 @@ class SharedPrefix:
 
         shorter_layers = []
         for layer, sums in zip(self.layers, self.ends[-1].colsums, strict=False):
-            hidden = cut_tokens(layer.hidden, 0) if layer.hidden is not None else None
+            hidden = cut_tokens(layer.hidden, dim=0) if layer.hidden is not None else None
             shorter_layer = replace(
                 layer,
-                keys=cut_tokens(layer.keys, 1),
-                values=cut_tokens(layer.values, 1),
+                keys=cut_tokens(layer.keys, dim=1),
+                values=cut_tokens(layer.values, dim=1),
                 hidden=hidden,
                 queries=layer.queries[:pieces],
                 colsums=sums,

@@ -16,6 +16,7 @@ from kvbench.methods.core.recipe import Calibration
 SLICE = 1024
 """The elements of a slice. Two slices of each parameter identify a model in milliseconds; all weights take seconds."""
 _digests: weakref.WeakKeyDictionary[PreTrainedModel, str] = weakref.WeakKeyDictionary()
+"""The digest of each model object that was asked for. It is not computed again if the weights change."""
 
 
 def check_calibrated(chain: Chain, model: PreTrainedModel) -> None:

@@ -56,16 +56,16 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
             "transformers": transformers.__version__,
         },
     }
-    data = path.with_suffix(".safetensors")
-    # several processes may compute one calibration: each writes a file of its own, and the last one stays
-    temporary = data.with_suffix(f".{os.getpid()}.tmp")
+    tensors_path = path.with_suffix(".safetensors")
+    # several processes may compute one calibration: each writes a file of its own, and the newest file stays
+    temporary = tensors_path.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(copies, temporary)
-        temporary.replace(data)
+        temporary.replace(tensors_path)
     except OSError as error:
         raise KvbenchError(
-            f"{data} could not be written ({error.strerror}): give calibration=FOLDER that can"
+            f"{tensors_path} could not be written ({error.strerror}): give calibration=FOLDER that can"
         ) from None
     write_json(path, meta)
     return Calibration(request.recipe.kind, sha256, weights, tensors=copies, meta=meta)
@@ -77,8 +77,8 @@ def load(folder: Path, request: Request) -> Calibration:
     Raises UsageError if a file is damaged or belongs to another request.
     """
     path = path_of(folder, request)
-    data = path.with_suffix(".safetensors")
-    remedy = f"delete {path.name} and {data.name} to compute them again"
+    tensors_path = path.with_suffix(".safetensors")
+    remedy = f"delete {path.name} and {tensors_path.name} to compute them again"
     try:
         meta = read_json(path)
     except UsageError:
@@ -96,12 +96,14 @@ def load(folder: Path, request: Request) -> Calibration:
                 other = "another model"
             raise UsageError(f"the calibration {path} is of {other}: {remedy}")
     try:
-        tensors = load_file(data)
+        tensors = load_file(tensors_path)
     except (OSError, safetensors.SafetensorError) as error:
         # such errors may begin with an empty line, so the reason is the first line with text
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"the calibration {data} is damaged ({reason}): {remedy}") from None
+        raise UsageError(f"the calibration {tensors_path} is damaged ({reason}): {remedy}") from None
     checksum = digest(tensors)
     if checksum != meta.get("sha256"):
-        raise UsageError(f"the calibration {data} is damaged (its checksum is another than {path.name} says): {remedy}")
+        raise UsageError(
+            f"the calibration {tensors_path} is damaged (its checksum is another than {path.name} says): {remedy}"
+        )
     return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors=tensors, meta=meta)

@@ -66,7 +66,9 @@ class Session:
         # the key in a calibration's file name has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-        return Request(recipe.fill_tokens(longest), model_hash, source.name, source.sha256)
+        return Request(
+            recipe.fill_tokens(longest), model=model_hash, text=source.name, text_sha256=source.sha256
+        )
 
     def requests(self, chain: Chain) -> dict[str, Request]:
         """Return the calibration requests of a chain by stage id, without stages that need no calibration."""
@@ -148,9 +150,10 @@ class Session:
         with progress({label: steps}, quiet, unit="steps of calibration") as tick:
 
             def tick_step() -> None:
+                """Show that one more window is read, or one more step is done."""
                 tick(label, 1)
 
-            run = CalibrationRun(model, windows, recipe, tick_step, make_observer(model))
+            run = CalibrationRun(model, windows, recipe, tick=tick_step, observe=make_observer(model))
             # code of the user's own may fail or run long in a calibration, as it may in a stage
             with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
                 return stage.calibrate(run)

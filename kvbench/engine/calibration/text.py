@@ -76,7 +76,8 @@ class CorpusText:
     @cached_property
     def sha256(self) -> str:
         """The SHA-256 of one window. It changes whenever the code that draws sequences changes."""
-        (first,) = self.windows(None, 1, CORPUS_TOKENS)
+        # the corpus has ids of its own, so no tokenizer is needed
+        (first,) = self.windows(None, samples=1, tokens=CORPUS_TOKENS)
         return hashlib.sha256(first.numpy().tobytes()).hexdigest()
 
     def windows(self, tokenizer: Any, samples: int, tokens: int) -> Iterator[Tensor]:

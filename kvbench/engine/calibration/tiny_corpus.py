@@ -215,6 +215,7 @@ def _tokenizer() -> Tokenizer:
 @cache
 def _measure_costs(name: str) -> tuple[float, float]:
     """Return (fact tokens per fact, query tokens per fact) of a task, measured on one puzzle of four facts."""
+    # a generator of its own: measuring must not take draws from a sequence
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
     facts = sum(map(tiny.count_tokens, puzzle.facts))
     queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)  # + 1: EOS
