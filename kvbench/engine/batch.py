@@ -218,8 +218,9 @@ class DecodeBatch(Generic[Key]):
                 self.layers.join(layers)
             else:
                 self.layers = layers
-            # the last position is that of the token before an answer's last token
-            ends = [n + max(row.ending.limit - 2, 0) for n, row in zip(seen, decoding_rows, strict=True)]
+            # the last position is that of the token before an answer's last token; a row that decodes has a limit of 2
+            # or more
+            ends = [n + row.ending.limit - 2 for n, row in zip(seen, decoding_rows, strict=True)]
             columns = torch.tensor([decoding, seen, ends], device=tokens.device)
             columns[0] = tokens[columns[0]]  # replace row indices by the rows' tokens
             self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)

@@ -127,6 +127,7 @@ class Graph:
         self.place.fill_(batch.used)
 
         def run_step() -> Tensor:
+            """Return the logits of one step over the graph's own memory."""
             return step(self.model, self, self.tokens, self.positions)
 
         try:
@@ -173,6 +174,7 @@ def record_operations(run: Callable[[], Tensor], device: torch.device) -> Callab
         out = run()
 
     def replay() -> Tensor:
+        """Replay the captured kernels. They write into the tensor ``out`` again."""
         graph.replay()
         return out
 

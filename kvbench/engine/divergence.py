@@ -183,6 +183,7 @@ def exact_head(model: PreTrainedModel) -> Iterator[None]:
     forward = head.forward
 
     def compute_logits(input: Tensor) -> Tensor:
+        """Return the logits of hidden states in fp32."""
         return functional.linear(input.float(), weight, bias)
 
     head.forward = compute_logits  # type: ignore[method-assign]

@@ -35,11 +35,12 @@ def _build_refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) 
     name: the numbers in words.
     by_model: True if the model alone computed them, without any stage of the chain.
     """
-    owner = f"{chain.name}: the"
-    cause = "method=full tells whether it is the model or the method"
     if by_model:
         owner = "the model's"
         cause = "NaN or inf stands in its weights or comes of its rope settings"
+    else:
+        owner = f"{chain.name}: the"
+        cause = "method=full tells whether it is the model or the method"
     # float16 ends at 65504; activations of models trained in bfloat16 exceed it
     if dtype == torch.float16:
         cause += ", or float16 is too small: give dtype=bfloat16 or dtype=float32"

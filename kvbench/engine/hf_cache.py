@@ -308,9 +308,8 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
         if any(other is not cache for other in caches):
             raise UsageError(f"{' and '.join(CACHE_NAMES)} are two names of one argument: give one cache")
         other_options = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
-        text = inputs
-        if text is None:
-            text = kwargs.get("input_ids")
+        # the text may come under either name
+        text = inputs if inputs is not None else kwargs.get("input_ids")
         configs = [self.generation_config]
         if args:
             # generate's second argument is a configuration, too, and comes before the model's own

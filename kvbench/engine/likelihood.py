@@ -104,7 +104,8 @@ def _diverge_together(
     """
     rows = [full, *caches, nudge_cache(full)]
     groups = group_by_batch(rows)  # the full cache is in the first group
-    chunk = max(1, chunk_bytes // (len(rows) * model.config.vocab_size * 4))
+    token_bytes = len(rows) * model.config.vocab_size * 4  # one token's logits in fp32, over all rows
+    chunk = max(1, chunk_bytes // token_bytes)
     references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
     results: dict[int, Forced] = {}
     for group in groups:
@@ -115,6 +116,7 @@ def _diverge_together(
             """Compare a chunk's logits [B, t, V] with the full cache's, and write the result from ``start`` on."""
             # the first row of the first group is the full cache
             reference = references.get(start, logits[0])
+            # only a later group reads the reference again
             if len(groups) > 1:
                 references[start] = reference
             targets = ids[start + 1 : start + 1 + len(reference)]
@@ -139,10 +141,8 @@ def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | S
         """Keep the logits [t, V] of the batch's only row."""
         logits.append(chunk_logits[0])
 
-    chunk = len(ids)
     # a chain that evicts reads an answer token by token
-    if cache.chain.evicts:
-        chunk = 1
+    chunk = 1 if cache.chain.evicts else len(ids)
     _force(model, [cache], ids, chunk=chunk, on_logits=collect, alone=True)
     return torch.cat(logits)
 

@@ -279,7 +279,8 @@ def _run_shared_pass(
         )
         for last_logits in logits.values():
             check_finite(chains[0], "logits", last_logits)
-    # this is the forward pass alone: chains pay for compression, checks and column sums themselves
+    # this is the forward pass alone: chains pay for compression, checks and column sums themselves; rounding must not
+    # make the rest negative
     forward = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
     if prefix_end is not None:
         # all chains pay for the known pieces as if they had been read now

@@ -137,6 +137,7 @@ class PromptLayer(KvbenchLayer):
             read_keys = keys
         blocks: list[tuple[int, Tensor]] = []
         if self.blocks is not None:
+            # blocks are found by the layer's own keys, not by those that ``read`` returns
             blocks = self.blocks(self.keys[0])
         n_earlier = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
         out: Tensor | None = None

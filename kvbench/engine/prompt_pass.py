@@ -181,7 +181,7 @@ class _PromptPass:
         self.compressed_layers: list[PromptLayer] = []
         for index in key_layers(model.config):
             if index in local:
-                self.layers[index] = PromptLayer({}, plain, lends=index in lending, chunk=self.chunk)
+                self.layers[index] = PromptLayer(needs={}, plain=plain, lends=index in lending, chunk=self.chunk)
                 continue
             number = len(self.compressed_layers)
             start = starts[number] if starts else None
@@ -215,7 +215,7 @@ class _PromptPass:
         if chain.block_reader:
             heads = chain.heads(shape.kv_heads, shape.query_heads)
             blocks = partial(chain.block_reader.blocks, n=n, layer=number, n_layers=shape.layers, heads=heads)
-        place = LayerPlace(number, shape.layers, self.prompts)
+        place = LayerPlace(number, layers=shape.layers, prompts=self.prompts)
         return PromptLayer(
             self.needs_by_length, plain, place, read, share=share, blocks=blocks, start=start, lends=lends
         )
@@ -321,4 +321,4 @@ def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensR
         return TokensRead(places=None, positions=positions)
     attended_keys = obs.read_k if obs.read_k is not None else keys
     index = chain.hidden.keep_hidden(attended_keys, obs)
-    return TokensRead(index, positions[index])
+    return TokensRead(places=index, positions=positions[index])

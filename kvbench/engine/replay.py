@@ -197,6 +197,7 @@ def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], l
         header = rendered.rpartition(MARK)[2]
 
     def encode(text: str) -> list[int]:
+        """Return the token ids of a text in the middle of another, that is, without BOS."""
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     return encode(REPEAT), encode(REPEAT_FROM), encode(header)

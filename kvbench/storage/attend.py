@@ -149,14 +149,14 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
 def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
     """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L] as [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
-    h, c = values.shape[1], values.shape[3]
+    h = values.shape[1]
     rotation = values.rotation
-    if rotation is not None:
-        c = rotation.shape[1]
     flat_probs = probs.reshape(u * h, hq // h * t, length)
     weighed = on_cpu.weigh(flat_probs, values)
     if weighed is None:
-        weighed = flat_probs.new_zeros(u * h, hq // h * t, c, dtype=torch.float32)
+        # rotated numbers have the channels of the basis
+        channels = values.shape[3] if rotation is None else rotation.shape[1]
+        weighed = flat_probs.new_zeros(u * h, hq // h * t, channels, dtype=torch.float32)
         for heads, tokens, part in unpack_blocks(values, probs.dtype, rotation is not None):
             weighed[heads] += weigh(flat_probs[heads, None, :, tokens], part[:, None])[:, 0]
     if rotation is not None:

@@ -86,11 +86,11 @@ class EvictingRows(Format):
         for name in counts[0]:
             by_row = [row_counts[name] for row_counts in counts]
             self.counts[name] = torch.tensor(by_row, device=device)[:, None, None]
-        gaps = [evictor.unattended_distance(cache.prompt_tokens) for cache in caches]
+        distances = [evictor.unattended_distance(cache.prompt_tokens) for cache in caches]
         self.unattended_distance: Tensor | None = None
         # equal evictors give a distance for every prompt, or for none
-        if None not in gaps:
-            self.unattended_distance = torch.tensor(gaps, device=device)[:, None, None]
+        if None not in distances:
+            self.unattended_distance = torch.tensor(distances, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
@@ -99,7 +99,7 @@ class EvictingRows(Format):
         if first.key_channels is None and first.value_channels is None:
             self.store = OneFormat([segment for (segment,) in segments], size, evictor.packer)
         else:
-            self.store = Thin(segments, size, self._whole_tokens(segments, room.tokens))
+            self.store = Thin(segments, size, self._count_whole_tokens(segments, room.tokens))
         for row, row_segments in enumerate(segments):
             used_slots = torch.zeros(h, dtype=torch.int64, device=device)
             for s in row_segments:
@@ -126,20 +126,18 @@ class EvictingRows(Format):
             return None
         return budgets
 
-    def _whole_tokens(self, segments: Sequence[Sequence[Segment]], room: int) -> int:
-        """Return the most whole tokens (with all channels) that a head holds at any time until ``room`` more have come.
-
-        ``segments`` are those of each row.
-        """
+    def _count_whole_tokens(self, segments_by_row: Sequence[Sequence[Segment]], new_tokens: int) -> int:
+        """Return the most whole tokens (with all channels) that a head holds until ``new_tokens`` more have come."""
         counts = []
-        for row in segments:
+        for row in segments_by_row:
             by_head = torch.zeros(self.budget.shape[1], dtype=torch.int64)
             # a row's first segment is thin, and its other segments have all channels
             for s in row[1:]:
                 by_head += torch.tensor(s.counts)
             counts.append(by_head)
         now = torch.stack(counts).to(self.budget.device)
-        later = torch.minimum(self.budget[..., 0], now + room)
+        # every new token is whole; a prompt that was kept whole may now hold more than the budget
+        later = torch.minimum(self.budget[..., 0], now + new_tokens)
         return int(torch.maximum(now, later).max())
 
     def _load(self, row: int, s: Segment, used_slots: Tensor) -> Tensor:

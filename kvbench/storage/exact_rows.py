@@ -152,6 +152,7 @@ class ExactRows(Format):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        # fp32 on a CPU is attended in parts, unless Triton's interpreter runs the kernels of a GPU there
         if self.splits and window is None and can_fuse(query, scale) and not kernels.serves(query.device):
             return self._attend_in_parts(query, scale)
         floor: Tensor | None = None

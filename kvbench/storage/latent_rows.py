@@ -94,12 +94,13 @@ class LatentRows(Format):
         u, hq, t, longest = probs.shape
         projection = self.lift.v
         # split the latents into the groups of kv heads that share a projection
-        values = self.v[:, :longest].split(projection.ranks, dim=-1)
+        latents_by_group = self.v[:, :longest].split(projection.ranks, dim=-1)
         repeats = hq // self.lift.heads
-        group_heads = self.lift.heads // len(values)
+        group_heads = self.lift.heads // len(latents_by_group)
         group_probs = probs.split(group_heads * repeats, dim=1)
         outputs = []
-        for probs_of_group, latent, up in zip(group_probs, values, projection.ups, strict=True):
+        for probs_of_group, latent, up in zip(group_probs, latents_by_group, projection.ups, strict=True):
+            # mixed [U, group_heads, repeats * T, r]: a kv head's query heads and new tokens stand in one axis;
             # sum_t p_t (z_t W) = (sum_t p_t z_t) W
             mixed = weigh(probs_of_group, latent[:, None]).view(u, group_heads, repeats * t, -1)
             if up is None:

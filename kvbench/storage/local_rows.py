@@ -74,6 +74,7 @@ class LocalRows(Format):
         self.newest = positions
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention over the last tokens, or over those of the chunk. ``window`` is not read."""
         token_at, query_at = self.positions[:, None], self.newest[:, :, None]
         # a query at position p sees positions p - window + 1 to p, or those of its chunk up to p: [U, 1, T, S]
         if self.chunked:

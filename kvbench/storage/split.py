@@ -72,7 +72,7 @@ def attend_after(
 ) -> tuple[Tensor, Tensor] | None:
     """Return (attention [Hq, T, D], lse [Hq, T]) of T tokens over earlier tokens and, causally, over themselves.
 
-    Returns None where ``attend_with_lse`` does.
+    Returns None if PyTorch's fused function cannot compute it: on a GPU, in half precision, or with a cap or sinks.
 
     query: [Hq, T, D].
     earlier: the keys and values [H, L, D] of at least one earlier token.

@@ -91,9 +91,11 @@ def load(folder: Path, request: Request) -> Calibration:
     expected["model"] = request.model
     for key, value in expected.items():
         if meta.get(key) != value:
-            other = f"{key} {meta.get(key)!r}, and {value!r} is needed"
             if key == "model":
+                # the two hashes would tell the user nothing
                 other = "another model"
+            else:
+                other = f"{key} {meta.get(key)!r}, and {value!r} is needed"
             raise UsageError(f"the calibration {path} is of {other}: {remedy}")
     try:
         tensors = load_file(tensors_path)

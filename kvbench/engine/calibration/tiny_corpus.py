@@ -79,10 +79,11 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
         fact_cost, query_cost = _measure_costs(name)
         # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
         if rng.random() < 0.25:
-            n = task_tokens * 0.75 / fact_cost
+            fact_count = task_tokens * 0.75 / fact_cost
         else:
-            n = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
-        puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(n)))
+            fact_count = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
+        # a puzzle needs a fact to ask for
+        puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(fact_count)))
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
     # seven in ten sequences have no noise among their filler; in the others a fifth or all of the filler is noise

@@ -196,13 +196,14 @@ class Selector(TokenSelector):
         # C = floor(ratio * n), at least 2: one token to choose and one that always stays. kv_ratio is None only in a
         # subclass that has a budget of its own (``require_one_budget``) and does not use this number
         unrounded = (self.kv_ratio or DEFAULT_RATIO) * n
-        # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
-        tokens = int(unrounded + 1e-9)
         if self.kv_round:
             tokens = round(unrounded)
         elif self.rounds_up:
             # 1e-9: 0.1 * 30 is 3.0000000000000004, and ceil must not raise a product that is meant to be whole
             tokens = math.ceil(unrounded - 1e-9)
+        else:
+            # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
+            tokens = int(unrounded + 1e-9)
         tokens = max(2, tokens)
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)

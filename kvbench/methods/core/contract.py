@@ -38,7 +38,7 @@ class Expected:
         total = min(self.total, sum(high))
         # if the sum is as large as the upper bounds allow, every head must hold its upper bound
         if total == sum(high):
-            return Expected(high, high, total)
+            return Expected(low=high, high=high, total=total)
         return Expected(low, high, total)
 
 

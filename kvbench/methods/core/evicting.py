@@ -93,6 +93,7 @@ class EvictingSelector(Selector, Evictor):
 
         These are the tokens of the budget, without the ``spare`` one.
         """
+        # after a prompt shorter than kv_size, the answer fills the budget
         if self.kv_size is not None:
             return self.kv_size
         return self.capacity(n).tokens

@@ -47,6 +47,7 @@ def kind(*roles: Role, **flags: bool) -> Kind:
     """
 
     def is_of_kind(stage: Stage) -> bool:
+        """Return True if a stage has one of the roles, and attributes as in ``flags``."""
         if roles and stage.role not in roles:
             return False
         # a stage without the attribute is taken to have it as false
@@ -77,6 +78,7 @@ _EVICT_AFTER_PROMPT = "use a variant that evicts only after the prompt, without 
 
 
 def _owns_its_quantiser(owner: Stage, other: Stage) -> str:
+    """Return the reason against a pruner or a quantiser beside a selector that packs its own tokens."""
     name = owner.id
     if getattr(owner, "lam", None) == 1:
         # the user may have written the alias
@@ -88,6 +90,7 @@ def _owns_its_quantiser(owner: Stage, other: Stage) -> str:
 
 
 def _shares_logits(sharer: Stage, other: Stage) -> str:
+    """Return the reason against any stage beside one under which heads share logits."""
     return (
         f"{sharer.id} shares logits between heads and holds keys for some of them only, which other methods cannot "
         "choose by: it is written alone"
@@ -95,10 +98,12 @@ def _shares_logits(sharer: Stage, other: Stage) -> str:
 
 
 def _rebalances_layers(balancer: Stage, hidden: Stage) -> str:
+    """Return the reason against one budget over layers that read different numbers of tokens."""
     return f"{balancer.id} divides one budget over layers that all read the whole prompt; use another selector"
 
 
 def _latents_have_no_channels(lowrank: Stage, pruner: Stage) -> str:
+    """Return the reason against a pruner beside latents."""
     return (
         f"{pruner.id} removes channels of stored keys or values, and {lowrank.id} stores none: its latents have no "
         "channels to rank; leave out one of them"
@@ -106,6 +111,7 @@ def _latents_have_no_channels(lowrank: Stage, pruner: Stage) -> str:
 
 
 def _latents_are_not_packed(lowrank: Stage, quantiser: Stage) -> str:
+    """Return the reason against a quantiser beside latents."""
     return (
         f"{quantiser.id} packs keys and values as attention reads them, and {lowrank.id} stores latents from before "
         "rotation; leave out one of them"
@@ -113,6 +119,7 @@ def _latents_are_not_packed(lowrank: Stage, quantiser: Stage) -> str:
 
 
 def _evicts_latents(selector: Stage, lowrank: Stage) -> str:
+    """Return the reason against the eviction of latents while decoding."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, from slots that hold each head's own keys, and the "
         f"heads of a layer share the latents of {lowrank.id}; {_EVICT_AFTER_PROMPT}"
@@ -120,6 +127,7 @@ def _evicts_latents(selector: Stage, lowrank: Stage) -> str:
 
 
 def _rolls_thin_keys(selector: Stage, pruner: Stage) -> str:
+    """Return the reason against rolled positions of keys that lack channels."""
     knob = _rolling_knob(selector)
     return (
         f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {pruner.id} stores them "
@@ -128,6 +136,7 @@ def _rolls_thin_keys(selector: Stage, pruner: Stage) -> str:
 
 
 def _evicts_partly_exact(selector: Stage, quantiser: Stage) -> str:
+    """Return the reason against eviction where some tokens are exact and others packed."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} as set here keeps some tokens "
         f"exact beside packed ones: leave out method.{quantiser.id}.decode=exact, residual and exact_layers, or "
@@ -136,6 +145,7 @@ def _evicts_partly_exact(selector: Stage, quantiser: Stage) -> str:
 
 
 def _evicts_packed_groups(selector: Stage, quantiser: Stage) -> str:
+    """Return the reason against the eviction of single tokens that are packed together with others."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} packs tokens together, of which "
         f"some leave before the others; {_EVICT_AFTER_PROMPT}"
@@ -143,6 +153,7 @@ def _evicts_packed_groups(selector: Stage, quantiser: Stage) -> str:
 
 
 def _rolls_packed_keys(selector: Stage, quantiser: Stage) -> str:
+    """Return the reason against rolled positions of packed keys."""
     knob = _rolling_knob(selector)
     return (
         f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {quantiser.id} stores them "
@@ -151,6 +162,7 @@ def _rolls_packed_keys(selector: Stage, quantiser: Stage) -> str:
 
 
 def _evicts_masked(selector: Stage, mask: Stage) -> str:
+    """Return the reason against a mask over a cache that evicts while decoding."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, and {mask.id} masks caches that only grow; "
         f"{_EVICT_AFTER_PROMPT}"
@@ -158,6 +170,7 @@ def _evicts_masked(selector: Stage, mask: Stage) -> str:
 
 
 def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
+    """Return the reason against eviction while decoding beside both a pruner and a quantiser."""
     return (
         f"{selector.id} evicts tokens while decoding as set here; {pruner.id} then leaves new tokens whole, and "
         f"{quantiser.id} would have to pack them at another width: leave out {pruner.id} or {quantiser.id}, or "
@@ -166,6 +179,7 @@ def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
 
 
 def _prunes_exact_half(pruner: Stage, quantiser: Stage) -> str:
+    """Return the reason against a pruner beside a quantiser that packs only keys or only values."""
     return (
         f"{pruner.id} drops channels of what {quantiser.id} packs, and {_only_knob(quantiser)} leaves half of the "
         "cache exact: leave out one of the two"
@@ -173,6 +187,7 @@ def _prunes_exact_half(pruner: Stage, quantiser: Stage) -> str:
 
 
 def _needs_whole_chunks(selector: Stage, hidden: Stage) -> str:
+    """Return the reason against a selector of whole chunks where layers lack tokens of the prompt."""
     return (
         f"{hidden.id} leaves later layers only some of the tokens that {selector.id} as set here cuts into whole "
         "chunks: use variant=fill"
@@ -180,6 +195,7 @@ def _needs_whole_chunks(selector: Stage, hidden: Stage) -> str:
 
 
 def _needs_last_queries(selector: Stage, hidden: Stage) -> str:
+    """Return the reason against choosing again while decoding where layers lack some of the last tokens."""
     return (
         f"{selector.id} chooses again while decoding, by the last queries, and {hidden.id} leaves later layers without "
         "some of the last tokens: leave out decode_budget or decode_ratio"
@@ -187,6 +203,7 @@ def _needs_last_queries(selector: Stage, hidden: Stage) -> str:
 
 
 def _evicts_half_packed(selector: Stage, quantiser: Stage) -> str:
+    """Return the reason against eviction where only keys or only values are packed."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, from a cache of one format: leave out "
         f"{_only_knob(quantiser)}"

@@ -34,7 +34,7 @@ LONGEST = 2048
 REMEMBERED = 4
 """Factorings of a model that are kept at a time, since a singular value decomposition for each prompt would be slow."""
 _factored: weakref.WeakKeyDictionary[PreTrainedModel, OrderedDict[object, Pairs]] = weakref.WeakKeyDictionary()
-"""The factorings of each model in memory, by (stage, device, dtype). The factoring used latest stands at the end."""
+"""The factorings of each model in memory, by (stage, device, dtype). The most recently used factoring stands last."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,7 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
     try:
         with contained(name, any(code_of(s) is not None for s in stages), seed=0):
             chain = Chain(stages, per)  # type: ignore[arg-type]
+            # the identity asks the stages as well, so that its errors are found here
             chain.identity()
             return chain
     except UsageError:

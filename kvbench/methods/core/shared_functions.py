@@ -175,6 +175,7 @@ class _Recorder:
             execute = spec.loader.exec_module
 
             def execute_and_note(module: ModuleType) -> None:
+                """Run the module, and then note its functions."""
                 execute(module)
                 self._functions.note(name, module)
 

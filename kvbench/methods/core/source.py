@@ -140,10 +140,11 @@ def _file_of(module: str) -> Path | None:
     names = module.split(".")
     if names[0] != "kvbench" or len(names) == 1:
         return None
-    folders = [str(Path(*kvbench.__path__).joinpath(*names[1:-1]))]
     if names[1] == "methods" and len(names) == 3:
         # kvbench/methods itself, and the folders that KVBENCH_METHODS names
         folders = list(kvbench.methods.__path__)
+    else:
+        folders = [str(Path(*kvbench.__path__).joinpath(*names[1:-1]))]
     for folder in folders:
         file = Path(folder, f"{names[-1]}.py")
         if file.is_file():

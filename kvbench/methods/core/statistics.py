@@ -81,7 +81,7 @@ def at_heads(scores: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def pool(scores: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """Return scores [H, m] pooled over ``kernel`` neighbouring tokens. ``kind`` is ``max`` or ``avg`` (the mean).
+    """Return scores [H, m] pooled over ``kernel`` (odd) neighbouring tokens. ``kind`` is ``max`` or ``avg`` (the mean).
 
     At both ends, neighbours that do not exist are -inf for the maximum. The mean counts them as zeros.
     """
@@ -116,9 +116,9 @@ def recent_slots(slots: Slots, count: str) -> torch.Tensor:
 def ring_of_rows(rows: torch.Tensor, end: int, size: int) -> torch.Tensor:
     """Return attention rows [H, w, n] as a ring [H, n, size]: each token's attention from the last ``size`` queries.
 
-    The attention from the query at position i is in column i mod size. The last of the w rows is that of position
-    ``end`` - 1. ``end`` is the prompt's length, also where the layer read fewer tokens, so that columns go on with the
-    positions of new tokens.
+    w is at most ``size``. The attention from the query at position i is in column i mod size. The last of the w rows is
+    that of position ``end`` - 1. ``end`` is the prompt's length, also where the layer read fewer tokens, so that
+    columns go on with the positions of new tokens.
     """
     heads, w, n = rows.shape
     ring = rows.new_zeros(heads, n, size)

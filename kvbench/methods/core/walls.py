@@ -106,7 +106,9 @@ def _settings() -> Iterator[None]:
     precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    device, autocast = _device.CURRENT_DEVICE, torch.is_autocast_enabled("cpu")
+    # the default device is a global of torch, which torch.set_default_device sets
+    device = _device.CURRENT_DEVICE
+    autocast = torch.is_autocast_enabled("cpu")
     folder = os.getcwd()
     try:
         yield
@@ -189,6 +191,7 @@ def _no_end() -> Iterator[None]:
         """Return a function that raises SystemExit in this process, and calls ``real`` in a forked one."""
 
         def end(*args: Any) -> Any:
+            """End a forked process as ``real`` does. In this process, raise SystemExit."""
             if os.getpid() != process:
                 return real(*args)
             raise SystemExit(f"by os.{name}")

@@ -39,13 +39,27 @@ class TokenRun(NamedTuple):
     key_channels: int
 
 
+class HeadRow(NamedTuple):
+    """One stored head of one row: the fields of the C functions' ``struct head``.
+
+    first_query: the index of its first query head among all B Hq.
+    queries: how many query heads read it.
+    first_run: the index of its first run.
+    runs: the number of its runs.
+    """
+
+    first_query: int
+    queries: int
+    first_run: int
+    runs: int
+
+
 @dataclass
 class HeadTable:
     """The N heads of a batch's entries, and the R runs in which their tokens lie.
 
-    heads: int64 [N, 4], the C functions' ``struct head``. A row is (index of its first query head among all B Hq,
-        number of its query heads, index of its first run, number of its runs).
-    runs: int64 [R, 5], the C functions' ``struct run``; a row is a ``TokenRun``.
+    heads: int64 [N, 4]; a row is a ``HeadRow``.
+    runs: int64 [R, 5]; a row is a ``TokenRun``.
     tail_runs: [N], the index in ``runs`` of each head's new tokens.
     tail_heads: [N], the kv head (of all B Hk) in the tail that each head reads.
     longest: the most stored tokens of a head.
@@ -126,7 +140,7 @@ def build_head_table(
 
     query_heads, kv_heads, channels: the numbers of a whole row, also for entries that are single heads.
     """
-    heads: list[tuple[int, int, int, int]] = []
+    heads: list[HeadRow] = []
     runs: list[TokenRun] = []
     tail_runs: list[int] = []
     tail_heads: list[int] = []
@@ -163,7 +177,13 @@ def build_head_table(
                 # point_to_tail fills in this run at every step
                 runs.append(TokenRun(keys=0, values=0, tokens=0, key_width=channels, key_channels=0))
                 tail_heads.append(row * kv_heads + head // (heads_of_row // kv_heads))
-                heads.append((row * query_heads + head * group, group, first_run, len(runs) - first_run))
+                head_row = HeadRow(
+                    first_query=row * query_heads + head * group,
+                    queries=group,
+                    first_run=first_run,
+                    runs=len(runs) - first_run,
+                )
+                heads.append(head_row)
                 stored_tokens.append(tokens)
     return HeadTable(
         heads=torch.tensor(heads),
@@ -171,7 +191,7 @@ def build_head_table(
         tail_runs=torch.tensor(tail_runs),
         tail_heads=torch.tensor(tail_heads),
         longest=max(stored_tokens),
-        most_queries=max(queries for _, queries, _, _ in heads),
+        most_queries=max(head_row.queries for head_row in heads),
         stored_tokens=tuple(stored_tokens),
         stored=stored,
         stored_bytes=sum(t.nbytes for t in stored),

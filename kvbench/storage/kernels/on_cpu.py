@@ -381,7 +381,7 @@ def _arguments_by_thread(argument: _PackedArgument, x: Tensor, out: Tensor) -> l
 
 
 def _call_in_threads(function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> None:
-    """Call a C function once for each of ``calls``, which are its arguments, of which there is at least one.
+    """Call a C function with each of ``calls``, the arguments of one call each. There is at least one.
 
     Several calls run in threads.
     """
