@@ -109,7 +109,6 @@ class EvictingSelector(Selector, Evictor):
 
     def max_chunk(self, n: int) -> int:
         """Return how many new tokens every head of the first layer can take in one step after a prompt of n tokens."""
-        # all layers that are not frozen have equal limits
         return self.decode_limit(n, 0)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
