@@ -66,9 +66,7 @@ class Session:
         # the key in a calibration's file name has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
-        return Request(
-            recipe.fill_tokens(longest), model=model_hash, text=source.name, text_sha256=source.sha256
-        )
+        return Request(recipe.fill_tokens(longest), model=model_hash, text=source.name, text_sha256=source.sha256)
 
     def requests(self, chain: Chain) -> dict[str, Request]:
         """Return the calibration requests of a chain by stage id, without stages that need no calibration."""
