@@ -29,7 +29,8 @@ class ScoredText:
     chunk: the number of tokens that are fed at once.
     divisor: the number by which the text's loss is divided: its tokens, words or bytes.
     scored_from: in windows of a long text, the index in ``ids`` of the token behind which predictions count: the first
-        predicted token that counts is ids[scored_from + 1]. None: all tokens behind the prefix count.
+        predicted token that counts is ids[scored_from + 1]. None, or the prefix itself: all tokens behind the prefix
+        count.
     document: the name of the document that the text is from; '' if it is not named.
     """
 
