@@ -213,7 +213,7 @@ class DecodeBatch(Generic[Key]):
             seen = [cache.seen for cache in caches]
             # the last token of an answer is never fed, so it needs no room
             most_new_tokens = max(row.ending.limit for row in decoding_rows) - 1
-            layers = build(self.model, give_up_caches(caches), capacity=most_new_tokens)
+            layers = build(self.model, give_up_caches(caches), most_new_tokens)
             if self.rows:
                 self.layers.join(layers)
             else:
