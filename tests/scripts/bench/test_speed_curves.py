@@ -45,6 +45,6 @@ def test_the_page_has_the_ratios_of_the_committed_points():
     for rows in (24, 48):
         line = speed_curves.find(lines, speed_curves.BASE | {"rows": rows})
         ratio = rows * float(line["kvpress_s_a_row"]) / float(line["kvbench_s"])
-        assert f"{ratio:.1f} times" in page
+        assert f"{ratio:.2f} times" in page
     over_bound = [float(line["kvbench_s"]) / float(line["bound_s"]) for line in lines]
     assert f"{min(over_bound):.2f} to {max(over_bound):.2f} times the lower bound" in " ".join(page.split())
