@@ -76,10 +76,10 @@ class _Sums:
 def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     """Return the measurements of a freshly compressed cache. Raises Refused if it breaks its chain's promises.
 
-    The audit checks how many tokens each head of each layer keeps, and their positions. If the data decide how many
-    tokens stay, it compares their numbers with those that the stage recorded (``LayerCache.decided``). It compares
-    payload and overhead bytes with the formula. Every tensor must own its storage. The audit also refuses a cache whose
-    keys and values differed from the prompt's when it was compressed (``PromptCache.mismatch``).
+    The audit checks how many tokens each head of each layer keeps, and their positions. Where the prompt's data decide
+    how many tokens a method keeps, the numbers must be those that its stage recorded (``LayerCache.decided``). Payload
+    and overhead bytes are compared with the formula. Every tensor must own its storage. The audit also refuses a
+    cache whose keys and values differed from the prompt's when it was compressed (``PromptCache.mismatch``).
 
     shape: the sizes of the model's cache.
     """

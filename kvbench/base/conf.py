@@ -97,7 +97,10 @@ def entries(group: str) -> dict[str, dict[str, Any]]:
 
 
 def read_entry(group: str, path: Path) -> dict[str, Any]:
-    """Return the entry in one YAML file of a config group. Raises UsageError if the file is malformed."""
+    """Return the entry in one YAML file of a config group, without keys that no loader takes.
+
+    Raises UsageError if the file is malformed.
+    """
     if group == "method":
         content = entry_of(path)
     elif group in LISTED:

@@ -1,4 +1,4 @@
-"""Reading the first tokens of prompts that begin alike only once: common instructions, examples and documents.
+"""Read the tokens with which consecutive prompts begin alike once: common instructions, examples and documents.
 
 Each prompt is read in pieces of equally many tokens, whether or not the previous prompt has made a piece known. Results
 therefore do not depend on earlier prompts.
@@ -63,9 +63,9 @@ class PieceEnd:
 class SharedPrefix:
     """The first tokens of the previous prompt, in whole pieces of ``size`` tokens, kept for the next prompt.
 
-    Their keys and values are kept, with the statistics that stages need: last queries and column sums at the ends of
-    some pieces, or all queries or hidden states. The model's weights must not change before ``forget``. Raises
-    UsageError for a model that computes a prompt in pieces differently from a whole prompt.
+    Kept are their keys and values, and the statistics that stages need: column sums and the last queries at the ends of
+    some pieces, and the queries or hidden states of all tokens. The model's weights must not change before ``forget``.
+    Raises UsageError for a model that computes a prompt in pieces differently from a whole prompt.
 
     needs: the statistics that were kept, the union of what all prompts needed.
     plain: True if attention was computed by fp32 softmax rows.

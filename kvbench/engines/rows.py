@@ -139,15 +139,20 @@ def check_tasks(run: RunPlan) -> None:
 
 
 def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, object], CellRecord]]:
-    """Yield the engine's identity and the record of each stored result on a task's prompts, the oldest result first."""
+    """Yield the engine's identity and the record of each stored result on a task's prompts, the oldest result first.
+
+    Damaged results are left out.
+    """
+    store = run.run.store
     wanted = run.shared_identity(group)
     rows: list[tuple[str, str, Mapping[str, object], CellRecord]] = []
-    for cell_id in run.run.store.cells():
-        if run.run.store.damage(cell_id) is not None:
+    for cell_id in store.cells():
+        if store.damage(cell_id) is not None:
             continue
-        record = run.run.store.cell(cell_id)
+        record = store.cell(cell_id)
         if record is None or record.kind != KIND:
             continue
+        # but for its engine, a result of the same prompts has this task's identity
         identity = dict(record.identity)
         engine = identity.pop("engine")
         if identity == wanted:

@@ -209,9 +209,8 @@ class Coded(Packed):
         frozen = self.frozen
         if frozen is None:
             return pack(x)
-        # x has the tokens of all rows, unless ``rows`` names some
+        # new tokens are coded under the scales that their own row has settled; x may have only some of the rows
         if rows is not None:
-            # new tokens are coded under the scales that their own row has settled
             frozen = frozen[list(rows)]
         return pack(x, frozen=frozen)
 

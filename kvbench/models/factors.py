@@ -131,7 +131,7 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
     """Return the rank that remains of the full rank ``full`` if the fraction ``ratio`` of it is removed.
 
     The rank is (1 - ratio) * full, rounded to the nearest multiple of ``step_of``, at least one multiple and at most
-    ``full``.
+    ``full``. With a ratio of 0 it is ``full``, even if that is no multiple.
     """
     step = step_of(full, multiple)
     if ratio == 0:

@@ -215,18 +215,29 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     # without a user's budget the data decide, and a capacity is only an upper limit
     if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
         return False
-    evictor = chain.evictor
-    # while decoding, such a method never comes to choose
-    if evictor is None or (evictor.every and answer <= evictor.every):
+    # a method that does not choose while decoding keeps all new tokens
+    return chain.evictor is None or _holds_answer(chain, n, answer, prompt_budget=capacity.tokens)
+
+
+def _holds_answer(chain: Chain, n: int, answer: int, prompt_budget: int) -> bool:
+    """Return True if a method that chooses while decoding has room for the prompt and the whole answer.
+
+    n, answer: the tokens of the prompt and of the longest answer.
+    prompt_budget: the tokens that the method may keep of the prompt, at most n.
+    """
+    evictor, selector = chain.evictor, chain.selector
+    assert evictor is not None
+    # it chooses again after every so many tokens, so never in an answer that is not longer
+    if evictor.every and answer <= evictor.every:
         return True
     # not every selector has the knobs of decoding
-    ratio = getattr(chain.selector, "decode_ratio", None)
+    ratio = getattr(selector, "decode_ratio", None)
     if ratio is not None:
         return bool(ratio == 1)
-    # a capacity is cut to the prompt; the budget while decoding is not, and decode_budget= replaces kv_size=
-    budget = capacity.tokens
-    for name in ("kv_size", "decode_budget"):
-        size = getattr(chain.selector, name, None)
-        if size is not None:
-            budget = size
+    # ``prompt_budget`` is cut to the prompt, so the user's own number counts: decode_budget=, else kv_size=
+    budget = getattr(selector, "decode_budget", None)
+    if budget is None:
+        budget = getattr(selector, "kv_size", None)
+    if budget is None:
+        budget = prompt_budget
     return bool(budget >= n + answer)

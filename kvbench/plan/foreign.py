@@ -24,7 +24,10 @@ from kvbench.tasks.encoding import encode_prompt
 
 
 def find_early_failures(chains: Sequence[ChainConfig]) -> dict[str, str]:
-    """Return, by label, why foreign methods cannot answer the questions that come before prompts are known."""
+    """Return, by label, why foreign methods cannot say their identity, which is asked before prompts are known.
+
+    Methods that can say it have no entry.
+    """
     return _find_failures(chains, _ask_for_identity)
 
 

@@ -26,7 +26,8 @@ from kvbench.report.unchanged import is_unchanged
 from kvbench.run.display import Display
 from kvbench.run.host import Host
 from kvbench.run.listener import Listener, Listeners
-from kvbench.run.runner import ModelChanged, run_groups
+from kvbench.run.model_changed import ModelChanged
+from kvbench.run.runner import run_groups
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import collect_provenance
 from kvbench.store.results import CellSummary, Facts

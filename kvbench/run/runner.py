@@ -26,7 +26,6 @@ from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
 from kvbench.engine.model_state import state_of
 from kvbench.kv.content import digests, first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
-from kvbench.methods.core.shared_functions import replacing
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
 from kvbench.plan.cells import Group, pending, with_full
@@ -43,6 +42,7 @@ from kvbench.run.answers import (
 )
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
+from kvbench.run.model_changed import ModelChanged
 from kvbench.run.reading import PromptReader, Work, why_unfit
 from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
@@ -67,24 +67,6 @@ REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers fr
 """The advice to the author of a method that computes a prompt differently the second time."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
-
-
-class ModelChanged(KvbenchError):
-    """The error for a method that changed the model, or functions that all methods compute with.
-
-    No measurement after such a change means anything.
-
-    cells: the ids of the cells to refuse.
-    """
-
-    def __init__(self, cells: Sequence[Cell], replaced: str = "") -> None:
-        """Write the message. ``replaced`` names the changed function, or is '' if the model changed."""
-        names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
-        if replaced:
-            super().__init__(str(replacing(names, replaced)))
-        else:
-            super().__init__(f"{names} changes the model (its weights, hooks or configuration) and leaves it changed")
-        self.cells = {c.id for c in cells}
 
 
 @dataclass(frozen=True)

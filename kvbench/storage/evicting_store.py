@@ -206,7 +206,10 @@ class Thin:
                 write_tokens(part.others, places, others)
 
     def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
-        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits."""
+        """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits.
+
+        ``scale`` and ``read`` are those of ``OneFormat.logits``.
+        """
         estimate = read or as_they_are
         kept = self.k.kept
         others = self.k.others

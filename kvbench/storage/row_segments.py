@@ -309,7 +309,11 @@ def _starts_of_heads(lengths: Tensor) -> Tensor:
 
 
 def _pad_stack(tensors: Sequence[Tensor], longest: int) -> Tensor:
-    """Stack tensors [H, L, .], one per row, into [B, H, longest, .], padded with zeros."""
+    """Stack tensors [H, L, .], one per row, into [B, H, longest, .], padded with zeros.
+
+    longest: the largest L.
+    """
+    # a single tensor is the longest, needs no padding and stays a view
     if len(tensors) == 1:
         return tensors[0][None]
     padded = []

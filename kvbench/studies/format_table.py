@@ -166,7 +166,7 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
     texts = {}
     fidelity = {}
     for kind in KINDS:
-        texts[kind] = _read_texts(run, cells, kind)
+        texts[kind] = _read_divergences(run, cells, kind)
         text_summary = summarise_texts(list(texts[kind].values()))
         if text_summary is not None:
             fidelity[kind] = text_summary
@@ -205,22 +205,23 @@ def _dataset_of_task(task: str) -> str:
     return task.partition("/")[0]
 
 
-def _read_texts(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[str, TextFidelity]:
-    """Return a row's divergences on one kind of text, by "task example".
+def _read_divergences(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[str, TextFidelity]:
+    """Return a row's divergences on one kind of text (``reference`` or ``greedy``), by "TASK EXAMPLE".
 
     If the run has tasks of long texts, only these count. Otherwise all tasks count.
     """
+    # a task with ``fidelity`` has long texts
     has_long_texts = any(cell.group.task.fidelity for cell in cells)
-    texts: dict[str, TextFidelity] = {}
+    divergences: dict[str, TextFidelity] = {}
     for cell in cells:
         task = cell.group.task
         if has_long_texts and not task.fidelity:
             continue
-        for i, sample in run.samples(cell.group, cell.cell).items():
-            text_by_kind = sample.fidelity or {}
-            if kind in text_by_kind:
-                texts[f"{task.id} {i}"] = text_by_kind[kind]
-    return texts
+        for example_id, sample in run.samples(cell.group, cell.cell).items():
+            by_kind = sample.fidelity or {}
+            if kind in by_kind:
+                divergences[f"{task.id} {example_id}"] = by_kind[kind]
+    return divergences
 
 
 def sheet(rows: Sequence[Line]) -> Table:

@@ -49,6 +49,8 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
     for i, row in enumerate(_read_stories(path)):
         story = PROMPT.format(story=row.text("story").strip())
         turns = list(_read_turns(row))
+        # the file's own id of the story, if it has one
+        story_id = row.name("id", f"coqa-{i}")
         for n, turn in enumerate(turns):
             # a history of ``all`` begins with the first turn
             first_shown = max(0, n - history) if isinstance(history, int) else 0
@@ -57,7 +59,7 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
             question = f"Q: {turn.question}\nA:"
             examples.append(
                 Example(
-                    id=f"{row.name('id', f'coqa-{i}')}-{n + 1}",
+                    id=f"{story_id}-{n + 1}",
                     prompt=story + "".join(dialogue) + question,
                     answers=turn.answers,
                     max_new_tokens=max_new_tokens,

@@ -270,7 +270,9 @@ def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
             "at most (max_new_tokens= allows more)"
         )
     for example in task.examples:
+        # scored texts have no question, and a context's several questions always come after it
         if not (example.scored or example.turns):
+            # raises if the question is to be withheld and the prompt does not end with it
             _withheld_question(example, task)
 
 

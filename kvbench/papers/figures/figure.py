@@ -152,7 +152,11 @@ class Figure:
         return self.id.partition("/")[0]
 
     def draw(self, data: pd.DataFrame, csv_facts: Mapping[str, str]) -> Canvas:
-        """Return the drawing of a CSV, from the CSV's data and its facts by key."""
+        """Draw the figure.
+
+        data: the rows of its CSV.
+        csv_facts: the values of the lines ``# key: value`` at the CSV's head, by key.
+        """
         prepared = self.prepare(data)
         # str.capitalize would lower all other letters, as those of KL
         heading = self.title[:1].upper() + self.title[1:]

@@ -194,7 +194,8 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
 def number_key(name: str) -> tuple[str | int, ...]:
     """Return a sort key with numbers as numbers: figure 10 comes behind figure 9."""
     parts: list[str | int] = []
-    # with brackets in the pattern split keeps the numbers; texts and numbers alternate, so only like is compared
+    # the parentheses make re.split keep the numbers. Texts stand at even places and numbers at odd ones, so a text is
+    # never compared with a number
     for part in re.split(r"(\d+)", name):
         if part.isdigit():
             parts.append(int(part))

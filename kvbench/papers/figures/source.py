@@ -112,8 +112,9 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
     """Return the checkpoint and the texts of ``cfg``, found and checked before any weights are loaded.
 
     If the user named neither datasets nor a text, the tiny model reads the tiny suite, and any other model reads the
-    text of its calibrations (WikiText-2). Raises UsageError, with the key and the value, for anything that is not
-    possible.
+    text of its calibrations (WikiText-2). Sets PyTorch's number of threads.
+
+    Raises UsageError, with the key and the value, for anything that is not possible.
 
     named: True if the user named datasets.
     text: the file to read in place of datasets; None if the user named no file.

@@ -197,12 +197,14 @@ def head_map(reading: Reading) -> pd.DataFrame:
 def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the lowest and highest effective rank of a head, and how far heads and texts agree.
 
-    Heads are compared by the mean difference within a layer, texts by the order in which they rank a layer's heads.
+    Heads are compared by the highest minus the lowest rank of a layer, as a mean over layers. Texts are compared by
+    Spearman's correlation of the order in which they rank a layer's heads.
     """
     table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
     yield Fact("Truncated effective rank", {"lowest": table.min().min(), "highest": table.max().max()})
     yield Fact("Difference of heads within a layer, mean", (table.max(axis=1) - table.min(axis=1)).mean())
     by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
+    # each text's order of the heads of a layer
     ranks = by_source.groupby("layer").rank()
     # Pearson's correlation of ranks is Spearman's of the values
     correlations_by_layer = [ranks.loc[layer].corr().to_numpy() for layer in table.index]

@@ -70,7 +70,7 @@ def stated_speedups(paper: PaperCells) -> Outcome:
 
 @VATP.states("appendix C", table="4", text="Throughput rises as the cache shrinks")
 def throughput_by_budget(paper: PaperCells) -> Outcome:
-    """Ask whether throughput never falls from one budget to the next, on every GPU."""
+    """Ask whether, on every GPU, no smaller budget has less throughput than the larger one before it in table 4."""
     throughput = paper.series(["gpu", "budget"], table=4, metric="throughput")
     gpus = paper.labels("gpu", table=4)
     return decide(count_rising(throughput) == len(gpus), describe_lines(throughput))

@@ -216,9 +216,10 @@ def _kivi() -> Figures:
             name += " ratio=0.4"
         # a head has one block for each segment, and these methods have one segment
         (block,) = chain_of(knobs).layout(n, d, FP16)
-        # packed codes, with 4 bytes of scale and minimum for each group, and an fp16 residual of 2 bytes a number
-        key_bytes = channels * keys * (bits / 8 + 4 / group) + 2 * d * (n - keys)
-        value_bytes = values * (d * bits / 8 + 4 * d / group) + 2 * d * residual
+        # packed codes, each group with its scale and minimum in fp16, and a residual of exact numbers in fp16
+        code_bytes = bits / 8 + 2 * FP16 / group
+        key_bytes = channels * keys * code_bytes + FP16 * d * (n - keys)
+        value_bytes = d * values * code_bytes + FP16 * d * residual
         yield StatedFigure(
             paper="kivi",
             what=f"{name}, keys of a head",

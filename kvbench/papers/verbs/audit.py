@@ -69,11 +69,16 @@ def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]
     paper: a paper, or ``all``.
     table: the table's id; '' for all tables.
     """
-    selected = [cell for cell in cells if paper in ("all", cell.cell.paper) and table in ("", cell.cell.table)]
+    selected = []
+    for exact in cells:
+        is_of_paper = paper == "all" or exact.cell.paper == paper
+        is_of_table = not table or exact.cell.table == table
+        if is_of_paper and is_of_table:
+            selected.append(exact)
 
-    def place(cell: Exact) -> tuple[str, bool, str]:
+    def place(exact: Exact) -> tuple[str, bool, str]:
         # numbered tables come first; numbers are ordered as texts of three characters, so that 10 comes behind 9
-        name = cell.cell.table
-        return cell.cell.paper, not name.isdigit(), name.zfill(3)
+        name = exact.cell.table
+        return exact.cell.paper, not name.isdigit(), name.zfill(3)
 
     return sorted(selected, key=place)

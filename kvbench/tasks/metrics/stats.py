@@ -393,9 +393,10 @@ def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | No
     if bounds is None:
         half = quantile * variance**0.5
         return point - half, point + half
-    if all(np.isin(values, bounds).all() for values in tasks):
-        # the mean of right and wrong answers determines their variance: nothing is estimated, so Wilson's quantile is
-        # the normal distribution's
+    are_right_or_wrong = all(np.isin(values, bounds).all() for values in tasks)
+    if are_right_or_wrong:
+        # such scores have the variance p (1 - p), which their mean p decides. No variance is estimated, so Wilson's
+        # interval has the normal distribution's quantile in place of Student's t
         quantile = normal_quantile((1 + LEVEL) / 2)
         if len(tasks) == 1:
             # Wilson's own variance divides by n instead of n - 1
@@ -494,10 +495,14 @@ def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
 
 
 def _constant_interval(value: float, n: int, bounds: Bounds | None) -> Interval | None:
-    """Return the interval of a mean whose ``n`` draws all have the same ``value``. None without bounds."""
+    """Return the interval of a mean whose ``n`` draws all have the same ``value``.
+
+    None without bounds, since nothing then limits the values that were not drawn.
+    """
     if bounds is None:
         return None
-    # q = (alpha / 2)^(1 / n) of all examples have the value, the others lie at a bound
+    # Clopper and Pearson's exact bound: if only the share q of all examples had this value, n draws would all have it
+    # with probability q^n = alpha / 2. The other 1 - q may lie at either bound
     q = ((1 - LEVEL) / 2) ** (1 / n)
     low, high = bounds
     return q * value + (1 - q) * low, q * value + (1 - q) * high
