@@ -162,7 +162,10 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
 
 
 def _average_divergence(row: ReportRow) -> float | None:
-    """Return a row's mean divergence over its tasks; None unless all of them were compared with the full cache."""
+    """Return a row's mean divergence over its tasks; None unless all of them were compared with the full cache.
+
+    A report has no tasks if the full cache has no current result, as after an interrupted run.
+    """
     means = []
     for cell in row.cells:
         if cell.summary is None or not cell.summary.fidelity:
@@ -171,7 +174,7 @@ def _average_divergence(row: ReportRow) -> float | None:
         texts = cell.summary.fidelity
         chosen = texts.get("greedy") or next(iter(texts.values()))
         means.append(chosen.kl_mean)
-    return fmean(means)
+    return fmean(means) if means else None
 
 
 def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:

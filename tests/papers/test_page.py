@@ -20,7 +20,7 @@ from kvbench.papers.spec import table_spec
 from kvbench.plan import config, run_plan
 from kvbench.plan import words as words_of_run
 from kvbench.plan.keys import parse_pairs
-from kvbench.report import of_run, open_results, verdict
+from kvbench.report import listing, of_run, open_results, verdict
 from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("builds the page and opens it in a browser")
@@ -275,6 +275,17 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
     ]
     assert text.count('<article class="card') == 2 and text.count("<svg") == 1 and "No front is drawn" in text
     assert text.index('id="verdicts"') < text.index('id="runs"')
+
+
+def test_methods_have_no_card_while_the_full_cache_has_no_current_result(tmp_path):
+    words = ["method=snapkv", "kv_size=24", "window=4", "dataset=tiny/code", "length=128", "limit=2"]
+    assert main(["run", *words, f"results={tmp_path}"]) == 0
+    store = ResultStore(tmp_path)
+    assert len(cards.collect_verdicts(store)) == 1
+    (full,) = [cell for cell in listing.list_cells(store, {}) if cell.label == "full"]
+    # an interrupted run has stored samples of the full cache, but not their means
+    (store.folder(full.id) / "metrics.json").unlink()
+    assert cards.collect_verdicts(store) == []
 
 
 def test_bad_requests(capsys):

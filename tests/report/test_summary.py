@@ -351,6 +351,15 @@ def test_a_verdict_names_up_to_three_tasks_and_counts_more():
     assert outcome(zero, zero, zero, zero, other) == "worse on 4 of 5 tasks"
 
 
+def test_a_row_without_tasks_has_no_divergence_and_no_verdict():
+    report = measured({"full": of_scores(FULL), "snapkv": of_scores(FULL)})
+    rows = tuple(replace(row, cells=(), means=None) for row in report.rows)
+    without_tasks = replace(report, columns=(), rows=rows)
+    (judged,) = verdict.judge_methods(without_tasks)
+    assert judged.divergence is None and judged.outcome == ""
+    assert verdict.build_table(without_tasks) is None
+
+
 @pytest.mark.parametrize(
     ("times", "words"), [(4.64, "4.6x smaller"), (1.02, "same size"), (0.98, "same size"), (0.5, "2.0x larger")]
 )
