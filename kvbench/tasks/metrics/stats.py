@@ -411,12 +411,15 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
     ``v(m) = (m - low) * (high - m)`` is the largest variance that a value within bounds with mean m can have. It is
     the variance of right and wrong answers, for which this is Wilson's interval (1927).
 
-    point: the mean, between the bounds but not on one of them.
+    point: the mean, between the bounds. On one of them ``v(point)`` is 0, and no mean within bounds is excluded. Only
+    the linearised values of a ratio have such a mean and a spread, as when a method scores 1 everywhere.
     variance: the variance of the mean, above 0.
     """
     low, high = bounds
     # the point on a scale from 0 to 1
     m = (point - low) / (high - low)
+    if m in (0, 1):
+        return bounds
     # k = quantile^2 * the variance of the mean, in parts of the most that one value can have
     k = quantile**2 * variance / (high - low) ** 2 / (m * (1 - m))
     # the roots of (m - x)^2 = k x (1 - x)

@@ -220,6 +220,19 @@ def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():
         assert (low, high) == (pytest.approx(40 * q), pytest.approx(40 * q + (1 - q) * most))
 
 
+def test_a_ratio_on_its_bound_excludes_no_ratio_within_bounds():
+    """A method that is always right beside a full cache that is not: the ratio is the highest, and still spreads."""
+    full = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.5, 1.0])
+    right = np.column_stack([np.ones(10), full])
+    highest = 100 / full.mean()
+    assert share_of_full([right], of_ratios=True) == (pytest.approx(highest), pytest.approx((0, highest)))
+    point, interval = share_of_full([right, np.ones((10, 2))], of_ratios=True)
+    assert point == pytest.approx((highest + 100) / 2)
+    assert interval == pytest.approx((0, point))
+    bounds = (0.0, 1 / full.mean())
+    assert stats.pooled_interval(right, bounds) == bounds
+
+
 def test_the_interval_of_a_mean_over_tasks_by_hand():
     tasks = [[1, 1, 0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 1, 0, 0, 0]]
     mean, (low, high) = stats.mean_over_tasks(tasks)
