@@ -154,6 +154,12 @@ def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
     assert actual.tolist() == [[-0.25], [0.0]]
 
 
+@pytest.mark.parametrize("test", ["better", "no_worse"])
+def test_divergences_are_compared_even_where_both_are_zero(test):
+    assert evidence.nearness(test, 0.0, 0.0) == 0
+    assert evidence.nearness(test, 0.0, 0.5) > 0 > evidence.nearness(test, 0.5, 0.0)
+
+
 def test_a_claim_that_is_not_measured_is_none_on_which_the_model_fails():
     tested = claim()
     waiting = Evidence(floors=("t",), waiting=("u",), reason="u: not measured yet")

@@ -299,6 +299,9 @@ def nearness(test: str, x: float, y: float) -> float:
     For a claimed gain (``test`` is better) it is ``(y - x) / (y + x)``, since the divergences of prompts differ by
     orders of magnitude and must count alike. For a claim of losing nothing it is ``min(1, y) - min(1, x)`` in nats.
     """
+    # two methods that both equal the full cache exactly have no ratio
+    if x == y == 0:
+        return 0.0
     if test == "better":
         return (y - x) / (y + x)
     return min(1.0, y) - min(1.0, x)
