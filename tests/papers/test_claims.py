@@ -211,6 +211,16 @@ def test_the_claims_of_every_paper_load_and_name_rows_that_parse(paper):
             run_arguments(row.method, row.setting)
 
 
+def test_claims_on_the_same_datasets_share_a_table_whatever_their_order():
+    first, second = (("h2o budget=0.2", "full"),), (("h2o budget=0.5", "full"),)
+    given = {"paper": "qhitter", "quote": "", "where": "", "tested": "", "test": "better"}
+    on_two = Claim(id="a", pairs=first, datasets=("xsum", "mdqa"), **given)
+    reversed_order = Claim(id="b", pairs=second, datasets=("mdqa", "xsum"), **given)
+    (shared,) = claims.tables_of_sides([on_two, reversed_order])
+    assert [column.dataset for column in shared.scores] == ["xsum", "mdqa"]
+    assert {row.name for row in shared.rows} == {"h2o budget=0.2", "full", "h2o budget=0.5"}
+
+
 def plainly(text):
     return " ".join(re.sub(r"[*$]", "", text).split())
 

@@ -260,10 +260,13 @@ def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given
     """
     # claims that no score can decide have no pairs, and so no rows
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
+    # of claims that name the same datasets in another order, the first one gives the order
+    columns_of: dict[frozenset[str], tuple[str, ...]] = {}
     for claim in claims:
+        columns = columns_of.setdefault(frozenset(claim.columns), claim.columns)
         for pair in claim.pairs:
             for side in pair:
-                rows = sides_by_datasets.setdefault(claim.columns, [])
+                rows = sides_by_datasets.setdefault(columns, [])
                 rows.append(side)
                 if scaled:
                     rows.append(as_printed(side))
