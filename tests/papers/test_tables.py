@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -288,6 +289,21 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
         if a != b
     }
     assert changed == {("kivi", "code"), ("kivi", "avg")}
+
+
+def test_an_average_is_refused_if_any_of_its_columns_is(store, tmp_path):
+    folder = shutil.copytree(store, tmp_path / "refused")
+    ours = our_table.prepare(table("think/4"), "tiny", [f"results={folder}", *SMALL])
+    line = ours.lines[0]
+    ((group, cell),) = ours.cells(line, Column("code", table_spec.SCORE))
+    ours.run.store.refuse(cell, "holds too much", group.examples[0].id)
+    # the average of a stand-in would leave out columns with so few examples
+    view = build_view(replace(ours, stand_in=False))
+    entries = {column.name: entry for column, entry in zip(view.columns, view.rows[0][1], strict=True)}
+    assert entries["needle"].status == "measured"
+    for name in ("code", "avg"):
+        assert (entries[name].status, entries[name].reason) == ("refused", "holds too much")
+    assert view.rows[1][1][-1].status == "measured"
 
 
 def test_facts_of_datasets_stand_as_printed(capsys):

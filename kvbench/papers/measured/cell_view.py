@@ -450,12 +450,13 @@ def _average_as_printed(
             rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
             if abs(stated.value - published) > rounding:
                 stated_otherwise = stated.value
-    # if one of the averaged columns has no number, the average has no number either
+    # if one of the averaged columns has no number, the average has no number either, and the first such column says why
+    unmeasured = [cell for cell in cells if cell.status != "measured"]
+    deciding = unmeasured[0] if unmeasured else cells[0]
     is_missing = any(cell.status in ("missing", "none") for cell in cells)
-    status = "missing" if is_missing else cells[0].status
     return CellView(
-        status=status,
-        reason=cells[0].reason,
+        status="missing" if is_missing else deciding.status,
+        reason=deciding.reason,
         published=published,
         published_relative=share,
         stated=stated_otherwise,
