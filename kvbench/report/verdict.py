@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -183,13 +184,12 @@ def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str
     worse: the tasks on which the method is worse by an interval.
     better: the tasks on which it is better by an interval.
     """
-    broken = [cell for cell in row.cells if cell.status in ("refused", "failed")]
+    broken = Counter(cell.status for cell in row.cells if cell.status in ("refused", "failed"))
     if broken:
-        # the first of them gives the word for all
-        status = broken[0].status
         if len(row.cells) == 1:
-            return f"✗ {status}"
-        return f"✗ {status} in {len(broken)} of {len(row.cells)} tasks"
+            return f"✗ {row.cells[0].status}"
+        counts = ", ".join(f"{status} in {count}" for status, count in broken.items())
+        return f"✗ {counts} of {len(row.cells)} tasks"
     summaries = [cell.summary for cell in row.cells if cell.summary is not None]
     if not summaries:
         return ""

@@ -351,6 +351,24 @@ def test_a_verdict_names_up_to_three_tasks_and_counts_more():
     assert outcome(zero, zero, zero, zero, other) == "worse on 4 of 5 tasks"
 
 
+@pytest.mark.parametrize(
+    ("statuses", "outcome"),
+    [
+        (["refused"], "✗ refused"),
+        (["failed", "measured", "failed"], "✗ failed in 2 of 3 tasks"),
+        (["refused", "failed", "refused"], "✗ refused in 2, failed in 1 of 3 tasks"),
+    ],
+)
+def test_a_verdict_tells_refused_tasks_from_failed_ones(statuses, outcome):
+    tasks = tuple(f"tiny/{i}" for i in range(len(statuses)))
+    cells = of_scores(FULL) * len(statuses)
+    report = measured({"full": cells, "snapkv": cells}, tasks=tasks)
+    full, own = report.rows
+    own_cells = tuple(CellResult(task, "", status) for task, status in zip(tasks, statuses, strict=True))
+    report = replace(report, rows=(full, replace(own, cells=own_cells, means=None)))
+    assert verdict.judge_methods(report)[0].outcome == outcome
+
+
 def test_a_row_without_tasks_has_no_divergence_and_no_verdict():
     report = measured({"full": of_scores(FULL), "snapkv": of_scores(FULL)})
     rows = tuple(replace(row, cells=(), means=None) for row in report.rows)
