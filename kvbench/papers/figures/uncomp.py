@@ -79,8 +79,10 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     prompts: the number of prompts.
     """
     top = reading.knobs.get("top", TOP)
-    # without the knob all layers are read: layer i begins at the depth i / layers
-    layers = reading.layers([layer / reading.shape.layers for layer in range(reading.shape.layers)])
+    # without the knob all layers are read. A layer is named by the depth of its middle, since rounding can move that of
+    # its beginning, i / layers, into the layer before it
+    count = reading.shape.layers
+    layers = reading.layers([(layer + 0.5) / count for layer in range(count)])
     rows = []
     for source, layer, what, eigenvalues in _measure_heads(reading, "qkv", layers):
         # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads

@@ -1,6 +1,7 @@
 """UNComp's figures against loops over equation 1 on activations that transformers itself computes."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from support.readings import activations, reading
 
 from kvbench.base.errors import UsageError
 from kvbench.papers.figures import uncomp
+from kvbench.papers.figures.reading import Reading
 from kvbench.papers.figures.registry import FIGURES
 
 
@@ -53,6 +55,21 @@ def test_rank_by_layer(known):
         assert row.erank_k == pytest.approx(np.mean(truncated), rel=1e-3)
         assert row.sd == pytest.approx(np.std(per_prompt), abs=1e-2)
         assert row.prompts == 2
+
+
+@pytest.mark.parametrize("count", [22, 23, 26, 39, 43, 80])
+def test_every_layer_has_a_rank(count, monkeypatch):
+    """The depth i / 22 of layer 15 rounds to layer 14, for one."""
+    monkeypatch.setattr(Reading, "shape", SimpleNamespace(layers=count))
+    asked = []
+
+    def measure_one(reading, wanted, layers):
+        asked.extend(layers)
+        return [uncomp.HeadSpectra("a", 0, "q", torch.full((1, 4), 0.25))]
+
+    monkeypatch.setattr(uncomp, "_measure_heads", measure_one)
+    uncomp.rank_by_layer(reading())
+    assert asked == list(range(count))
 
 
 def test_spectra_and_head_map(known):
