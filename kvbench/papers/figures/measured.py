@@ -290,8 +290,9 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
                     f"{', '.join(datasets)}"
                 )
     # results= only names the folder, and limit= may be meant for other figures of the same command
-    if options and not sweeps and set(options) - {"results", "limit"}:
-        raise UsageError(f"{next(iter(options))}= is not possible with {figure.id}: it is computed from formulas alone")
+    options_of_runs = [key for key in options if key not in ("results", "limit")]
+    if options_of_runs and not sweeps:
+        raise UsageError(f"{options_of_runs[0]}= is not possible with {figure.id}: it is computed from formulas alone")
     sweep_runs = []
     for sweep in sweeps:
         sweep_names = names

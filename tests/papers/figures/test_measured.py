@@ -278,7 +278,7 @@ BAD = {
     "plot vatp/fig3 --stored results={tmp}": "nothing of it is in",
     "plot uncomp/fig1 --stored": "--stored is not possible with uncomp/fig1",
     "plot qhitter/fig7 dataset=tiny": "dataset=tiny is not possible with qhitter/fig7",
-    "plot think/fig3b model=tiny": "model= is not possible with think/fig3b: it is computed from formulas alone",
+    "plot think/fig3b results={tmp} model=tiny": "model= is not possible with think/fig3b: it is computed",
     "plot qhitter/fig5 results={tmp}": "dataset=wikitext2 needs wikitext2/test.txt",
     "plot needle/heatmap results={tmp}": "give haystack=FOLDER",
 }
