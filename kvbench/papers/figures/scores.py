@@ -246,8 +246,12 @@ def gain_facts(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
     for base in series_of(data):
         # a chain is named after its stages in order, as in snapkv+think
         chain = f"{base}+{stage}"
-        if chain in scores:
+        # a series has no mean if one of its tasks is left out
+        if base in scores and chain in scores:
             gains[base] = (scores[chain] - scores[base]).dropna()
+    # every chain of the stage may be left out
+    if not gains:
+        return
     yield Fact(f"Points that {stage} adds", pd.concat(gains), "{:+.1f}", at)
 
 

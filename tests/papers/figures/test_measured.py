@@ -243,6 +243,10 @@ def test_what_scores_say():
     full, base = ("full", 0, "a", 50, 100, 100, 100), ("h2o", 20, "a", 30, 20, 21, 60)
     text = told("think/fig3a", [full, base, ("h2o+think", 20, "a", 31.5, 20, 21, 63)])
     assert "Points that think adds: h2o +1.5 at pair 20." in text
+    assert "Points that think adds" not in told("think/fig3a", [full, base])
+    chain = ("h2o+think", 20, "mean", 31.5, 20, 21, 63)
+    other_task = ("full", 0, "b", 50, 100, 100, 100)
+    assert "Points that think adds" not in told("think/fig3a", [full, other_task, base, chain])
     gains = {"gain": [np.nan, np.nan, 1.5], "gain_low": [np.nan, np.nan, -2.0], "gain_high": [np.nan, np.nan, 5.0]}
     rows = pd.DataFrame(
         [full, base, ("h2o+vatp", 20, "a", 31.5, 20, 21, 63)],
