@@ -16,6 +16,7 @@ from support.papers_text import beside
 from kvbench.cli.main import main
 from kvbench.papers import DATA
 from kvbench.papers.forensics import audit, report
+from kvbench.papers.forensics.copies import breaks
 from kvbench.papers.forensics.exact import recomputed_cells
 from kvbench.papers.forensics.granularity import fit_grids, is_attainable
 from kvbench.papers.forensics.identity import identity
@@ -157,6 +158,20 @@ def test_copies_twins_gains_and_breaks(findings):
     assert row.startswith("mistral-7b-instruct-v0.3 pyramidkv") and cells == "narrativeqa+2wikimqa+musique+qmsum"
     assert len(places(findings, "twin")) == 8 and len(places(findings, "gain")) == 4
     assert [(t, c) for _, t, _, c in places(findings, "break")] == [("5", "narrativeqa"), ("9", "narrativeqa")]
+
+
+@pytest.mark.parametrize("absent", ["20%", "40%", "60%"])
+def test_a_break_is_found_where_a_row_of_the_series_lacks_the_dataset(absent):
+    cell = next(c for c in read_published().cells if c.table == "2" and c.metric == "f1" and c.value is not None)
+    cells = []
+    for dataset in ("one", "other"):
+        for k, value in (("20%", 13.0), ("40%", 13.1), ("60%", 13.2), ("80%", 3.21)):
+            if (dataset, k) != ("one", absent):
+                altered = replace(cell, setting=f"k={k}", dataset=dataset, printed=f"{value:.2f}", value=value)
+                cells.append(altered)
+    found = [(f.row, f.cell, f.recomputed) for f in breaks(Book(tuple(cells)))]
+    row = f"{cell.model} {cell.method} k=80%"
+    assert sorted(found) == [(row, "one", "13.21"), (row, "other", "13.21")]
 
 
 def test_granularity_by_hand():

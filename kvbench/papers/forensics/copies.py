@@ -179,10 +179,14 @@ def breaks(book: Book) -> Iterator[Finding]:
         # some rows state k in tokens, which cannot be ordered among shares
         rows_with_share = [row for row in group if "%" in row.settings.get("k", "")]
         series = sorted(rows_with_share, key=share)
-        if len(series) < SERIES:
-            continue
-        for dataset in series[0].scores:
-            yield from _breaks_of_dataset(series, dataset)
+        # a row may lack a dataset that the others have
+        datasets: dict[str, None] = {}
+        for row in series:
+            datasets |= dict.fromkeys(row.scores)
+        for dataset in datasets:
+            rows_with_score = [row for row in series if dataset in row.scores]
+            if len(rows_with_score) >= SERIES:
+                yield from _breaks_of_dataset(rows_with_score, dataset)
 
 
 def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
@@ -191,7 +195,7 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
     series: SERIES rows or more, ascending by k. All of them must have a score on the dataset.
     """
     # scores are numbers; only the type of a cell's value allows None
-    values = [row.scores[dataset].value or 0.0 for row in series if dataset in row.scores]
+    values = [row.scores[dataset].value or 0.0 for row in series]
     for i, row in enumerate(series):
         # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
         rest = values[:i] + values[i + 1 :]
