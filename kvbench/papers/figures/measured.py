@@ -117,7 +117,7 @@ class SweepRun:
                 x = float(f"{kept:.2g}")
             place: Row = {"series": point.series, "x": x}
             for result in measured:
-                task = _task_name(result.group, several=len(cells) > 1)
+                task = _task_name(result.group, self.run.groups)
                 rows.append(place | {"task": task} | _task_numbers(result))
             # a mean over some of the tasks would compare with none of the other points
             if len(cells) > 1 and len(measured) == len(cells):
@@ -143,12 +143,13 @@ class SweepRun:
             if base_cells is None:
                 continue
             place: Row = {"series": series, "x": x}
-            without_stage = {result.group.task.id: result.scores for result in self._results(base_cells)}
+            # by column, since the groups of a grid of a dataset's option share the task's id
+            without_stage = {result.group.column: result.scores for result in self._results(base_cells)}
             differences_by_task: list[list[float]] = []
             for result in self._results(cells):
                 task_metric = metric(result.group.task.metric)
                 scale = task_metric.scale
-                base_scores = without_stage.get(result.group.task.id, {})
+                base_scores = without_stage.get(result.group.column, {})
                 differences = []
                 for example, score in result.scores.items():
                     if example in base_scores:
@@ -157,7 +158,7 @@ class SweepRun:
                 if not differences or task_metric.shown:
                     continue
                 differences_by_task.append(differences)
-                task = _task_name(result.group, several=len(cells) > 1)
+                task = _task_name(result.group, self.run.groups)
                 rows.append(place | {"task": task} | _gain_numbers([differences], scale))
             # all metrics but perplexities have one scale, so the scale of the last task will do
             if len(cells) > 1 and len(differences_by_task) == len(cells):
@@ -394,13 +395,18 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
     return chain_of(entry, preset=preset_values)
 
 
-def _task_name(group: Group, several: bool) -> str:
-    """Return the name of a task in a figure's data. ``several``: True if the run has more than one task."""
+def _task_name(group: Group, groups: Sequence[Group]) -> str:
+    """Return the name of a group's task in a figure's data, which no other group has. ``groups``: those of the run."""
     task_id = group.task.id
-    if several:
-        # an id is dataset/part if the dataset has several tasks; a dataset with one task has no parts
-        return task_id.partition("/")[2] or task_id
-    return task_id
+    if len(groups) == 1:
+        return task_id
+    # an id is dataset/part if the dataset has several tasks; a dataset with one task has no parts
+    name = task_id.partition("/")[2] or task_id
+    ids = [other.task.id for other in groups]
+    if ids.count(task_id) > 1:
+        # the groups of a grid have the swept values behind the id of their task
+        name += group.column.removeprefix(task_id)
+    return name
 
 
 def _gain_numbers(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:

@@ -140,6 +140,23 @@ def test_a_gain_is_the_paired_difference_of_the_same_method_without_the_stage(tm
     assert fewer.loc[fewer["task"] != MEAN, "gain_low"].isna().all(), "four pairs say nothing about an interval"
 
 
+def test_gains_on_a_grid_of_a_datasets_option_are_those_of_each_of_its_values(tmp_path):
+    stage, base = ("h2o+vatp", "h2o+vatp"), ("h2o", "h2o")
+    points = tuple(Point(series, 25, method, {"kv_ratio": 0.25}) for series, method in (stage, base))
+    figure = replace(SMALL, sweeps=(Sweep(points, dataset="tiny/listing"),))
+    store = f"results={tmp_path}"
+    grid = prepare(figure, ["length=128,256", "limit=4", store])
+    grid.measure(quiet=True)
+    marked = scores.with_gains(grid, "vatp")
+    rows = marked[marked["series"] == "h2o+vatp"].set_index("task")
+    assert list(rows.index) == ["listing length=128", "listing length=256", MEAN]
+    for length in (128, 256):
+        alone = prepare(figure, [f"length={length}", "limit=4", store]).gains("vatp")
+        assert rows.loc[f"listing length={length}", "gain"] == pytest.approx(alone["gain"].item())
+    assert rows.loc[MEAN, "gain"] == pytest.approx(rows["gain"].iloc[:2].mean())
+    assert rows["gain"].iloc[0] != rows["gain"].iloc[1]
+
+
 def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
     empty = prepare(SMALL, [*TINY, f"results={tmp_path}"])
     assert empty.frame().empty
