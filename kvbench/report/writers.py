@@ -116,14 +116,14 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
     """Return the lines that hold the names of column groups, to stand above the drawn table.
 
     ``drawn_lines`` is the table as rich drew it. rich knows no cell over several columns, so the names are placed here.
-    Each name ends where the head of its group's last column ends. The first column must have an empty head.
+    Each name ends where the head of its group's last column ends. No head but the first column's may be empty.
     """
     if not table.spans():
         return []
     # the heads' last line stands right above the rule; a head there is a run of words with single spaces
     rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
-    # the end of each column's head; the empty head of the first column is no run of words
-    ends = [0]
+    # the end of each column's head; an empty head of the first column is no run of words
+    ends = [] if table.heads[0] else [0]
     for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]):
         ends.append(match.end())
 
