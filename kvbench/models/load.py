@@ -245,10 +245,14 @@ def load_model(
     allowed = [f.name for f in fields(ModelConfig) if f.name not in ("name", "path")]
     for knob in set(knobs) - set(allowed):
         raise unknown("option of the model", knob, allowed)
-    # as on the command line, the entry of conf/model overrules the bare name, and arguments overrule the entry
-    settings: dict[str, Any] = {"name": str(name), "path": str(name)}
-    if isinstance(name, str):
-        settings |= named_models().get(name, {})
+    # as on the command line, a name without an entry in conf/model is the path of the entry for any checkpoint, and
+    # arguments overrule the entry
+    listed = named_models()
+    settings: dict[str, Any] = {}
+    if isinstance(name, str) and name in listed:
+        settings |= listed[name]
+    else:
+        settings |= entries("model")[LISTED["model"]] | {"path": str(name)}
     # PyTorch prints a dtype as torch.float32, and ModelConfig takes its name alone
     settings["dtype"] = str(dtype).removeprefix("torch.")
     settings |= knobs

@@ -180,3 +180,11 @@ def test_a_model_is_loaded_by_the_name_of_its_entry():
         with pytest.raises(MissingModel, match=rf"model={name}: there is no such folder") as error:
             load.load_model(name)
         assert f"Did you mean {name}?" not in str(error.value)
+
+
+@pytest.mark.parametrize(("knobs", "revision"), [({}, ""), ({"revision": "abc"}, ", revision abc,")])
+def test_a_hub_id_that_is_absent_is_told_as_on_the_command_line(knobs, revision):
+    with pytest.raises(MissingModel) as error:
+        load.load_model("owner/absent", **knobs)
+    start = f"model owner/absent{revision} is not on this machine. Download it: add download=true. Or"
+    assert str(error.value).startswith(start)
