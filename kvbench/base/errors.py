@@ -112,7 +112,7 @@ def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", li
         shown = repr(shown)
     message = f"unknown {noun} {shown}{of}{owner}.{question}"
     if listed_by:
-        message += f" All {noun.partition(' ')[0]}s: `{listed_by}`."
+        message += f" All {noun}s: `{listed_by}`."
     # there may be no names at all, for example in a store without results
     elif names and (not question or len(names) <= FEW_NAMES):
         message += f" Available: {', '.join(names)}."

@@ -248,7 +248,8 @@ def test_help_on_a_topic_that_is_not_there_names_those_that_are(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["run", "--help", "snapvk"])
     assert stop.value.code == 2
-    assert "unknown help topic snapvk. Did you mean snapkv?" in capsys.readouterr().err
+    message = "unknown help topic snapvk. Did you mean snapkv? All help topics: `kvbench list methods datasets`."
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_that_fails_in_an_unforeseen_place_is_named(monkeypatch, capsys):
