@@ -47,8 +47,8 @@ def check_sizes(path: str, config: Any) -> None:
     # in place of absent sizes: 1 divides every number, and 0 is a multiple of every number
     heads = numbers.get("num_attention_heads", 1)
     kv_heads = numbers.get("num_key_value_heads", 1)
-    # each kv head serves a group of query heads
-    if heads % kv_heads:
+    # each kv head serves a group of query heads; without a number of heads, the family's default is not known here
+    if "num_attention_heads" in numbers and heads % kv_heads:
         raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
     hidden = numbers.get("hidden_size", 0)
     # without a head_dim, the heads divide the hidden size among them

@@ -16,6 +16,7 @@ from kvbench.engine.prefill import prefill_chains
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models import load, weights
 from kvbench.models.config import ModelConfig
+from kvbench.models.config_json import check_sizes
 
 CPU = torch.device("cpu")
 
@@ -220,6 +221,10 @@ def test_llama3_scaled_rope_generates_as_transformers_does(folder):
 def test_an_impossible_size_is_told_with_its_key_and_value(folder, changed, reason):
     configure(folder, **{"head_dim": None, **changed})
     refused(folder, reason)
+
+
+def test_kv_heads_without_a_number_of_heads_are_left_to_the_familys_default():
+    check_sizes("m", {"num_key_value_heads": 8})
 
 
 def test_a_config_that_is_no_object_and_sizes_by_layer_are_told_apart(folder):
