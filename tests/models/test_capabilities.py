@@ -15,10 +15,10 @@ from transformers.models.nemotron import modeling_nemotron
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 import kvbench
-from kvbench.base.errors import UsageError
+from kvbench.base.errors import Refused, UsageError
 from kvbench.cli.main import main
 from kvbench.methods.core.resolve import chain_of
-from kvbench.models import embedded, traits
+from kvbench.models import embedded, probe, traits
 from kvbench.models.interface import attached
 
 SMALL = {**COMMON, **GQA, "intermediate_size": 96, "pad_token_id": 0}
@@ -210,6 +210,20 @@ def test_logits_of_another_attention_than_the_models_own_are_refused(monkeypatch
 
     monkeypatch.setattr(modeling_granite, "eager_attention_forward", capped)
     with pytest.raises(UsageError, match="logits are not the model's own"):
+        kvbench.prefill(model, prompt(10), ["full"])
+
+
+def test_logits_that_are_no_numbers_under_kvbenchs_attention_alone_are_refused(monkeypatch):
+    monkeypatch.setattr(probe, "attend_rows", lambda query, *_: torch.full_like(query, torch.nan))
+    with pytest.raises(UsageError, match="logits are not the model's own"):
+        kvbench.prefill(model_of("granite"), prompt(10), ["full"])
+
+
+def test_own_logits_that_are_no_numbers_are_not_blamed_on_kvbenchs_attention():
+    model = model_of("granite")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.nan
+    with pytest.raises(Refused, match="of this prompt are not finite"):
         kvbench.prefill(model, prompt(10), ["full"])
 
 
