@@ -14,13 +14,20 @@ from kvbench.store.store import ResultStore
 
 
 def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
-    """Write the records and samples of ``cells`` as gzipped JSON lines to ``path``. Equal content gives equal bytes."""
+    """Write the records and samples of ``cells`` as gzipped JSON lines to ``path``. Equal content gives equal bytes.
+
+    Raises UsageError for a cell without a record, whose samples could not be told from those of another result.
+    """
+    records = {}
+    for cell in sorted(set(cells)):
+        record = store.cell(cell)
+        if record is None:
+            raise UsageError(f"{store.folder(cell)} has no cell.json, so that its samples cannot be packed")
+        records[cell] = record.record()
     path.parent.mkdir(parents=True, exist_ok=True)
     # gzip's header holds a name and a time unless both are empty; with them, equal content would give unequal bytes
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
-        for cell in sorted(set(cells)):
-            stored_record = store.cell(cell)
-            cell_record = stored_record.record() if stored_record is not None else None
+        for cell, cell_record in records.items():
             out.write(_write_line({"cell": cell_record}))
             for line in store.lines(cell).values():
                 out.write(_write_line({"of": cell, "sample": line}))
@@ -40,7 +47,7 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
                     records[str(entry["cell"]["id"])] = entry["cell"]
                 else:
                     samples[entry["of"]].append(entry["sample"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a file of samples: {error}") from None
     added = {}
     for cell, record in records.items():
