@@ -113,8 +113,10 @@ def differences(suite: Suite, run: SuiteRun) -> list[str]:
         problems.append(f"the checkpoint of {suite.model} is another one")
     expected = locked["editions"][suite.edition]
     for part, columns in of_run(run).items():
+        # a part that the lock lacks has no locked task
+        locked_columns = expected.get(part, {})
         for column, planned in columns.items():
-            wanted = expected.get(part, {}).get(column)
+            wanted = locked_columns.get(column)
             if wanted is None:
                 problems.append(f"{part}: {column} is no task of the suite")
                 continue
@@ -127,7 +129,7 @@ def differences(suite: Suite, run: SuiteRun) -> list[str]:
                 problems.append(f"{part}: {count} of {len(wanted['prompts'])} prompts of {column} are others ({names})")
             elif planned["protocol"] != wanted["protocol"]:
                 problems.append(f"{part}: {column} is asked or scored in another way")
-        for column in expected[part]:
+        for column in locked_columns:
             if column not in columns:
                 problems.append(f"{part}: {column} is missing")
     return problems
