@@ -23,6 +23,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.resolve import ChainConfig, entries_of, grids, resolve
 from kvbench.models.config import ModelConfig
 from kvbench.plan import presets, words
+from kvbench.plan.keys import parse_pairs
 from kvbench.plan.words import RunRequest
 from kvbench.tasks.prompt import TEMPLATES, PromptPolicy
 
@@ -223,8 +224,7 @@ def read(arguments: Sequence[str]) -> RunConfig:
 
     The arguments must name one model at most, since each model has a run of its own.
     """
-    (request,) = words.read(arguments)
-    return parse(request)
+    return configure(parse_pairs(arguments))
 
 
 def configure(settings: Mapping[str, object]) -> RunConfig:

@@ -140,6 +140,8 @@ def test_python_values_ask_for_the_run_that_texts_do(settings, line):
 def test_a_request_is_of_one_model():
     with pytest.raises(UsageError, match="model=a,b names several models"):
         words.request({"model": "a,b"})
+    with pytest.raises(UsageError, match="model=tiny,llama2-7b names several models"):
+        config.read(["method=full", "model=tiny,llama2-7b"])
 
 
 def test_multirun_sweeps_shards_only():
