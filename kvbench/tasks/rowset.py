@@ -92,6 +92,11 @@ def load(
     except TypeError as error:
         # Python's error for an unknown field does not name the file in which its author has to look
         raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
+    if len(form.choices) > len(LETTERS):
+        raise UsageError(
+            f"conf/dataset/{dataset}.yaml, _rows_: choices has {len(form.choices)} options, at most {len(LETTERS)} are "
+            "possible"
+        )
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     check_whole(dataset, "seed", seed, least=0)
     scorer = _choose_metric(dataset, form, metric)
@@ -192,8 +197,7 @@ class RowReader:
         meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
         order = list(shuffled_by_seed(form.choices, f"{seed}:{name}"))
         options = []
-        # not strict: LETTERS has more letters than a question has options
-        for letter, key in zip(LETTERS, order, strict=False):
+        for letter, key in zip(LETTERS[: len(order)], order, strict=True):
             options.append(f"({letter}) {row.text(key).strip()}")
         choices = "\n".join(options)
         question = self._fill(row, form.question, choices)

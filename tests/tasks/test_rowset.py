@@ -58,6 +58,7 @@ def test_rows_are_left_out_parted_and_drawn_as_the_format_says(tmp_path):
     [
         ({"rows": {"prmpt": "x"}}, r"conf/dataset/squad\.yaml, _rows_: .*'prmpt'"),
         ({"rows": {"task": {"fist_line": True}}}, r"_rows_: .*'fist_line'"),
+        ({"rows": {"choices": [f"option {i}" for i in range(11)]}}, "choices has 11 options, at most 10 are possible"),
         ({"rows": {"metric": "classification"}}, "metric classification needs classes"),
         ({"rows": {"answers": []}}, r"line 1: there is no reference under any key"),
         ({"rows": {"prompt": "{contxt}"}}, r"squad_dev\.jsonl, line 1: there is no key 'contxt'"),
