@@ -29,16 +29,20 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
     totals = run.count_left()
     if not any(totals.values()):
         return
-    reference = _open_llamacpp(exact)
-    engines = {row.label: _open_llamacpp(row) for row in run.rows if totals[row.label]}
     try:
-        with progress(totals, quiet, unit="windows") as tick:
+        # if one of the engines fails to open, those before it are closed, too
+        with ExitStack() as stack:
+            reference = _open_llamacpp(exact)
+            stack.callback(reference.close)
+            engines = {}
+            for row in run.rows:
+                if totals[row.label]:
+                    engines[row.label] = _open_llamacpp(row)
+                    stack.callback(engines[row.label].close)
+            tick = stack.enter_context(progress(totals, quiet, unit="windows"))
             for group in run.run.groups:
                 _measure_group(run, group, reference, engines, tick)
     finally:
-        reference.close()
-        for engine in engines.values():
-            engine.close()
         # summarise what is stored even if an error or Ctrl-C ended the comparison early
         for group in run.run.groups:
             for row in run.rows:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +64,34 @@ def test_a_windows_divergence_counts_from_its_middle_on():
     assert text["kl"] == pytest.approx([kl, 0.0], abs=1e-4)  # four digits are stored
     # - ln 3/4 for token 1, - ln 1/2 for token 0
     assert found["score"] == pytest.approx((-math.log(0.75) - math.log(0.5)) / 2)
+
+
+class Opened:
+    """An engine of which a test asks only whether it was closed."""
+
+    def __init__(self):
+        self.closed = False
+
+    def close(self):
+        self.closed = True
+
+
+def test_engines_are_closed_if_a_later_one_does_not_open(monkeypatch):
+    opened = []
+
+    def open_engine(row):
+        if row.label == "q4_0":
+            raise UsageError("q4_0 does not open")
+        opened.append(Opened())
+        return opened[-1]
+
+    monkeypatch.setattr(divergence, "_open_llamacpp", open_engine)
+    exact, *rows = (SimpleNamespace(label=label) for label in ("f16", "q8_0", "q4_0"))
+    left = {"q8_0": 1, "q4_0": 1}
+    run = SimpleNamespace(rows=rows, run=SimpleNamespace(groups=()), count_left=lambda: left)
+    with pytest.raises(UsageError, match="q4_0 does not open"):
+        divergence.measure(run, exact, quiet=True)
+    assert [engine.closed for engine in opened] == [True, True]
 
 
 def words(*more):
