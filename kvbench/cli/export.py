@@ -81,6 +81,7 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
     """
     from kvbench.report import export_kvpress
     from kvbench.report.listing import list_cells
+    from kvbench.report.table import range_text
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():
@@ -110,6 +111,6 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
     # RULER's score is the mean of all its tasks
     short_runs = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
     if short_runs:
-        count = len(short_runs[0].tasks)
-        say(f"{len(short_runs)} folders hold {count} of RULER's 13 tasks: their mean is no RULER score")
+        counts = range_text([len(run.tasks) for run in short_runs])
+        say(f"{len(short_runs)} folders hold {counts} of RULER's 13 tasks: their mean is no RULER score")
     return 0

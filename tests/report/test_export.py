@@ -122,7 +122,7 @@ def test_answers_are_scored_as_kvpress_scores_them_and_score_reads_them_again(tm
     captured = capsys.readouterr()
     (listed,) = json.loads(captured.out)["folders"]
     assert listed["tasks"] == ["niah_multivalue", "qa_1"] and listed["n"] == 4
-    assert "2 of RULER's 13 tasks" in captured.err and "a part of their data set" in captured.err
+    assert "1 folders hold 2 of RULER's 13 tasks" in captured.err and "a part of their data set" in captured.err
     (folder,) = (tmp_path / "out").iterdir()
     assert folder.name.startswith("ruler@2025__4096__") and folder.name.endswith("__0.88__fraction0.004")
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -198,6 +198,15 @@ def test_of_cells_of_other_settings_those_with_most_answers_are_written_and_the_
     assert main(["export", "kvpress", f"cells={ids}", shown[0], f"output={tmp_path / 'fewer'}"]) == 0
     for folder in (tmp_path / "fewer").iterdir():
         assert len((folder / "predictions.csv").read_text().splitlines()) == 1 + 1
+
+
+def test_folders_with_other_numbers_of_rulers_tasks_are_told_by_the_range(tmp_path, capsys):
+    store = ResultStore(tmp_path / "results")
+    for task in ("vt", "cwe", "fwe"):
+        ruler(store, task, [("a", ["a"])])
+    ruler(store, "vt", [("a", ["a"])], stages=(("h2o", {"kv_ratio": 0.5}),))
+    assert main(["export", "kvpress", f"results={store.root}", f"output={tmp_path / 'out'}"]) == 0
+    assert "2 folders hold 1–3 of RULER's 13 tasks: their mean is no RULER score" in capsys.readouterr().err
 
 
 def test_where_nothing_is_chosen_an_earlier_file_stays(tmp_path, capsys):
