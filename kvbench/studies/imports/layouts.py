@@ -29,6 +29,8 @@ PREDICTION = "predicted_answer"
 """kvpress's column of answers."""
 # lm-evaluation-harness puts the time of the run behind the task: samples_qasper_2024-05-01T12-30-00.123456
 _SAMPLES = re.compile(r"samples_(?P<task>.+?)(_\d{4}-\d\d-\d\dT[\d.:-]+)?")
+# kvpress writes the ratio, or the threshold of some presses, with two digits
+_RATIO = re.compile(r"-?\d+\.\d\d")
 
 
 @dataclass(frozen=True)
@@ -86,16 +88,24 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
-    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``. In a folder of another
-    name, the file's name does.
+    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``, or for a data set of one
+    task ``dataset__model__press__ratio``. In a folder of another name, the file's name does.
     """
-    parts = path.parent.name.split("__")
-    folder_task = parts[1] if len(parts) > 3 else path.stem
+    folder_task = _task_of_folder(path.parent.name) or path.stem
     for row in _read_records(path):
         # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"
         prediction, references = read_text(row, PREDICTION), read_texts(row, column)
         yield str(row.values.get("task") or folder_task), _make_answer(row, prediction, references)
+
+
+def _task_of_folder(name: str) -> str:
+    """Return the task in the name of a kvpress folder, '' for a folder of another name."""
+    parts = name.split("__")
+    if len(parts) <= 3:
+        return ""
+    # a data set of one task has no part for it, and the ratio then follows in the fourth place
+    return parts[0] if _RATIO.fullmatch(parts[3]) else parts[1]
 
 
 def _is_longbench(path: Path) -> bool:

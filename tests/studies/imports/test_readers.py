@@ -107,11 +107,21 @@ def test_kvpress_json(tmp_path, orient):
         assert fields(imports.read_predictions(path)) == EXPECTED
 
 
-def test_kvpress_files_without_a_task_are_named_by_their_folder(tmp_path):
-    folder = tmp_path / "longbench__qasper__owner--model__snapkv__0.50"
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [
+        ("longbench__qasper__owner--model__snapkv__0.50", "qasper"),
+        ("longbench__qasper__owner--model__snapkv__0.50__fraction0.100__query_aware", "qasper"),
+        ("longbench__qasper__owner--model__dms__-3.00", "qasper"),
+        ("qasper__owner--model__snapkv__0.50", "qasper"),
+        ("qasper__owner--model__snapkv__0.50__fraction0.100", "qasper"),
+    ],
+)
+def test_kvpress_files_without_a_task_are_named_by_their_folder(name, task, tmp_path):
+    folder = tmp_path / name
     folder.mkdir()
     frame().drop(columns="task").to_csv(folder / "predictions.csv", index=False)
-    assert {p.dataset for p in imports.read_predictions(folder / "predictions.csv")} == {"qasper"}
+    assert {p.dataset for p in imports.read_predictions(folder / "predictions.csv")} == {task}
 
 
 def sample(answer, **more):
