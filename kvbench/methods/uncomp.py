@@ -262,8 +262,8 @@ class UNCompGroup(EvictingSelector):
             return budgets.mean
         return budgets.high
 
-    def max_chunk(self, n: int) -> int:
-        if 0 in self.frozen_layers:
+    def max_chunk(self, n: int, n_layers: int) -> int:
+        if all(layer in self.frozen_layers for layer in range(n_layers)):
             return NO_LIMIT
         budgets = self.extremes(n)
         if self.delete:

@@ -50,12 +50,14 @@ def build_groups(
     model_identity: Mapping[str, object],
     tokenizer: Tokenizer | None,
     context: int | None,
+    n_layers: int,
     identify: Callable[[Chain], Mapping[str, object]] = Chain.identity,
 ) -> list[Group]:
     """Return a run's groups, one per task. Each begins with the full cache's cell unless ``baseline=false``.
 
     model_identity: the facts about the model that decide numbers.
     context: the number of tokens that the model can read; None if unlimited.
+    n_layers: the number of layers that methods compress.
     identify: returns all facts that decide a chain's results: the chain's own identity, and its calibration's identity
     if it has one.
 
@@ -100,7 +102,7 @@ def build_groups(
                 cells.append(Cell(cell_identity, config.chain, config.label, task=task, column=column))
             check_policy(tokenizer, task, policy)
             _check_answers(task, context)
-            _check_chunks(task, [c.chain for c in chains])
+            _check_chunks(task, [c.chain for c in chains], n_layers)
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
             examples = _examples_of_shard(task.take_examples(limit), cfg)
             _check_room(task, examples, policy, tokenizer, context)
@@ -221,7 +223,7 @@ def _check_room(
             )
 
 
-def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
+def _check_chunks(task: Task, chains: Sequence[Chain], n_layers: int) -> None:
     """Raise UsageError if a text is fed in chunks that a method cannot take while decoding.
 
     A chunk may be larger than the method's budget, or may not end where the method chooses tokens again.
@@ -233,7 +235,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain]) -> None:
     for chain in chains:
         selector = chain.selector
         if isinstance(selector, EvictingSelector) and selector.evicts:
-            budget = selector.max_chunk(text.prefix)
+            budget = selector.max_chunk(text.prefix, n_layers)
             if budget < text.chunk:
                 raise UsageError(
                     f"{task.id}: chunk={text.chunk} tokens at once do not fit into the budget of {budget} that "

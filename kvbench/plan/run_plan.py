@@ -362,7 +362,7 @@ def plan_run(
     with contained(", ".join(foreign_names), foreign=bool(foreign_names), seed=0, watched=False):
         cfg, matched = equal_memory.match_budgets(cfg, shape)
         check_model(cfg, source)
-        groups = build_groups(cfg, identity, tokenizer, context, session.chain_identity)
+        groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
     cfg = _without(cfg, failed)
     # cells were made before methods were tried on prompts

@@ -17,6 +17,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import Refused, UsageError
 from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.evicting import NO_LIMIT
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.uncomp import UNCompGroup, interpolate_sizes
 from kvbench.models.interface import cache_shape
@@ -338,4 +339,6 @@ def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
     before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, calibrated))
     assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)
     assert after.low == after.high == tuple(calibrated.head_sizes(200, 1, 8)) and after.total == before.total
-    assert loose.max_chunk(200) == 30
+    assert loose.max_chunk(200, LAYERS) == 30
+    assert replace(loose, frozen_layers=(0,)).max_chunk(200, LAYERS) == 30
+    assert replace(loose, frozen_layers=tuple(range(LAYERS))).max_chunk(200, LAYERS) == NO_LIMIT

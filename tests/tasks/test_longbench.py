@@ -136,7 +136,7 @@ def test_the_backend_of_code_sim_is_a_knob_and_identity(root):
     ids = []
     for backend in ("levenshtein", "difflib"):
         run = words.read(["dataset=longbench/lcc", f"code_sim={backend}", "method=full", f"data.root={root}"])[0]
-        (group,) = build_groups(parse(run), {}, None, None)
+        (group,) = build_groups(parse(run), {}, None, None, n_layers=1)
         ids.append(group.cells[0].id)
     assert ids[0] != ids[1]
     with pytest.raises(UsageError, match="unknown backend fuzzy of code_sim"):

@@ -107,9 +107,9 @@ class EvictingSelector(Selector, Evictor):
         # not every selector has these knobs
         return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
 
-    def max_chunk(self, n: int) -> int:
-        """Return how many new tokens every head of the first layer can take in one step after a prompt of n tokens."""
-        return self.decode_limit(n, 0)
+    def max_chunk(self, n: int, n_layers: int) -> int:
+        """Return how many new tokens every head of every layer can take in one step after a prompt of n tokens."""
+        return min(self.decode_limit(n, layer) for layer in range(n_layers))
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
         """Return the most tokens that a head may hold in this layer while decoding, given the layer's cache."""
