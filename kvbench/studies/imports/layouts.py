@@ -88,8 +88,8 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
-    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``, or for a data set of one
-    task ``dataset__model__press__ratio``. In a folder of another name, the file's name does.
+    If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``, or for a data set of
+    one task ``dataset__model__press__ratio``. In a folder of another name, the file's name does.
     """
     folder_task = _task_of_folder(path.parent.name) or path.stem
     for row in _read_records(path):
