@@ -26,7 +26,7 @@ def check_finite(chain: Chain, name: str, *tensors: Tensor) -> None:
 
 def build_answer_refusal(chain: Chain, dtype: torch.dtype) -> Refused:
     """Return the error for an answer, or for a scored text, whose logits were not finite."""
-    return _build_refusal(chain, "logits while decoding", dtype, by_model=not chain.stages)
+    return _build_refusal(chain, "logits while decoding", dtype, by_model=chain.is_full)
 
 
 def _build_refusal(chain: Chain, name: str, dtype: torch.dtype, by_model: bool) -> Refused:

@@ -254,7 +254,7 @@ def _check_chunks(task: Task, chains: Sequence[Chain], n_layers: int) -> None:
 
 def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainConfig]:
     """Return the chains with the full cache's first. With ``baseline``, add the full cache if it is missing."""
-    full = [c for c in chains if not c.chain.stages]
+    full = [c for c in chains if c.chain.is_full]
     compressing = [c for c in chains if c.chain.stages]
     if not full and baseline:
         full = [ChainConfig(Chain(), "full")]
@@ -264,7 +264,7 @@ def with_baseline(chains: Sequence[ChainConfig], baseline: bool) -> list[ChainCo
 def with_full(cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells of one prompt. If they are compared with a full cache that is missing, add a hidden one."""
     # all cells of a task are compared, or none is
-    if not cells or not cells[0].fidelity or any(not c.chain.stages for c in cells):
+    if not cells or not cells[0].fidelity or any(c.chain.is_full for c in cells):
         return list(cells)
     # it is not stored, so it needs no identity of its own
     hidden_full = replace(cells[0], chain=Chain(), label="full", hidden=True)

@@ -86,7 +86,7 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
             f"name one beside it, as in method=snapkv,{name}"
         )
     matches: list[Matched] = []
-    chains = [c for c in cfg.chains if not c.chain.stages]
+    chains = [c for c in cfg.chains if c.chain.is_full]
     counters = {kind: payload_counter(kind, shape, tokens or LONG) for kind in KINDS}
     for reference in references:
         _check_reference(reference.chain, cfg.match, tokens)

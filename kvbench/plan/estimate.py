@@ -209,7 +209,7 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     answer: the tokens of the longest answer.
     """
     # all other stages, such as quantisers, save bytes even if every token stays
-    if not chain.stages or any(s.role not in ("selector", "modifier") for s in chain.stages):
+    if chain.is_full or any(s.role not in ("selector", "modifier") for s in chain.stages):
         return False
     capacity = chain.capacity(n)
     # without a user's budget the data decide, and a capacity is only an upper limit

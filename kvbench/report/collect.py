@@ -129,8 +129,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
         if first_measured is None and cells[cell.label].summary is not None:
             first_measured = cell
     full_scores: dict[str, float] = {}
-    # a chain without stages is the full cache
-    full = next((c for c in group.cells if not c.chain.stages), None)
+    full = next((c for c in group.cells if c.chain.is_full), None)
     if full is not None:
         full_scores = scores[full.label]
     about_cuts: list[str] = []
@@ -176,14 +175,14 @@ def report_cell(
         return unmeasured
     floor = None
     # only the full cache tells whether the model fails on the task
-    if not cell.chain.stages:
+    if cell.chain.is_full:
         floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
     summary = summaries.get(cell.id)
     # a summary of all samples also counts stored examples that this run leaves out
     if summary is None or summary.n != len(samples):
         summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
     delta, fall = None, None
-    full = next((c for c in group.cells if not c.chain.stages), None)
+    full = next((c for c in group.cells if c.chain.is_full), None)
     if full is not None and cell.chain.stages and store.refusal(full.id) is None:
         full_samples = reader.read(full.id)
         delta = paired_delta(samples, full_samples, group.task.metric)
@@ -279,7 +278,7 @@ def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]
     """Return a note for each task with many empty answers of the full cache. The model fails there."""
     notes = []
     for i, group in enumerate(groups):
-        full = next((c.label for c in group.cells if not c.chain.stages), None)
+        full = next((c.label for c in group.cells if c.chain.is_full), None)
         summary = next((r.cells[i].summary for r in rows if r.method == full), None)
         # a text that is scored by its likelihood has no answer, and so no empty one
         if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].scored:

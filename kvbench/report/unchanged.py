@@ -40,7 +40,7 @@ def only_compresses(chain: Chain) -> bool:
 
     They prove nothing for a method that holds all tokens but attends only some, or that shares logits among heads.
     """
-    if not chain.stages or chain.masks or chain.sharer is not None:
+    if chain.is_full or chain.masks or chain.sharer is not None:
         return False
     # A sample stores only the largest layer's token count while decoding. Frozen layers hold all tokens, so that count
     # equals the full cache's even if the other layers evict.

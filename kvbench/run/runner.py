@@ -185,8 +185,8 @@ class GroupRun:
         rows = self._compress_prompt(example, encoded, cells, following)
         full = None
         if cells and cells[0].fidelity:
-            # a chain without stages is the full cache, read in the same pass
-            full = next((r.cache for r in rows if not r.cell.chain.stages), None)
+            # the full cache was read in the same pass
+            full = next((r.cache for r in rows if r.cell.chain.is_full), None)
         # the hidden full cache was needed only for the comparison
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:

@@ -70,6 +70,11 @@ class Chain:
         return "+".join(s.id for s in self.stages) or "full"
 
     @property
+    def is_full(self) -> bool:
+        """True for the full cache, the chain without stages."""
+        return not self.stages
+
+    @property
     def prefill_key(self) -> str:
         """The key of the prompt's computation: chains with equal keys can share one prefill.
 

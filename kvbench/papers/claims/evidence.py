@@ -55,7 +55,7 @@ class Comparison:
     def at_floor(self, store: ResultStore) -> bool:
         """Return True if the model fails on this task even with the full cache."""
         # the run of a table measures the full cache in every group; its chain has no stages
-        full = next(cell for cell in self.group.cells if not cell.chain.stages)
+        full = next(cell for cell in self.group.cells if cell.chain.is_full)
         return advice.at_floor(self.group.task, list(stored_scores(store, self.group, full).values()))
 
     @property

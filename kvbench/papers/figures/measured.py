@@ -178,7 +178,7 @@ class SweepRun:
     def _pairs(self, group: Group, cell: Cell) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         # a run without the full cache compares the cell with itself, so all shares are 100 %
-        full_cell = next((c for c in group.cells if not c.chain.stages), cell)
+        full_cell = next((c for c in group.cells if c.chain.is_full), cell)
         scores = stored_scores(self.run.store, group, cell)
         full_scores = stored_scores(self.run.store, group, full_cell)
         pairs = [(score, full_scores[example]) for example, score in scores.items() if example in full_scores]
