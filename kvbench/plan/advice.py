@@ -86,7 +86,7 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
     Return False for a likelihood, which has no floor.
     """
     # only metrics of likelihoods have a function ``shown``
-    return metric(task.metric).shown is None and stats.at_floor(full, chance(task))
+    return metric(task.metric).formula is None and stats.at_floor(full, chance(task))
 
 
 def chance(task: Task) -> float:

@@ -185,7 +185,7 @@ def _check_answers(task: Task, context: int | None) -> None:
     Prompts of the categories UNCUT must fit as a whole.
     """
     # only metrics of likelihoods are printed as a function of their mean, and have ``shown``
-    if metric(task.metric).shown is not None and not task.examples[0].scored:
+    if metric(task.metric).formula is not None and not task.examples[0].scored:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
             "dataset=wikitext2"

@@ -255,7 +255,7 @@ class ReportData:
             return []
         prefix = names[0].partition("/")[0] + "/"
         # fidelity's tasks are perplexities of texts: "token" alone would not name a text
-        has_perplexity = any(metric(column.metric).shown is not None for column in self.columns)
+        has_perplexity = any(metric(column.metric).formula is not None for column in self.columns)
         if has_perplexity or not all(name.startswith(prefix) for name in names):
             return names
         return [name.removeprefix(prefix) for name in names]

@@ -252,7 +252,7 @@ def _write_delta(delta: Delta | None, detail: Detail) -> str:
 
 def _lower_is_better(column: ReportColumn) -> bool:
     """Return True for a perplexity. No other metric is printed as a function of its mean."""
-    return metric(column.metric).shown is not None
+    return metric(column.metric).formula is not None
 
 
 def _has_masks(report: ReportData) -> bool:

@@ -138,7 +138,7 @@ def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sampl
     if not ours:
         return None
     printed = metric(name)
-    if printed.shown is not None:
+    if printed.formula is not None:
         return shown_delta(list(zip(ours, full_scores, strict=True)), printed.show)
     mean, ci = stats.paired_difference(ours, full_scores)
     # an interval over few pairs would say nothing
@@ -229,13 +229,13 @@ def _average_scores(
     """
     scores = [c.score for c in cells if c.score is not None]
     # a mean of points and of perplexities would mean nothing
-    has_one_unit = len({metric(c.metric).shown for c in cells}) == 1
+    has_one_unit = len({metric(c.metric).formula for c in cells}) == 1
     if len(scores) < len(cells) or not has_one_unit:
         return None, None, None
     printed = metric(cells[0].metric)
     interval, delta = None, None
     # a perplexity is a function of a mean, so its interval is no mean of scores; a task without scores has no spread
-    if printed.shown is None and all(by_task):
+    if printed.formula is None and all(by_task):
         _, ci = stats.mean_over_tasks([list(scores_of_task.values()) for scores_of_task in by_task])
         interval = stats.scaled(ci, printed.scale)
         if full is not None:

@@ -141,7 +141,7 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
             continue
         low, high = cell.delta.ci
         # a smaller perplexity is better, and perplexities are the only scores with a function ``shown``
-        if metric(column.metric).shown is not None:
+        if metric(column.metric).formula is not None:
             low, high = -high, -low
         if high < 0:
             worse.append(task)

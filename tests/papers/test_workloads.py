@@ -56,7 +56,7 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
                 ids = tuple(c.id for _, c in ours.cells(line, column))
                 rows.setdefault((method, str(knobs), str(own_knobs), column.dataset), set()).add(ids)
     assert all(len(ids) == 1 for ids in rows.values())
-    units = {metric(g.task.metric).shown is None for g in ours.run.groups}
+    units = {metric(g.task.metric).formula is None for g in ours.run.groups}
     for line, entries in build_view(ours).rows if units == {True} else ():
         printed = [e.published for e in entries if e.published]
         assert not printed or max(printed) > 1, line.row.name  # of 100

@@ -321,7 +321,7 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
     differences_by_example: dict[str, list[list[float]]] = {}
     for way in ways:
         # lost nats and log losses are better if smaller; only metrics of log losses have a function ``shown``
-        less_is_better = measure == LIKELIHOOD or metric(way.group.task.metric).shown is not None
+        less_is_better = measure == LIKELIHOOD or metric(way.group.task.metric).formula is not None
         numbers_of = READ[measure]
         # one entry for each pair of the claim: the values of its two sides by example id
         values_by_pair = []

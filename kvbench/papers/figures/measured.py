@@ -155,7 +155,7 @@ class SweepRun:
                     if example in base_scores:
                         differences.append(scale * (score - base_scores[example]))
                 # differences of log losses are no points, since a log loss is printed as a perplexity
-                if not differences or task_metric.shown:
+                if not differences or task_metric.formula:
                     continue
                 differences_by_task.append(differences)
                 task = _task_name(result.group, self.run.groups)
@@ -455,7 +455,7 @@ def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
     row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
     row |= _held(means)
     # a perplexity is stored as a log loss, and the mean of a log loss and a score has no meaning
-    has_perplexity = any(metric(name).shown for name in names)
+    has_perplexity = any(metric(name).formula for name in names)
     if has_perplexity or any(task_means.score is None for task_means in means):
         return row
     # all metrics but perplexities have one scale, so the name of any task's metric will do
@@ -474,6 +474,6 @@ def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
     tasks: for each task the scores [n, 2] of the method and of the full cache.
     name: the name of the metric. A perplexity has no share of the full cache's, so its columns are None.
     """
-    relative = stats.Share() if metric(name).shown else stats.share_of_full(tasks)
+    relative = stats.Share() if metric(name).formula else stats.share_of_full(tasks)
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

@@ -266,7 +266,7 @@ def _read_score(
     share = stats.Share()
     if not floor:
         # smaller log losses are better, so their share is inverse; only their metrics have a function ``shown``
-        losses = any(metric(group.task.metric).shown is not None for group in groups)
+        losses = any(metric(group.task.metric).formula is not None for group in groups)
         share = stats.share_of_full([pairs], log_losses=losses)
     full_score = None
     if len(pairs) and groups:

@@ -253,7 +253,7 @@ def _picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
     full = next(row for row in verdict_set.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
         return ""
-    if any(metric(column.metric).shown is not None for column in verdict_set.report.columns):
+    if any(metric(column.metric).formula is not None for column in verdict_set.report.columns):
         return ""
     full_score = full.means.score_mean
     # the upper end of everything that is drawn

@@ -43,7 +43,7 @@ class Metric:
     revision: a part of a cell's identity. Raise it whenever a score changes.
     scale: the factor from a mean of scores to the printed number.
     needs_classes: True if the example must carry its closed set of labels.
-    shown: the function from a mean to the printed number, if a factor is not enough (perplexity); None: ``scale`` is.
+    formula: the function from a mean to the printed number, if a factor is not enough (perplexity); None: ``scale`` is.
     whole: from (prediction, example) to a score that depends on all references together; None: the best single score.
     package: the package of an extra that the metric calls; '' for none.
     decided_by: the distribution whose version decides scores, and so is part of a cell's identity; '' for none.
@@ -57,7 +57,7 @@ class Metric:
     revision: int = 1
     scale: float = 100.0
     needs_classes: bool = False
-    shown: Callable[[float], float] | None = None
+    formula: Callable[[float], float] | None = None
     whole: Callable[[str, Example], float | None] | None = None
     package: str = ""
     decided_by: str = ""
@@ -72,9 +72,9 @@ class Metric:
         return facts
 
     def show(self, mean: float) -> float:
-        """Return a mean of scores in printed units: ``shown(mean)`` if that is set, else ``scale * mean``."""
-        if self.shown is not None:
-            return self.shown(mean)
+        """Return a mean of scores in printed units: ``formula(mean)`` if that is set, else ``scale * mean``."""
+        if self.formula is not None:
+            return self.formula(mean)
         return self.scale * mean
 
 
@@ -158,14 +158,14 @@ _METRICS = (
         "exp of the mean negative log likelihood per token (lower is better)",
         "kvbench",
         _likelihood,
-        shown=math.exp,
+        formula=math.exp,
     ),
     Metric(
         "word_perplexity",
         "exp of the negative log likelihood per word (lower is better)",
         "kvbench",
         _likelihood,
-        shown=math.exp,
+        formula=math.exp,
     ),
     # metrics over the words of an answer
     Metric("f1", "token F1 after SQuAD normalisation (LongBench qa_f1)", LONGBENCH, by_pair(text.qa_f1)),

@@ -21,7 +21,7 @@ def shown_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[
     if len(scores) < stats.FEWEST:
         return mean, None
     # a likelihood is shown by a formula of its own, and its log losses have no bounds
-    bounds: stats.Bounds | None = (0.0, 1.0) if chosen.shown is None else None
+    bounds: stats.Bounds | None = (0.0, 1.0) if chosen.formula is None else None
     interval = stats.mean_interval(scores, bounds=bounds)
     if interval is None:
         return mean, None

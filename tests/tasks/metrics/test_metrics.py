@@ -18,7 +18,7 @@ def example(*answers: str, classes: tuple[str, ...] = ()) -> Example:
     return Example("0", "prompt", answers, 8, classes)
 
 
-ANSWERED = [name for name, m in METRICS.items() if m.shown is None and name != "math_equal"]
+ANSWERED = [name for name, m in METRICS.items() if m.formula is None and name != "math_equal"]
 """Metrics of answers; likelihoods are measured while a text is read. test_math_equal.py holds math_equal to the same: a
 process computes each of its scores."""
 REFERENCES = {"letter": "B", "theorem": "True", "retrieval_zh": "段落3", "last_integer": "3"}
