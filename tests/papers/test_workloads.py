@@ -113,7 +113,7 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
         ours = prepared(table("refreekv/1"), folder, data, tmp_path)
     finally:
         (data / "away.csv").rename(data / "gpqa_main.csv")
-    assert grid.reasons_for_absence(ours) == ["gpqa is missing: its file gpqa_main.csv is not in the data folder"]
+    assert grid.reasons_for_absence(ours) == ["gpqa is missing: the file gpqa_main.csv is not in the data folder"]
     assert str(data) not in page.render(build_view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
     assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column).status == "missing"

@@ -228,7 +228,7 @@ class Reader:
                 return f"no data folder is named (data.root=FOLDER, or the environment variable {ENVIRONMENT})"
             # the whole message names the data folder and the command that fetches the file
             name, _, _ = str(error).partition(" not found in ")
-            return f"its file {name} is not in the data folder"
+            return f"the file {name} is not in the data folder"
         except UsageError as error:
             return self._without_paths(str(error))
         return ""
