@@ -94,7 +94,7 @@ class Example:
     def content(self) -> dict[str, Any]:
         """Return all that the example holds as {name: value}, for hashes of the data."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scored"}
-        # as dictionaries, from which ``Task.content_hash`` leaves out fields that are not used
+        # turns become dictionaries, from which ``Task.content_hash`` leaves out fields that are not used
         content["turns"] = [asdict(turn) for turn in self.turns]
         # hashes name a scored text's ids and facts as they did before it had a record of its own
         content["tokens"] = self.scored.ids if self.scored is not None else ()

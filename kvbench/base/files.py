@@ -268,7 +268,7 @@ def lock(path: Path, wait_s: float) -> int | None:
     end = time.monotonic() + wait_s
     # flock could wait by itself, but only without a limit
     while True:
-        # in the loop, since ``kvbench clean`` may remove the folder meanwhile
+        # the folder is made at each try, since ``kvbench clean`` may remove it meanwhile
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_NOFOLLOW: through a link, two names would lock one file
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

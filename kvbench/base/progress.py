@@ -75,7 +75,7 @@ class Left(ProgressColumn):
     def __init__(self) -> None:
         """Begin without an estimate for any task."""
         super().__init__()
-        # by task, when it was last advanced: (pieces completed, seconds passed, seconds left or None)
+        # each task's state when it was last advanced: (pieces completed, seconds passed, seconds left or None)
         self._last: dict[TaskID, tuple[float, float, float | None]] = {}
 
     def render(self, task: Task) -> Text:

@@ -101,7 +101,7 @@ def random_layer(
         n_layers=shape.layers,
         n=rows,
         scale=1 / math.sqrt(head_dim),
-        # in place of the checksum of a prompt's tokens, of which there are none here
+        # a run has the checksum of a prompt's tokens here, and a timing has no tokens
         prompt=index,
         last_q=last_queries,
         first_q=first_queries,

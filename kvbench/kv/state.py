@@ -34,7 +34,7 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many numbers the states hold, as (of convolutions, of recurrences)."""
+        """The numbers that the states hold, counted as (of convolutions, of recurrences)."""
         return _count(self.conv), _count(self.recurrent)
 
     def shapes(self) -> LayerState:

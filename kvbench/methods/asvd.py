@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.methods.core.knobs import Rule, knob, one_of
-from kvbench.methods.core.lowrank import LONGEST, LowRankStage, Pairs
+from kvbench.methods.core.lowrank import LowRankStage, Pairs
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import Factors, Spectrum, join_factors, nearest_rank, searched_ranks
 from kvbench.models.interface import attention_modules
@@ -59,15 +59,7 @@ class Asvd(LowRankStage):
         if self.ranks_by == "sensitivity":
             # only the losses depend on these knobs; float() because alpha=1 and alpha=1.0 are the same measurement
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
-        return Recipe(
-            "asvd",
-            revision=1,
-            samples=self.samples,
-            tokens=self.tokens,
-            each=False,
-            knobs=knobs,
-            longest=LONGEST,
-        )
+        return self.projection_recipe("asvd", knobs)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvbench.methods.core.knobs import at_least, knob, one_of
-from kvbench.methods.core.lowrank import LONGEST, LowRankStage, Pairs
+from kvbench.methods.core.lowrank import LowRankStage, Pairs
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
 from kvbench.models.factors import (
     Factors,
@@ -50,16 +50,7 @@ class Palu(LowRankStage):
 
     def recipe(self) -> Recipe | None:
         # both ways of ``fisher`` read the same statistics
-        knobs = {"fisher": self.ranks_by != "uniform"}
-        return Recipe(
-            "palu",
-            revision=1,
-            samples=self.samples,
-            tokens=self.tokens,
-            each=False,
-            knobs=knobs,
-            longest=LONGEST,
-        )
+        return self.projection_recipe("palu", {"fisher": self.ranks_by != "uniform"})
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)

@@ -44,7 +44,7 @@ def check_sizes(path: str, config: Any) -> None:
             raise _refusal(path, key, value, WHOLE)
     # the next checks compare sizes that depend on each other, as far as both are given as numbers
     numbers = {key: value for key, value in config.items() if is_whole(value)}
-    # in place of absent sizes: 1 divides every number, and 0 is a multiple of every number
+    # absent sizes count as 1, which divides every number, or as 0, which is a multiple of every number
     heads = numbers.get("num_attention_heads", 1)
     kv_heads = numbers.get("num_key_value_heads", 1)
     # each kv head serves a group of query heads; without a number of heads, the family's default is not known here

@@ -112,7 +112,7 @@ class LowRank(nn.Module):
         self.down, self.ups, self.ranks = factors.down, factors.ups, factors.ranks
         self.bias = bias
         self.latent: Tensor | None = None
-        # as the model that it becomes a part of; new modules are in training mode
+        # new modules are in training mode, and the model that this one joins is not
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:

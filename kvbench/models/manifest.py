@@ -111,7 +111,7 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
                 if again:
                     actual = sha256(path)
                 else:
-                    # from the memory of this process if the file was read before
+                    # this process remembers the sum if it has read the file before
                     actual = _sum_of(path, (stamp["bytes"], stamp["mtime_ns"], stamp["inode"]))
                 if actual != checksum:
                     return f"{path} has the checksum {actual}, it had {checksum}"

@@ -59,7 +59,7 @@ def settings(name: str) -> tuple[Setting, ...]:
     # a file of comments alone
     if root is None:
         return ()
-    found = []
+    settings_of_file = []
     for path, node in _value_nodes(root):
         # models, the name of the model, then the key
         if path[:1] == ("models",):
@@ -69,8 +69,8 @@ def settings(name: str) -> tuple[Setting, ...]:
         # the source is the comment behind the value, and the value is read from its own piece of the text
         source = lines[node.end_mark.line].partition(" #")[2].strip()
         value = yaml.safe_load(text[node.start_mark.index : node.end_mark.index])
-        found.append(Setting(key, value, source, model))
-    return tuple(found)
+        settings_of_file.append(Setting(key, value, source, model))
+    return tuple(settings_of_file)
 
 
 def values(name: str, model: str = "") -> dict[str, Any]:

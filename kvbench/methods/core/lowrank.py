@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +23,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.knobs import Rule, at_least, knob
+from kvbench.methods.core.recipe import Recipe
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.models import lowrank
 from kvbench.models.factors import Factors
@@ -66,6 +67,22 @@ class LowRankStage(Stage):
         # the ranks, and so the weights that read the prompt, follow from the calibration
         calibration_hash = self.calibration.sha256[:16] if self.calibration is not None else ""
         return f"{self.id}({self.knobs()}, {calibration_hash})"
+
+    def projection_recipe(self, kind: str, knobs: Mapping[str, object]) -> Recipe:
+        """Return the recipe of a calibration whose statistics need all windows together.
+
+        kind: the name of the calibration, such as ``palu``.
+        knobs: the knobs that decide what is measured.
+        """
+        return Recipe(
+            kind,
+            revision=1,
+            samples=self.samples,
+            tokens=self.tokens,
+            each=False,
+            knobs=knobs,
+            longest=LONGEST,
+        )
 
     @property
     def shape(self) -> lowrank.ProjectionShape:

@@ -228,7 +228,7 @@ def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str
 
     ways: the dataset's comparisons, one for each way of asking its examples.
     """
-    # by id, since several pairs of a claim can share a side
+    # ids keep each side once, since several pairs of a claim can share it
     sides: dict[str, tuple[Group, Cell]] = {}
     for way in ways:
         for pair in way.pairs:

@@ -143,7 +143,7 @@ class SweepRun:
             if base_cells is None:
                 continue
             place: Row = {"series": series, "x": x}
-            # by column, since the groups of a grid of a dataset's option share the task's id
+            # columns tell the groups of a grid of a dataset's option apart, which share the task's id
             without_stage = {result.group.column: result.scores for result in self._results(base_cells)}
             differences_by_task: list[list[float]] = []
             for result in self._results(cells):
