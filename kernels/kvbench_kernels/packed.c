@@ -26,9 +26,11 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-#define INTERFACE 4      /* the layout of `struct packed` and of the arguments */
+#define INTERFACE 5      /* the layout of `struct packed` and of the arguments */
 #define MOST_CODES 16384 /* numbers of a block: as fp32 they stay in the second-level cache */
 #define TOKENS 32        /* tokens of a block if each token is a step of its own */
+#define MOST_SCALES 512  /* scales of a step: one for each channel, at most */
+#define MOST_GROUPS 64   /* groups of a token whose codes are multiplied as they are: each has 8 channels or more */
 #define AHEAD 32         /* tokens from one that is read to one that is fetched */
 
 /* Eight numbers. Wider vectors would be kept in memory, and not in registers, on processors without AVX-512. They need no
@@ -44,13 +46,15 @@ typedef uint8_t bytes __attribute__((vector_size(16), aligned(1)));
 /* Keys or values of N heads, one head of a row after the other. */
 struct packed {
     const uint8_t *codes; /* [heads, steps, step_bytes] */
-    const float *scale;   /* [heads, steps, scales] */
-    const float *low;     /* [heads, steps, scales]; null: 0 */
+    const void *scale;    /* [heads, steps, scales], in fp32 or fp16 */
+    const void *low;      /* [heads, steps, scales], in the type of the scales; null: 0 */
     const float *table;   /* [2^bits]; null: a code is its own number */
     int64_t heads, steps, channels, bits, run, group, axis, stream;
     int64_t normed; /* 1: the numbers of a token are divided by their Euclidean norm before they are scaled */
     int64_t step_bytes, scales;
-    int64_t head_bytes; /* from one head's codes to the next one's */
+    int64_t head_bytes;           /* from one head's codes to the next one's */
+    int64_t scale_head, low_head; /* from one head's scales, or lows, to the next one's, counted in numbers */
+    int64_t half;                 /* 1: scales and lows are fp16 */
 };
 
 int64_t kvbench_kernels_interface(void) { return INTERFACE; }
@@ -127,6 +131,42 @@ INLINE const uint8_t *unpack(const uint8_t *packed, uint8_t *codes, int64_t bits
         first_bit += width;
     }
     return codes;
+}
+
+/* fp16 numbers, each in the lower half of its place, as fp32. They are finite.
+ * The bits of exponent and fraction, moved to their places in fp32, stand for 2^-112 times the number. */
+INLINE floats from_fp16(ints stored)
+{
+    const floats number = (floats)((stored & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((ints)number | (stored & 0x8000) << 16);
+}
+
+/* Return `count` scales or lows from number `first` on, as fp32: where they are, or in `room` if they are fp16. */
+INLINE const float *as_fp32(const void *stored, int64_t first, int64_t count, int64_t half, float *room)
+{
+    if (!stored)
+        return 0;
+    if (!half)
+        return (const float *)stored + first;
+    const uint16_t *from = (const uint16_t *)stored + first;
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        ints wide;
+        for (int lane = 0; lane < LANES; lane++)
+            wide[lane] = from[i + lane];
+        *(floats *)(room + i) = from_fp16(wide);
+    }
+    for (; i < count; i++) {
+        const ints wide = {from[i]};
+        room[i] = from_fp16(wide)[0];
+    }
+    return room;
+}
+
+INLINE void clear(float *numbers, int64_t count)
+{
+    for (int64_t i = 0; i < count; i++)
+        numbers[i] = 0;
 }
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -298,6 +338,7 @@ INLINE void dequantise_step(const uint8_t *packed, const float *scale, const flo
 INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int64_t steps, uint8_t *codes, float *values)
 {
     const int64_t channels = p->channels, width = padded(channels);
+    float scale_room[MOST_SCALES], low_room[MOST_SCALES];
     /* a table of less than WIDTH numbers is looked up as one of WIDTH */
     float small_table[WIDTH] = {0};
     const float *table = p->table;
@@ -315,8 +356,10 @@ INLINE void dequantise(const struct packed *p, int64_t head, int64_t first, int6
         plane = 0;
     for (int64_t step = first; step < first + steps; step++) {
         const uint8_t *packed = p->codes + head * p->head_bytes + step * p->step_bytes;
-        const int64_t place = (head * p->steps + step) * p->scales;
-        const float *scale = p->scale + place, *low = p->low ? p->low + place : 0;
+        const int64_t first_scale = head * p->scale_head + step * p->scales;
+        const int64_t first_low = head * p->low_head + step * p->scales;
+        const float *scale = as_fp32(p->scale, first_scale, p->scales, p->half, scale_room);
+        const float *low = as_fp32(p->low, first_low, p->scales, p->half, low_room);
         if (p->axis == 0) {
             const int wide = (p->group < p->run ? p->group : plane) % WIDTH == 0;
             if (!plane)
@@ -476,10 +519,202 @@ INLINE void add_all(const float *weight, int64_t length, int64_t queries, const 
     }
 }
 
-INLINE void clear(float *numbers, int64_t count)
+/* What follows multiplies codes as they are:
+ *
+ *     sum over i of x_i (scale code_i + low) = sum over i of (x_i scale) code_i + low sum over i of x_i
+ *
+ * A code is unpacked and multiplied in registers. To write its number and to read it again would take most of the time. */
+
+#define AT_ONCE 4 /* queries that meet an unpacked code */
+
+/* Four vectors of codes, from bits / 2 vectors of bytes that lie `apart` bytes from each other: first those at the lowest
+ * bits of all, then those at the next place. */
+INLINE void codes_at(const uint8_t *packed, int64_t apart, floats codes[4], const int bits)
 {
-    for (int64_t i = 0; i < count; i++)
-        numbers[i] = 0;
+    const int rows = bits / 2, mask = (1 << bits) - 1;
+    for (int row = 0; row < rows; row++) {
+        ints wide;
+        for (int lane = 0; lane < LANES; lane++)
+            wide[lane] = packed[row * apart + lane];
+        for (int place = 0; place < 8 / bits; place++)
+            codes[place * rows + row] = __builtin_convertvector((wide >> (place * bits)) & mask, floats);
+    }
+}
+
+/* 1 if `kvbench_kernels_logits_of_codes` (axis 1) or `kvbench_kernels_add_codes` (axis 0) can read the codes. */
+INLINE int reads_codes(const struct packed *p)
+{
+    const int64_t plane = bytes_of_plane(p);
+    if (!plane || plane % LANES || p->normed || p->channels > MOST_SCALES)
+        return 0;
+    if (p->axis)
+        return p->channels % WIDTH == 0;
+    return p->run % (4 * LANES) == 0 && p->channels % p->run == 0 && p->group % LANES == 0 && p->run % p->group == 0;
+}
+
+/* Write the products of a step's run with queries: out[r, t] = sum over c of factor[r, c] code[t, c] + first[r]. */
+INLINE void multiply_codes(const uint8_t *packed, int64_t plane, int64_t channels, const float *factor,
+                           const float *first, float *out, int64_t length, const int bits, const int queries)
+{
+    const int rows = bits / 2;
+    for (int64_t j = 0; j < plane; j += LANES) {
+        floats sums[4][AT_ONCE][LANES];
+        for (int i = 0; i < LANES; i += rows) {
+            floats four[AT_ONCE][4] = {{{0}}};
+            for (int64_t c = 0; c < channels; c += LANES) {
+                floats codes[4];
+                codes_at(packed + (j + i) * channels + c, channels, codes, bits);
+                for (int r = 0; r < queries; r++)
+                    for (int t = 0; t < 4; t++)
+                        four[r][t] += *(const floats *)(factor + r * channels + c) * codes[t];
+            }
+            for (int r = 0; r < queries; r++)
+                for (int t = 0; t < 4; t++)
+                    sums[t / rows][r][i + t % rows] = four[r][t];
+        }
+        for (int place = 0; place < 8 / bits; place++)
+            for (int r = 0; r < queries; r++)
+                *(floats *)(out + r * length + place * plane + j) = sums_of(sums[place][r]) + first[r];
+    }
+}
+
+/* Write the logits of a head's first `count` steps of axis 1. `bits` is a constant, so that the loops are unrolled. */
+INLINE void logits_of_width(const struct packed *p, int64_t head, int64_t count, const float *query, int64_t queries,
+                            int64_t length, float *logits, const int bits)
+{
+    const int64_t channels = p->channels, plane = bytes_of_plane(p);
+    float scale_room[MOST_SCALES], low_room[MOST_SCALES], factor[AT_ONCE * MOST_SCALES];
+    for (int64_t step = 0; step < count; step++, logits += p->run) {
+        const uint8_t *packed = p->codes + head * p->head_bytes + step * p->step_bytes;
+        const float *scale = as_fp32(p->scale, head * p->scale_head + step * p->scales, channels, p->half, scale_room);
+        const float *low = as_fp32(p->low, head * p->low_head + step * p->scales, channels, p->half, low_room);
+        for (int64_t r = 0; r < queries; r += AT_ONCE) {
+            const int some = (int)least(queries - r, AT_ONCE);
+            float first[AT_ONCE] = {0};
+            for (int i = 0; i < some; i++) {
+                const float *q = query + (r + i) * channels;
+                for (int64_t c = 0; c < channels; c += LANES)
+                    *(floats *)(factor + i * channels + c) = *(const floats *)(q + c) * *(const floats *)(scale + c);
+                if (low)
+                    first[i] = dot(q, low, channels);
+            }
+            float *out = logits + r * length;
+            if (some == 4)
+                multiply_codes(packed, plane, channels, factor, first, out, length, bits, 4);
+            else if (some == 3)
+                multiply_codes(packed, plane, channels, factor, first, out, length, bits, 3);
+            else if (some == 2)
+                multiply_codes(packed, plane, channels, factor, first, out, length, bits, 2);
+            else
+                multiply_codes(packed, plane, channels, factor, first, out, length, bits, 1);
+        }
+    }
+}
+
+/* The same for codes of any width that `reads_codes` allows. It is no part of its callers, which would take minutes to
+ * compile. */
+FOR_EACH_CPU void kvbench_kernels_logits_of_codes(const struct packed *p, int64_t head, int64_t count,
+                                                  const float *query, int64_t queries, int64_t length, float *logits)
+{
+    if (p->bits == 8)
+        logits_of_width(p, head, count, query, queries, length, logits, 8);
+    else if (p->bits == 4)
+        logits_of_width(p, head, count, query, queries, length, logits, 4);
+    else
+        logits_of_width(p, head, count, query, queries, length, logits, 2);
+}
+
+/* Add to sum[r, c] the sum over tokens of factor[r, group of c, t] code[t, c], for the channels of a run from `start` on. */
+INLINE void add_run(const uint8_t *packed, int64_t step_bytes, int64_t plane, int64_t start, int64_t group,
+                    int64_t groups, const float *factor, int64_t tokens, float *sum, int64_t width, const int bits,
+                    const int queries)
+{
+    const int rows = bits / 2;
+    for (int64_t j = 0; j < plane; j += rows * LANES) {
+        floats sums[AT_ONCE][4] = {{{0}}};
+        int64_t channel[4];
+        const float *factors[4];
+        for (int i = 0; i < 4; i++) {
+            channel[i] = start + i / rows * plane + j + i % rows * LANES;
+            factors[i] = factor + channel[i] / group * TOKENS;
+        }
+        for (int64_t t = 0; t < tokens; t++) {
+            floats codes[4];
+            codes_at(packed + t * step_bytes + j, LANES, codes, bits);
+            for (int r = 0; r < queries; r++)
+                for (int i = 0; i < 4; i++)
+                    sums[r][i] += factors[i][r * groups * TOKENS + t] * codes[i];
+        }
+        for (int r = 0; r < queries; r++)
+            for (int i = 0; i < 4; i++)
+                *(floats *)(sum + r * width + channel[i]) += sums[r][i];
+    }
+}
+
+/* Add the weighted values of a head's first `count` steps of axis 0 to sums[r, c]. `bits` is a constant again. */
+INLINE void add_width(const struct packed *p, int64_t head, int64_t count, const float *weight, int64_t queries,
+                      int64_t length, float *sums, const int bits)
+{
+    const int64_t groups = p->scales, width = padded(p->channels), plane = bytes_of_plane(p);
+    float scale_room[TOKENS * MOST_GROUPS], low_room[TOKENS * MOST_GROUPS];
+    float scales[MOST_GROUPS * TOKENS], lows[MOST_GROUPS * TOKENS], factor[AT_ONCE * MOST_GROUPS * TOKENS];
+    for (int64_t first = 0; first < count; first += TOKENS) {
+        const int64_t tokens = least(count - first, TOKENS), stored = first * groups;
+        const uint8_t *packed = p->codes + head * p->head_bytes + first * p->step_bytes;
+        const float *scale = as_fp32(p->scale, head * p->scale_head + stored, tokens * groups, p->half, scale_room);
+        const float *low = as_fp32(p->low, head * p->low_head + stored, tokens * groups, p->half, low_room);
+        /* a group's numbers one after the other, as the weights are; 0 for tokens that the last block lacks */
+        clear(scales, groups * TOKENS);
+        clear(lows, groups * TOKENS);
+        for (int64_t t = 0; t < tokens; t++)
+            for (int64_t g = 0; g < groups; g++)
+                scales[g * TOKENS + t] = scale[t * groups + g];
+        for (int64_t t = 0; low && t < tokens; t++)
+            for (int64_t g = 0; g < groups; g++)
+                lows[g * TOKENS + t] = low[t * groups + g];
+        for (int64_t r = 0; r < queries; r += AT_ONCE) {
+            const int some = (int)least(queries - r, AT_ONCE);
+            for (int i = 0; i < some; i++) {
+                float w[TOKENS];
+                clear(w, TOKENS);
+                for (int64_t t = 0; t < tokens; t++)
+                    w[t] = weight[(r + i) * length + first + t];
+                for (int64_t g = 0; g < groups; g++) {
+                    float *to = factor + (i * groups + g) * TOKENS;
+                    for (int64_t t = 0; t < TOKENS; t += LANES)
+                        *(floats *)(to + t) = *(floats *)(w + t) * *(floats *)(scales + g * TOKENS + t);
+                    const float all = dot(w, lows + g * TOKENS, TOKENS);
+                    float *of_group = sums + (r + i) * width + g * p->group;
+                    for (int64_t c = 0; c < p->group; c += LANES)
+                        *(floats *)(of_group + c) += all;
+                }
+            }
+            for (int64_t start = 0, run = 0; start < p->channels; start += p->run, run++) {
+                const uint8_t *codes = packed + run * plane;
+                float *out = sums + r * width;
+                if (some == 4)
+                    add_run(codes, p->step_bytes, plane, start, p->group, groups, factor, tokens, out, width, bits, 4);
+                else if (some == 3)
+                    add_run(codes, p->step_bytes, plane, start, p->group, groups, factor, tokens, out, width, bits, 3);
+                else if (some == 2)
+                    add_run(codes, p->step_bytes, plane, start, p->group, groups, factor, tokens, out, width, bits, 2);
+                else
+                    add_run(codes, p->step_bytes, plane, start, p->group, groups, factor, tokens, out, width, bits, 1);
+            }
+        }
+    }
+}
+
+/* The same for codes of any width that `reads_codes` allows. */
+FOR_EACH_CPU void kvbench_kernels_add_codes(const struct packed *p, int64_t head, int64_t count, const float *weight,
+                                            int64_t queries, int64_t length, float *sums)
+{
+    if (p->bits == 8)
+        add_width(p, head, count, weight, queries, length, sums, 8);
+    else if (p->bits == 4)
+        add_width(p, head, count, weight, queries, length, sums, 4);
+    else
+        add_width(p, head, count, weight, queries, length, sums, 2);
 }
 
 /* Write the logits of a head's first `count` steps, or add its weighted values: one of `logits` and `sums` is set. */
@@ -487,6 +722,14 @@ INLINE void over_steps(const struct packed *p, int64_t head, int64_t count, cons
                        int64_t length, float *logits, float *sums, uint8_t *codes, float *values)
 {
     const int64_t width = padded(p->channels), tokens = tokens_of_a_step(p);
+    if (logits && p->axis == 1 && reads_codes(p)) {
+        kvbench_kernels_logits_of_codes(p, head, count, factors, queries, length, logits);
+        return;
+    }
+    if (sums && p->axis == 0 && reads_codes(p)) {
+        kvbench_kernels_add_codes(p, head, count, factors, queries, length, sums);
+        return;
+    }
     for (int64_t step = 0; step < count; step += steps_of_a_block(p)) {
         const int64_t steps = least(steps_of_a_block(p), count - step);
         dequantise(p, head, step, steps, codes, values);

@@ -195,7 +195,7 @@ class Levels:
     Steps are single tokens, or groups of tokens that are coded together. A run is the codes that are packed together.
 
     codes: [..., steps, bytes] uint8, or [..., steps, bytes, C] if a run holds the tokens of a channel.
-    scale: [..., steps, scales] fp32.
+    scale: [..., steps, scales] fp32 or fp16.
     bits: the width of a code.
     run: the number of codes in a run.
     group: the number of channels that share one scale, unless ``by_channel``.
@@ -203,7 +203,7 @@ class Levels:
     layout: the order of a run's codes in bytes (see ``pack``).
     by_channel: True if a run holds the tokens of a channel, and each channel has a scale. False if a run holds channels
     of a token, and each ``group`` of channels has a scale.
-    low: [..., steps, scales] fp32; None stands for 0.
+    low: [..., steps, scales] in the type of ``scale``; None stands for 0.
     table: [2^bits] fp32, the number of each code; None if a code is its own number.
     normed: True if a token's numbers are divided by their Euclidean norm before they are scaled.
     """
@@ -439,16 +439,19 @@ class MinMax(Packed):
         # a subclass with a ``dequantise`` of its own stores other numbers than these
         if not defined_together(type(self), "levels", "dequantise"):
             return None
-        by_channel = self.axis == "channel"
+        scale, low = self.scale, self.low
+        if self.zero_point:
+            # the minimum is a product, which fp16 would round
+            scale, low = scale.float(), self.minimum()
         return Levels(
             codes=self.codes,
-            scale=self.scale.float(),
-            low=self.minimum(),
+            scale=scale,
+            low=low,
             bits=self.bits,
             run=self.size,
             group=self.group,
             channels=self.shape[-1],
-            by_channel=by_channel,
+            by_channel=self.axis == "channel",
         )
 
     def tokens(self, start: int | None = None, stop: int | None = None) -> Self:

@@ -3,8 +3,9 @@
     python scripts/bench/decode.py [--tokens 1024 4096 16384] [--batch 1 8] [--heads 8] [--query-heads 32]
 
 One layer of the given shape holds random keys and values, compressed by the real stages. A format's steps are
-interleaved with the full cache's, and medians are compared. Only attention is timed: the projections of a model cost
-all formats the same, so ratios of whole steps lie between these and 1.
+interleaved with the full cache's, and medians are compared. ``a byte`` compares the time for each byte that is held.
+Only attention is timed: the projections of a model cost all formats the same, so ratios of whole steps lie between
+these and 1.
 
 On a GPU with Triton the steps are those of the kernels, and the same by plain PyTorch and dense SDPA over the whole
 cache are interleaved with them. The GPU's cache is flushed before each, in which time launches queue up. ``reached`` is
@@ -75,7 +76,7 @@ class StepTimes:
     """The median seconds of a step in one format, and the values that they are compared with.
 
     step, full: seconds in the format, and over the full cache.
-    moved: the bytes that all rows hold in the format.
+    moved, full_bytes: the bytes that all rows hold in the format, and as the full cache.
     plain: seconds of the same step without kernels; None if no kernels are timed.
     sdpa: seconds of dense SDPA over the whole cache; None if no kernels are timed.
     """
@@ -83,12 +84,17 @@ class StepTimes:
     step: float
     full: float
     moved: int
+    full_bytes: int
     plain: float | None = None
     sdpa: float | None = None
 
     def cells(self, bandwidth: float) -> list[str]:
         """Return the times and ratios as cells of the table. ``bandwidth`` is in bytes a second."""
-        texts = [_milliseconds(self.step), _times(self.step, self.full)]
+        texts = [
+            _milliseconds(self.step),
+            _times(self.step, self.full),
+            _times(self.step / self.moved, self.full / self.full_bytes),
+        ]
         if self.plain is None or self.sdpa is None:
             return texts
         for seconds in (self.plain, self.sdpa):
@@ -142,7 +148,7 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
             plain_batch = build_rows(name)
         # SDPA reads the whole cache and the new token
         all_keys, all_values = draw(shape.heads, shape.tokens + 1), draw(shape.heads, shape.tokens + 1)
-    moved = sum(batch.payload())
+    moved, full_bytes = sum(batch.payload()), sum(full_batch.payload())
     step_s, full_s, plain_s, sdpa_s = [], [], [], []
     for _ in range(WARM_UP + repeats):
         # one token: the query [batch, query heads, 1, head dim], its key and its value
@@ -153,7 +159,7 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
             with switched("off"):
                 plain_s.append(timer(partial(_step, plain_batch, q, k, v)))
             sdpa_s.append(timer(partial(F.scaled_dot_product_attention, q, all_keys, all_values, enable_gqa=True)))
-    times = StepTimes(step=median(step_s[WARM_UP:]), full=median(full_s[WARM_UP:]), moved=moved)
+    times = StepTimes(step=median(step_s[WARM_UP:]), full=median(full_s[WARM_UP:]), moved=moved, full_bytes=full_bytes)
     if plain_batch is None:
         return times
     return replace(times, plain=median(plain_s[WARM_UP:]), sdpa=median(sdpa_s[WARM_UP:]))
@@ -188,7 +194,7 @@ def timer_of(device: torch.device) -> Timer:
 
 def table(rows: Mapping[str, StepTimes], shape: StepShape, bandwidth: float) -> str:
     """Return the table of one shape: a row of times and ratios for each format."""
-    heads = ["format", "step", "of full"]
+    heads = ["format", "step", "of full", "a byte"]
     if any(times.plain is not None for times in rows.values()):
         heads += ["plain", "of plain", "SDPA", "of SDPA", "reached"]
     texts = []

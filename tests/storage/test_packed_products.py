@@ -49,7 +49,15 @@ def packings(u, h, n, c, bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
     ("u", "h", "group", "t", "n", "c"),
-    [(1, 1, 1, 1, 1, 1), (2, 2, 4, 1, 96, 128), (3, 2, 2, 1, 65, 77), (1, 3, 1, 3, 160, 20), (2, 1, 8, 2, 35, 17)],
+    [
+        (1, 1, 1, 1, 1, 1),
+        (2, 2, 4, 1, 96, 128),
+        (1, 3, 3, 1, 64, 64),
+        (1, 2, 5, 1, 33, 96),
+        (3, 2, 2, 1, 65, 77),
+        (1, 3, 1, 3, 160, 20),
+        (2, 1, 8, 2, 35, 17),
+    ],
 )
 @pytest.mark.usefixtures("switched")
 def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
@@ -57,6 +65,18 @@ def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
     for packed in packings(u, h, n, c, bits):
         numbers = packed.dequantise(torch.float32).double().repeat_interleave(group, dim=1)
         close(packed_logits(query, packed, c**-0.5, None, as_they_are), c**-0.5 * (query.double() @ numbers.mT))
+        close(packed_weigh(probs, packed), probs.double() @ numbers)
+
+
+@pytest.mark.parametrize("span", [0, 1e-6, 1e-3, 6e4])
+@pytest.mark.usefixtures("switched")
+def test_scales_of_every_size(span):
+    # scales below 6e-5 are subnormal in fp16; a span of 0 has the scale 0
+    x = 0.5 + span * (random(1, 2, 64, 64, seed=7).sigmoid() - 0.5)
+    query, probs = random(1, 6, 1, 64, seed=4), random(1, 6, 1, 64, seed=5).softmax(dim=-1)
+    for packed in (quantise_channels(x, 4, 32), quantise_tokens(x, 4, 32)):
+        numbers = packed.dequantise(torch.float32).double().repeat_interleave(3, dim=1)
+        close(packed_logits(query, packed, 1.0, None, as_they_are), query.double() @ numbers.mT)
         close(packed_weigh(probs, packed), probs.double() @ numbers)
 
 

@@ -71,7 +71,7 @@ class Blocks(Codec):
         return Levels(
             # codes of 8 bits are stored as int8
             codes=tensors["codes"].view(torch.uint8),
-            scale=tensors["scale"].float(),
+            scale=tensors["scale"],
             bits=self.bits,
             run=self.group,
             group=self.group,

@@ -31,10 +31,12 @@ from kvbench.storage.kernels import exact_heads
 if TYPE_CHECKING:
     from kvbench.storage.packed_half import PackedHalf
 
-INTERFACE = 4
+INTERFACE = 5
 """The version of the C functions' arguments that this module passes."""
 WIDTH, TOKENS = 16, 32
 """The C functions pad channels to a multiple of WIDTH, and read up to TOKENS tokens at a time."""
+MOST_SCALES = 512
+"""The most scales of a step for which the C functions have room."""
 BYTES_A_THREAD = 2**18
 """The least bytes of codes for which a thread is started. To start one costs as much as reading some ten thousand."""
 
@@ -62,6 +64,9 @@ class _PackedArgument(ctypes.Structure):
         ("step_bytes", ctypes.c_int64),
         ("scales", ctypes.c_int64),
         ("head_bytes", ctypes.c_int64),
+        ("scale_head", ctypes.c_int64),
+        ("low_head", ctypes.c_int64),
+        ("half", ctypes.c_int64),
     )
 
 
@@ -304,6 +309,8 @@ def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
     tokens_of_a_block = levels.run if levels.by_channel else TOKENS
     if tokens_of_a_block * _padded_width(levels.channels) > library.kvbench_kernels_most_codes():
         return None
+    if levels.scale.shape[-1] > MOST_SCALES:
+        return None
     return levels
 
 
@@ -313,20 +320,16 @@ def _argument_of(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
     The caller must keep the tensors alive until the call returns.
     """
     # rows and heads become one axis; behind it codes are [steps, bytes, C] by channel, or [steps, bytes] by token
-    codes = levels.codes.flatten(0, -4 if levels.by_channel else -3)
-    scale = levels.scale.flatten(0, -3).contiguous()
-    alive = [scale]
+    codes = _join_heads(levels.codes, -4 if levels.by_channel else -3)
+    scale = _join_heads(levels.scale, -3)
+    alive = [codes, scale]
     low, table = None, None
     if levels.low is not None:
-        low = levels.low.flatten(0, -3).contiguous()
+        low = _join_heads(levels.low, -3)
         alive.append(low)
     if levels.table is not None:
         table = levels.table.contiguous()
         alive.append(table)
-    # heads may lie apart, since a buffer has room for more tokens, but the steps of a head follow each other
-    if codes.numel() and not codes[0].is_contiguous():
-        codes = codes.contiguous()
-    alive.append(codes)
     argument = _PackedArgument(
         codes=codes.data_ptr(),
         scale=scale.data_ptr(),
@@ -344,8 +347,22 @@ def _argument_of(levels: Levels) -> tuple[_PackedArgument, tuple[Tensor, ...]]:
         step_bytes=codes[0, 0].numel() if codes.numel() else 0,
         scales=scale.shape[-1],
         head_bytes=codes.stride(0),
+        scale_head=scale.stride(0),
+        low_head=0 if low is None else low.stride(0),
+        half=int(scale.dtype == torch.float16),
     )
     return argument, tuple(alive)
+
+
+def _join_heads(t: Tensor, last: int) -> Tensor:
+    """Return t with its axes up to ``last`` joined into one axis of heads, each of which is contiguous.
+
+    Heads may lie apart, since a buffer has room for more tokens: such a t is not copied.
+    """
+    heads = t.flatten(0, last)
+    if heads.numel() and not heads[0].is_contiguous():
+        return heads.contiguous()
+    return heads
 
 
 def _heads_of_a_thread(argument: _PackedArgument) -> int:
@@ -359,13 +376,13 @@ def _argument_of_heads(argument: _PackedArgument, first: int, count: int) -> obj
     """Return a C reference to an argument with only the heads from ``first`` on, at most ``count`` of them."""
     head_argument = _PackedArgument.from_buffer_copy(argument)
     head_argument.heads = min(count, argument.heads - first)
-    # without packed tokens there is no memory to point to; the offset is in bytes, and a float of C has 4
+    # without packed tokens there is no memory to point to; the offsets are in bytes
     if argument.steps:
         head_argument.codes = argument.codes + first * argument.head_bytes
-        offset = first * argument.steps * argument.scales * 4
-        head_argument.scale = argument.scale + offset
+        size = 2 if argument.half else 4
+        head_argument.scale = argument.scale + first * argument.scale_head * size
         if argument.low is not None:
-            head_argument.low = argument.low + offset
+            head_argument.low = argument.low + first * argument.low_head * size
     return ctypes.byref(head_argument)
 
 
