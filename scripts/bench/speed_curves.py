@@ -119,7 +119,7 @@ def describe(line: Mapping[str, object]) -> str:
 
 def draw(lines: Sequence[Mapping[str, str]]) -> Figure:
     """Return the picture: a panel a curve, seconds a row of kvpress, of kvbench and of the bound."""
-    figure = Figure(figsize=(9.0, 3.4), layout="constrained")
+    figure = Figure(figsize=(11.0, 3.6), layout="constrained")
     panels = figure.subplots(1, len(CURVES), sharey=True)
     for axes, curve in zip(panels, CURVES, strict=True):
         _draw_panel(axes, curve, lines)
@@ -158,9 +158,9 @@ def _draw_panel(axes: Axes, curve: str, lines: Sequence[Mapping[str, str]]) -> N
             ha="left" if falls else "right",
         )
     axes.set_xscale("log", base=2)
-    axes.margins(x=0.16)
+    axes.margins(x=0.2)
     axes.set_yscale("log")
-    axes.set_xticks(x, [f"{size:,}" for size in x], fontsize=8)
+    axes.set_xticks(x, [f"{size:,}" for size in x], fontsize=7.5)
     axes.minorticks_off()
     axes.set_xlabel(TITLES[curve])
     axes.spines[["top", "right"]].set_visible(False)
