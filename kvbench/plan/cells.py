@@ -94,8 +94,11 @@ def build_groups(
             if any(g.column == column for g in groups):
                 continue
             identity = _task_identity(cfg, task, tokenizer, model_identity, context)
-            if task.turns and "fidelity" in identity:
-                raise UsageError(f"{task.id}: kl=true is not possible where a context has several questions")
+            if task.turns not in ("", "isolated") and "fidelity" in identity:
+                raise UsageError(
+                    f"{task.id}: kl=true compares questions that do not see each other: take turns=isolated, not "
+                    f"turns={task.turns}"
+                )
             cells = []
             for config in chains:
                 cell_identity = identity | {"chain": identify(config.chain)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -21,7 +21,8 @@ from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
 from kvbench.run.answers import QueuedRow
 from kvbench.run.host import Host
-from kvbench.store.fidelity import TOKENS, TextFidelity
+from kvbench.store.fidelity import TOKENS, TextFidelity, join_texts
+from kvbench.tasks.encoding import EncodedTurns
 
 COMPARED_AT_ONCE = 12
 """The most rows that are compared at once: each takes memory for its logits, and more at once gain nothing."""
@@ -107,6 +108,47 @@ def compare_rows(
                 record[kind] = _build_window_fidelity(result, floor)
         return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
 
+    return _compare_in_parts(rows, compare_together)
+
+
+def compare_answers(
+    host: Host, rows: Sequence[QueuedRow], full: PromptCache, questions: EncodedTurns, most: int = TOKENS
+) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+    """Compare each row with the cache ``full`` of the same context on the reference answers to isolated questions.
+
+    A question and its reference continue the context's cache. Only the reference's tokens count, up to ``most`` of
+    them. All references of a context make one text of the kind ``reference``. Return each row beside a copy with this
+    comparison, or beside the exception by which the row failed.
+    """
+    limit = find_longest_text(host.model)
+    texts = []
+    for question, reference in zip(questions.questions, questions.references, strict=True):
+        answer = list(reference[:most])
+        if limit is not None:
+            # the model reads no further than that
+            answer = answer[: max(0, limit - full.seen - len(question))]
+        if answer:
+            texts.append((list(question), answer))
+
+    def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
+        """Return the rows of ``part`` with their divergences, computed in one pass for each question."""
+        caches = [r.cache for r in part]
+        answers: list[list[TextFidelity]] = [[] for _ in part]
+        for question, answer in texts:
+            forced, floor = diverge(host.model, full, caches, torch.tensor(question + answer))
+            for compared, result in zip(answers, forced, strict=True):
+                # position i compares the predictions of token i + 1, so the answer begins at the question's last token
+                compared.append(_build_window_fidelity(result, floor, first=len(question) - 1))
+        records = [{"reference": join_texts(compared)} if compared else {} for compared in answers]
+        return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
+
+    return _compare_in_parts(rows, compare_together)
+
+
+def _compare_in_parts(
+    rows: Sequence[QueuedRow], compare_together: Callable[[Sequence[QueuedRow]], Sequence[QueuedRow]]
+) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+    """Return each row beside its result of ``compare_together``, or beside the exception by which the row failed."""
     outcomes = []
     # a row that fails is compared alone, so that the others keep their comparison
     for start in range(0, len(rows), COMPARED_AT_ONCE):

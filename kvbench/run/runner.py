@@ -190,7 +190,7 @@ class GroupRun:
         # the hidden full cache was needed only for the comparison
         rows = [r for r in rows if not r.cell.hidden]
         if full is not None and rows:
-            rows = self.compare_rows(example, rows, full)
+            rows = self.compare_rows(example, encoded, rows, full)
         if rows:
             self._queue_rows(example, encoded, rows, full)
 
@@ -326,19 +326,24 @@ class GroupRun:
             self.advance_queue()
         return work()
 
-    def compare_rows(self, example: Example, rows: Sequence[QueuedRow], full: PromptCache) -> list[QueuedRow]:
+    def compare_rows(
+        self, example: Example, encoded: Encoded, rows: Sequence[QueuedRow], full: PromptCache
+    ) -> list[QueuedRow]:
         """Compare rows with the full cache on texts that continue the prompt. Return the rows with divergences."""
-        try:
-            # all cells of a task are compared on texts of the same length
-            most = int(rows[0].cell.identity["fidelity"]["tokens"])
-            texts = forced.choose_texts(self.host, example, full, most)
-        # without texts no row can be compared
-        except Exception as error:
-            for row in rows:
-                self.fail_cell(row.cell, error, example)
-            return []
+        # all cells of a task are compared on texts of the same length
+        most = int(rows[0].cell.identity["fidelity"]["tokens"])
+        if isinstance(encoded, EncodedTurns):
+            outcomes = forced.compare_answers(self.host, rows, full, encoded, most)
+        else:
+            try:
+                texts = forced.choose_texts(self.host, example, full, most)
+            # without texts no row can be compared
+            except Exception as error:
+                for row in rows:
+                    self.fail_cell(row.cell, error, example)
+                return []
+            outcomes = forced.compare_rows(self.host, rows, full, texts)
         compared = []
-        outcomes = forced.compare_rows(self.host, rows, full, texts)
         self.check_model([r.cell for r in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):

@@ -114,6 +114,21 @@ class FidelitySummary:
     at_floor: bool
 
 
+def join_texts(texts: Sequence[TextFidelity]) -> TextFidelity:
+    """Return the comparisons on several texts, at least one, as that on one text with all their positions."""
+    kl = tuple(value for text in texts for value in text.kl)
+    # every position weighs the same, whichever text it is in
+    floor = sum(len(text.kl) * text.floor for text in texts) / len(kl)
+    return TextFidelity(
+        kl=kl,
+        same="".join(text.same for text in texts),
+        log_ratio=sum(text.log_ratio for text in texts),
+        shift=sum(text.shift for text in texts),
+        loss=sum(text.loss for text in texts),
+        floor=floor,
+    )
+
+
 def diverges(text: TextFidelity) -> bool:
     """Return True if a row's mean divergence from the full cache on a text exceeds the divergence of rounding."""
     return float(np.mean(text.kl)) > ABOVE_FLOOR * text.floor

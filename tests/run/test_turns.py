@@ -186,6 +186,28 @@ def test_a_run_prints_falls_and_writes_scores_by_question(tmp_path, capsys):
     assert all(len(p.read_text().splitlines()) == 2 for p in tmp_path.glob("cells/*/samples-*.jsonl"))
 
 
+def test_divergences_on_the_references_are_those_of_each_question_alone(tmp_path):
+    words = ("max_new_tokens=6", "kl=true")
+    _, together = measured(tmp_path / "a", ROWS, *words)
+    _, alone = measured(tmp_path / "b", flat(ROWS), *words, "query_aware=false")
+    for label, samples in together.items():
+        for sample in samples.values():
+            assert set(sample.fidelity) == {"reference"}
+            text, first = sample.fidelity["reference"], 0
+            for i in range(3):
+                # a question alone has no prediction of its answer's first token, which its prefill made
+                single = alone[label][f"{sample.id}#{i + 1}"].fidelity["reference"]
+                end = first + 1 + len(single.kl)
+                torch.testing.assert_close(
+                    torch.tensor(text.kl[first + 1 : end]), torch.tensor(single.kl), atol=1e-6, rtol=1e-2
+                )
+                first = end
+            assert first == len(text.kl) == len(text.same)
+    # what the method loses is the sum over all answer tokens, and the full cache loses nothing
+    assert all(abs(s.fidelity["reference"].log_ratio) < 1e-6 for s in together["full"].values())
+    assert any(s.fidelity["reference"].log_ratio > 0.01 for s in together["streamingllm"].values())
+
+
 def test_one_question_keeps_the_ids_that_cells_had(tmp_path):
     def ids(*words):
         run = prepare("dataset=file", write(tmp_path, flat(ROWS)), f"results={tmp_path}", *words)
@@ -196,7 +218,10 @@ def test_one_question_keeps_the_ids_that_cells_had(tmp_path):
 
 def test_what_is_not_possible_is_said(tmp_path, capsys):
     path = write(tmp_path, ROWS)
-    for words, message in ((["turns=all"], "isolated"), (["fidelity=true"], "a context has several questions")):
+    for words, message in (
+        (["turns=all"], "isolated"),
+        (["kl=true", "turns=own"], "take turns=isolated, not turns=own"),
+    ):
         assert main(["run", "dataset=file", path, f"results={tmp_path}", *words]) == 2
         assert message in capsys.readouterr().err
     for rows, message in (

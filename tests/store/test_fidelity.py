@@ -14,7 +14,7 @@ from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.papers.claims import claims, evidence, ledger
 from kvbench.run import wandb_logger
-from kvbench.store.fidelity import TextFidelity, log_ratio_of_means, summarise_texts
+from kvbench.store.fidelity import TextFidelity, join_texts, log_ratio_of_means, summarise_texts
 from kvbench.studies import format_table
 from kvbench.tasks import fidelity as texts
 from kvbench.tasks.base import LoadContext
@@ -286,3 +286,13 @@ def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys
     assert "n = 9 windows, 1143 tokens" in out and max(map(len, out.splitlines())) <= 100
     assert main(["table", "through_cache", "fidelity=true"]) == 2
     assert "table through_cache says it" in capsys.readouterr().err
+
+
+def test_texts_are_joined_position_by_position():
+    first = TextFidelity(kl=(0.1, 0.3), same="10", log_ratio=0.5, shift=0.2, loss=2.0, floor=1e-9)
+    second = TextFidelity(kl=(0.2,), same="1", log_ratio=-0.1, shift=0.1, loss=1.0, floor=4e-9)
+    joined = join_texts([first, second])
+    assert joined.kl == (0.1, 0.3, 0.2) and joined.same == "101"
+    # sums add up; the floor is a mean, 2/3 of 1e-9 and 1/3 of 4e-9
+    assert joined.log_ratio == pytest.approx(0.4) and joined.shift == pytest.approx(0.3) and joined.loss == 3.0
+    assert joined.floor == pytest.approx(2e-9)
