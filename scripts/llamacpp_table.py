@@ -96,7 +96,7 @@ def prepare(results: str) -> tuple[RunPlan, EngineRun]:
     rows = [_row(digest, pair.cache_type) for pair in pairs()] + [_row(digest, FLOOR)]
     plan = run_plan.prepare(cfg)
     chains = tuple(resolve([dict(pair.method) for pair in pairs()]))
-    return run_plan.prepare(replace(cfg, chains=chains)), EngineRun(run=plan, rows=tuple(rows))
+    return run_plan.prepare(replace(cfg, chains=chains)), EngineRun(plan=plan, rows=tuple(rows))
 
 
 def _row(digest: str, cache_type: CacheType) -> EngineRow:
@@ -105,7 +105,7 @@ def _row(digest: str, cache_type: CacheType) -> EngineRow:
     def start() -> llamacpp.LlamaCpp:
         return llamacpp.LlamaCpp(gguf_file(MODEL), cache_type, LENGTH, 1, every_logit=True)
 
-    return EngineRow(label=cache_type.label, identity=llamacpp.identity(digest, cache_type), open=start)
+    return EngineRow(label=cache_type.label, identity=llamacpp.build_identity(digest, cache_type), open=start)
 
 
 def measure(own: RunPlan, theirs: EngineRun) -> None:
@@ -118,7 +118,7 @@ def measure(own: RunPlan, theirs: EngineRun) -> None:
 def rendered(own: RunPlan, theirs: EngineRun) -> str:
     """Return the table as Markdown, with what it says."""
     (group,) = own.groups
-    (engine_group,) = theirs.run.groups
+    (engine_group,) = theirs.plan.groups
     chains = {cell.chain: cell for cell in group.cells}
     table_rows = []
     windows = tokens = 0
@@ -127,7 +127,7 @@ def rendered(own: RunPlan, theirs: EngineRun) -> str:
         (template,) = resolve([dict(pair.method)])
         samples = own.samples(group, chains[template.chain])
         ours = {i: s.fidelity[REFERENCE] for i, s in samples.items() if s.fidelity is not None}
-        lines = theirs.run.store.lines(theirs.cell(engine_group, row).id)
+        lines = theirs.plan.store.lines(theirs.make_cell(engine_group, row).id)
         other = {i: TextFidelity.read(line["fidelity"][REFERENCE]) for i, line in lines.items()}
         shared = sorted(ours.keys() & other.keys())
         if not shared:
@@ -145,7 +145,7 @@ def rendered(own: RunPlan, theirs: EngineRun) -> str:
     )
     heading = "# kvbench's formats beside llama.cpp's own\n\n`python scripts/llamacpp_table.py`\n\n"
     notes = _notes(windows, tokens)
-    floor_lines = theirs.run.store.lines(theirs.cell(engine_group, theirs.rows[-1]).id).values()
+    floor_lines = theirs.plan.store.lines(theirs.make_cell(engine_group, theirs.rows[-1]).id).values()
     floor = summarise_texts([TextFidelity.read(line["fidelity"][REFERENCE]) for line in floor_lines])
     if floor is not None:
         # the second reason needs the first
@@ -200,7 +200,7 @@ def write(results: str, is_measuring: bool) -> None:
     if is_measuring:
         measure(own, theirs)
     cells = [cell.id for group in own.groups for cell in group.cells]
-    cells += [theirs.cell(group, row).id for group in theirs.run.groups for row in theirs.rows]
+    cells += [theirs.make_cell(group, row).id for group in theirs.plan.groups for row in theirs.rows]
     archive.pack(own.store, [cell for cell in cells if own.store.lines(cell)], samples)
     (ROWS / f"{NAME}.md").write_text(rendered(own, theirs), encoding="utf-8")
     print(ROWS / f"{NAME}.md")

@@ -26,8 +26,8 @@ REFERENCE = "reference"
 
 def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
     """Compare every row with ``exact``, llama.cpp's f16 cache, on the windows that the row lacks."""
-    totals = run.count_left()
-    if not any(totals.values()):
+    uncompared = run.count_unanswered()
+    if not any(uncompared.values()):
         return
     try:
         # if one of the engines fails to open, those before it are closed, too
@@ -36,17 +36,17 @@ def measure(run: EngineRun, exact: EngineRow, quiet: bool = False) -> None:
             stack.callback(reference.close)
             engines = {}
             for row in run.rows:
-                if totals[row.label]:
+                if uncompared[row.label]:
                     engines[row.label] = _open_llamacpp(row)
                     stack.callback(engines[row.label].close)
-            tick = stack.enter_context(progress(totals, quiet, unit="windows"))
-            for group in run.run.groups:
+            tick = stack.enter_context(progress(uncompared, quiet, unit="windows"))
+            for group in run.plan.groups:
                 _measure_group(run, group, reference, engines, tick)
     finally:
         # summarise what is stored even if an error or Ctrl-C ended the comparison early
-        for group in run.run.groups:
+        for group in run.plan.groups:
             for row in run.rows:
-                summary = summarise_texts(_stored_texts(run, group, row))
+                summary = summarise_texts(_read_stored_texts(run, group, row))
                 if summary is not None:
                     write_metrics(run, group, row, {"fidelity": {REFERENCE: asdict(summary)}})
 
@@ -62,9 +62,10 @@ def _measure_group(
     engines: llama.cpp with each row's cache, by label.
     tick: the progress line, which counts windows by label.
     """
+    # the ids of the windows that each row lacks, by the row's label
     missing: dict[str, set[str]] = {}
     for row in run.rows:
-        missing[row.label] = {example.id for example in run.left(group, row)}
+        missing[row.label] = {example.id for example in run.find_unanswered(group, row)}
     with ExitStack() as stack:
         writers = {}
         for row in run.rows:
@@ -76,10 +77,10 @@ def _measure_group(
             if not labels:
                 continue
             ids = scored_text(example).ids
-            exact_logits = reference.logits(ids)
+            exact_logits = reference.compute_logits(ids)
             for label in labels:
-                logits = engines[label].logits(ids)
-                writers[label].append(window_record(example, exact_logits, logits))
+                logits = engines[label].compute_logits(ids)
+                writers[label].append(build_window_record(example, exact_logits, logits))
                 tick(label, 1)
 
 
@@ -90,7 +91,7 @@ def _open_llamacpp(row: EngineRow) -> LlamaCpp:
     return engine
 
 
-def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
+def build_window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, object]:
     """Return the record of a window's divergence, as it is stored.
 
     As in llama.cpp's perplexity tool, only the second half of a window counts: predictions from ``scored_from`` on.
@@ -117,39 +118,40 @@ def window_record(example: Example, exact: Tensor, logits: Tensor) -> dict[str, 
     }
 
 
-def _stored_texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
+def _read_stored_texts(run: EngineRun, group: Group, row: EngineRow) -> list[TextFidelity]:
     """Return the stored divergences of a row on the windows of one task."""
-    lines = run.run.store.lines(run.cell(group, row).id)
+    lines = run.plan.store.lines(run.make_cell(group, row).id)
     records = [lines[example.id]["fidelity"] for example in group.examples if example.id in lines]
     return [TextFidelity.read(record[REFERENCE]) for record in records]
 
 
 def summarise_rows(run: EngineRun) -> dict[str, FidelitySummary]:
-    """Return the divergence of each row over all windows that are stored, by label."""
+    """Return the divergence of each row over all its stored windows, by label. Rows without windows are left out."""
     by_label = {}
     for row in run.rows:
         texts: list[TextFidelity] = []
-        for group in run.run.groups:
-            texts += _stored_texts(run, group, row)
+        for group in run.plan.groups:
+            texts += _read_stored_texts(run, group, row)
         summary = summarise_texts(texts)
         if summary is not None:
             by_label[row.label] = summary
     return by_label
 
 
-def table(by_label: Mapping[str, FidelitySummary]) -> Table:
+def build_table(by_label: Mapping[str, FidelitySummary]) -> Table:
     """Return the table of divergences: a row for each cache, by its label."""
     heads = ["cache", "KL, nats a token", "same first choice, %", "perplexity", "of f16's"]
     rows = []
     for label, summary in by_label.items():
         kl = f"{summary.kl_mean:.3g}"
         if summary.ci is not None:
-            kl += f" [{summary.ci[0]:.2g}, {summary.ci[1]:.2g}]"
+            low, high = summary.ci
+            kl += f" [{low:.2g}, {high:.2g}]"
         rows.append((label, kl, f"{summary.top1:.1f}", f"{summary.perplexity:.3f}", f"{summary.ppl_ratio:.4f}"))
     return Table(tuple(heads), tuple(rows))
 
 
-def notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
+def build_notes(by_label: Mapping[str, FidelitySummary]) -> Sequence[str]:
     """Return the notes below the table of at least one row: how the numbers are computed, and over how much text."""
     # all rows are compared on the same windows
     first = next(iter(by_label.values()))

@@ -44,6 +44,7 @@ EXACT = "f16"
 NO_ROTATION = "LLAMA_ATTN_ROT_DISABLE"
 """The environment variable that turns off the rotation of caches if it is 1."""
 ROTATIONS = ("on", "off")
+"""The values of the key rotation=: whether llama.cpp may rotate a cache."""
 DIGITS = 16
 """The number of digits of a file's SHA-256 in the ids of results."""
 BATCH = 512
@@ -58,7 +59,7 @@ class CacheType:
 
     k: the type of keys, a name of CACHE_TYPES.
     v: the type of values, a name of CACHE_TYPES.
-    rotation: one of ROTATIONS: whether llama.cpp may rotate them.
+    rotation: one of ROTATIONS, whether llama.cpp may rotate keys and values.
     """
 
     k: str
@@ -80,7 +81,7 @@ class CacheType:
         return f"llama.cpp {types}"
 
 
-def identity(gguf: str, cache_type: CacheType) -> dict[str, object]:
+def build_identity(gguf: str, cache_type: CacheType) -> dict[str, object]:
     """Return the facts that decide llama.cpp's answers. ``gguf`` is the ``fingerprint`` of the model's file."""
     return {"name": "llamacpp", "gguf": gguf} | asdict(cache_type)
 
@@ -162,23 +163,29 @@ class LlamaCpp:
                 text=response["choices"][0]["text"],
                 new_tokens=response["usage"]["completion_tokens"],
                 seconds=seconds,
-                bytes=self._bytes(len(prompt.ids)),
+                bytes=self._measure_bytes(len(prompt.ids)),
             )
 
-    def _bytes(self, tokens: int) -> int:
-        """Return the bytes that llama.cpp reports for the state of the first ``tokens`` tokens."""
+    def _measure_bytes(self, tokens: int) -> int:
+        """Cut the cache to its first ``tokens`` tokens, and return the bytes that llama.cpp reports for it."""
         import llama_cpp
 
         context = self.model.ctx
-        # remove the answer's tokens first: only the prompt's are counted, as for kvbench's own rows. The arguments are
-        # the sequence (0, the only one), its first position to remove, and its last one (-1 for the end)
-        llama_cpp.llama_memory_seq_rm(llama_cpp.llama_get_memory(context), 0, tokens, -1)
-        return int(llama_cpp.llama_state_seq_get_size(context, 0))
+        memory = llama_cpp.llama_get_memory(context)
+        # a context may hold several sequences of tokens, but this one holds only sequence 0
+        sequence = 0
+        # the answer's tokens go first, because only the prompt's are counted, as for kvbench's own rows; -1 is the end
+        llama_cpp.llama_memory_seq_rm(memory, sequence, tokens, -1)
+        return int(llama_cpp.llama_state_seq_get_size(context, sequence))
 
-    def logits(self, tokens: tuple[int, ...]) -> Tensor:
-        """Return the logits [T, V] after each of ``tokens`` [T], which are read through the cache."""
+    def compute_logits(self, tokens: tuple[int, ...]) -> Tensor:
+        """Return the logits [T, V] after each of ``tokens`` [T], which are read through the cache.
+
+        The model must have been opened with ``every_logit``.
+        """
         self.model.reset()
         self.model.eval(list(tokens))
+        # copied, because llama.cpp writes the next text's logits into the same memory
         return torch.from_numpy(self.model.scores[: len(tokens)].copy())
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -31,17 +31,17 @@ def measure(run: EngineRun, quiet: bool = False) -> list[str]:
     cannot go on; the answers so far are stored.
     """
     problems: list[str] = []
-    totals = run.count_left()
+    unanswered = run.count_unanswered()
     try:
-        with progress(totals, quiet) as tick:
+        with progress(unanswered, quiet) as tick:
             for row in run.rows:
                 # an engine whose answers are all here is not started
-                if totals[row.label]:
+                if unanswered[row.label]:
                     problems += _measure_row(run, row, tick)
     finally:
         # answers that were stored before an error get their metrics, too
         for row in run.rows:
-            for group in run.run.groups:
+            for group in run.plan.groups:
                 write_metrics(run, group, row)
     return problems
 
@@ -51,14 +51,15 @@ def _measure_row(run: EngineRun, row: EngineRow, tick: Tick) -> list[str]:
     problems = []
     engine = row.open()
     try:
-        for group in run.run.groups:
-            examples = run.left(group, row)
+        for group in run.plan.groups:
+            examples = run.find_unanswered(group, row)
             if not examples:
                 continue
             try:
                 _measure_cell(run, group, row, engine=engine, examples=examples, tick=tick)
             except EngineError as error:
-                run.run.store.mark(run.cell(group, row), "failed", str(error))
+                run.plan.store.mark(run.make_cell(group, row), "failed", str(error))
+                # otherwise only some prompts have no answer, and the engine can still answer the next task
                 if error.ends_run:
                     raise
                 problems.append(f"{row.label} on {group.column}: {error}")
@@ -74,12 +75,14 @@ def _measure_cell(
 
     tick: the progress line, which counts answers by the row's label.
     """
-    questions = [run.question(group, example) for example in examples]
+    prompts = [run.make_prompt(group, example) for example in examples]
     # only this thread stores answers, so that no two lines are written into each other
     with open_writer(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
-        waiting = {pool.submit(engine.ask, q): example for q, example in zip(questions, examples, strict=True)}
-        for example, reply in _replies(waiting):
-            writer.append(_line_of_answer(group, example, reply))
+        examples_asked: dict[Future[Reply], Example] = {}
+        for prompt, example in zip(prompts, examples, strict=True):
+            examples_asked[pool.submit(engine.ask, prompt)] = example
+        for example, reply in _collect_replies(examples_asked):
+            writer.append(_build_line(group, example, reply))
             tick(row.label, 1)
 
 
@@ -89,76 +92,80 @@ def open_writer(run: EngineRun, group: Group, row: EngineRow, engine: Engine) ->
 
     An error inside the context marks the result as interrupted.
     """
-    cell = run.cell(group, row)
-    facts: Line = {"kvbench": version(), "commit": read_commit(), "model": run.run.cfg.model_name}
+    cell = run.make_cell(group, row)
+    facts: Line = {"kvbench": version(), "commit": read_commit(), "model": run.plan.cfg.model_name}
     facts |= engine.facts()
     # the answers are those of the model that a server serves; of the model= named here only the tokenizer is used
     facts["model"] = facts.get("served", facts["model"])
     # answers of two versions of an engine do not mix: the store refuses another ``device``
     facts["device"] = f"{facts['engine']} {facts['version']}".strip()
-    facts["began"] = _first_began(run, cell)
-    writer = run.run.store.open(cell, facts, shard=0, mix=run.run.cfg.mix)
+    facts["began"] = _find_beginning(run, cell)
+    writer = run.plan.store.open(cell, facts, shard=0, mix=run.plan.cfg.mix)
     try:
         yield writer
     except BaseException:
         # Ctrl-C, too, ends the answers in the middle
-        run.run.store.mark(cell, "interrupted", "the engine's answers ended in the middle")
+        run.plan.store.mark(cell, "interrupted", "the engine's answers ended in the middle")
         raise
     finally:
         writer.close()
         # the store syncs the files of all writers that it lists, and this one is closed
-        run.run.store.writers.pop(cell.id, None)
+        run.plan.store.writers.pop(cell.id, None)
 
 
-def _replies(waiting: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
-    """Yield each example with its reply as soon as the reply comes. ``waiting`` maps pending questions to examples.
+def _collect_replies(examples_asked: Mapping[Future[Reply], Example]) -> Iterator[tuple[Example, Reply]]:
+    """Yield each example with its reply as soon as the reply comes.
 
-    After an error that ends the run, no further question is asked. Replies to questions that were asked earlier are
-    still yielded, and then the error is raised. Refused prompts are counted and raised as one error at the end.
+    After an error that ends the run, no further prompt is asked. Replies to prompts that were asked earlier are still
+    yielded, and then the error is raised. Refused prompts are counted and raised as one error at the end.
+
+    examples_asked: the example of each reply that is awaited.
     """
     failure: EngineError | None = None
     refused: list[EngineError] = []
     try:
-        for future in as_completed(waiting):
-            # this question was never asked, since an earlier one failed
+        for future in as_completed(examples_asked):
+            # this prompt was never asked, since an earlier one failed
             if future.cancelled():
                 continue
             try:
                 reply = future.result()
             except EngineError as error:
                 if error.ends_run:
+                    # the first such error names the cause; later ones follow from it
                     failure = failure or error
-                    _cancel(waiting)
+                    _cancel(examples_asked)
                 else:
                     refused.append(error)
             else:
-                yield waiting[future], reply
+                yield examples_asked[future], reply
     finally:
-        _cancel(waiting)
+        # the caller may stop early, by an error of its own or Ctrl-C
+        _cancel(examples_asked)
     if failure is not None:
         raise failure
     if refused:
-        raise EngineError(f"{refused[0]} ({len(refused)} of {len(waiting)} prompts)", ends_run=False)
+        raise EngineError(f"{refused[0]} ({len(refused)} of {len(examples_asked)} prompts)", ends_run=False)
 
 
-def _cancel(waiting: Mapping[Future[Reply], Example]) -> None:
-    """Cancel the questions that were not asked yet. Questions that were asked go on."""
-    for future in waiting:
+def _cancel(futures: Iterable[Future[Reply]]) -> None:
+    """Cancel the prompts that were not asked yet. Prompts that were asked go on."""
+    for future in futures:
         future.cancel()
 
 
-def _first_began(run: EngineRun, cell: Cell) -> str:
+def _find_beginning(run: EngineRun, cell: Cell) -> str:
     """Return the time at which the measurement of a cell began, by which tables order their rows.
 
     It is the stored time if the cell has answers already, and the present time otherwise.
     """
-    record = run.run.store.cell(cell.id)
+    record = run.plan.store.cell(cell.id)
     if record is not None and record.provenance:
         return str(record.provenance[0].get("began", ""))
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _line_of_answer(group: Group, example: Example, reply: Reply) -> Line:
+def _build_line(group: Group, example: Example, reply: Reply) -> Line:
     """Return the line that stores an answer with its score. It lacks the fields that the engine does not report."""
     line: Line = {
         "id": example.id,
@@ -177,17 +184,19 @@ def _line_of_answer(group: Group, example: Example, reply: Reply) -> Line:
     return line
 
 
-def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | None = None) -> None:
+def write_metrics(run: EngineRun, group: Group, row: EngineRow, further_facts: Facts | None = None) -> None:
     """Write the metrics of a row on a task: the mean score of its stored answers, and counts.
 
-    Without answers nothing is written. ``more`` are further facts to write beside the metrics.
+    Without answers nothing is written. ``further_facts`` are written beside the metrics.
     """
-    cell = run.cell(group, row)
-    lines = list(run.run.store.lines(cell.id).values())
+    cell = run.make_cell(group, row)
+    lines = list(run.plan.store.lines(cell.id).values())
     if not lines:
         return
+    # the metric gives some answers no score
     scores = [float(line["score"]) for line in lines if line["score"] is not None]
-    point, ci = shown_mean(group.task.metric, scores)
+    mean, ci = shown_mean(group.task.metric, scores)
+    # ``limit=`` may have asked for a part of the task's examples only
     status = "complete" if len(lines) == len(group.task.examples) else "done"
     summary = {
         "status": status,
@@ -195,8 +204,8 @@ def write_metrics(run: EngineRun, group: Group, row: EngineRow, more: Facts | No
         "n": len(lines),
         "of": len(group.task.examples),
         "unscored": len(lines) - len(scores),
-        "score": point,
+        "score": mean,
         "ci": ci,
         "empty": sum(not line["prediction"].strip() for line in lines),
     }
-    run.run.store.write_metrics(cell.id, summary | dict(more or {}))
+    run.plan.store.write_metrics(cell.id, summary | dict(further_facts or {}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,88 +38,97 @@ class EngineRow:
 class EngineRun:
     """Prompts, and the engine's rows that answer them.
 
-    run: the plan of a run of kvbench's own full cache, which gives the prompts, the metrics and the results folder.
+    plan: the plan of a run of kvbench's own full cache, which gives the prompts, the metrics and the results folder.
+    rows: the engine's rows to measure.
     chat: True if the engine puts prompts into its own chat template.
     baseline: the label of the row that others are compared with; '' for the row that was measured first.
     parallel: how many prompts are asked at once.
     """
 
-    run: RunPlan
+    plan: RunPlan
     rows: tuple[EngineRow, ...]
     chat: bool = False
     baseline: str = ""
     parallel: int = 1
 
-    def cell(self, group: Group, row: EngineRow) -> Cell:
+    def make_cell(self, group: Group, row: EngineRow) -> Cell:
         """Return the cell in which a row's answers to a task are stored."""
-        identity = self.shared_identity(group)
+        identity = self.identify_prompts(group)
         identity["engine"] = {"label": row.label} | dict(row.identity)
+        # a cell has a chain, but kvbench compresses nothing here: the chain without stages stands in its place
         return Cell(identity, Chain(), row.label, task=group.task, column=group.column)
 
-    def shared_identity(self, group: Group) -> dict[str, object]:
+    def identify_prompts(self, group: Group) -> dict[str, object]:
         """Return the identity of a task's results without the engine's facts.
 
-        Rows for which it is the same have answered the same prompts.
+        Results with the same such identity are answers to the same prompts.
         """
         # the plan has one cell for each task, the full cache's
         full_identity = group.cells[0].identity
         identity: dict[str, object] = dict(full_identity)
-        # the engine has its own weights and cache; kvbench's model only lends its tokenizer
+        # the engine has a cache of its own
         del identity["chain"]
+        # the engine has weights of its own; kvbench's model only lends the tokenizer that made the prompts
         identity["model"] = {"prompts": full_identity["model"]["fingerprint"]}
+        # the dict is copied, because the full cache's identity must not change
         prompt = dict(full_identity["prompt"])
-        if self.chat and self.run.cfg.prompt.templated(group.task):
+        if self.chat and self.plan.cfg.prompt.templated(group.task):
             prompt["template"] = "the engine's own"
         identity["prompt"] = prompt
         identity["kind"] = KIND
         return identity
 
-    def left(self, group: Group, row: EngineRow) -> list[Example]:
+    def find_unanswered(self, group: Group, row: EngineRow) -> list[Example]:
         """Return the examples of a task that a row has not answered."""
-        done = self.run.store.lines(self.cell(group, row).id)
-        return [example for example in group.examples if example.id not in done]
+        lines_by_example = self.plan.store.lines(self.make_cell(group, row).id)
+        return [example for example in group.examples if example.id not in lines_by_example]
 
-    def count_left(self) -> dict[str, int]:
+    def count_unanswered(self) -> dict[str, int]:
         """Return how many examples of all tasks each row has not answered, by the row's label."""
         counts = {}
         for row in self.rows:
-            counts[row.label] = sum(len(self.left(group, row)) for group in self.run.groups)
+            counts[row.label] = sum(len(self.find_unanswered(group, row)) for group in self.plan.groups)
         return counts
 
-    def question(self, group: Group, example: Example) -> AskedPrompt:
+    def make_prompt(self, group: Group, example: Example) -> AskedPrompt:
         """Return the prompt of an example in the form for the engine. It is cut as for kvbench's own rows."""
-        run, policy = self.run, self.run.cfg.prompt
+        plan, policy = self.plan, self.plan.cfg.prompt
         chat = self.chat and policy.templated(group.task)
         system = ""
         if chat:
             system = policy.system or ""
-            # the user's message alone: nobody can begin the answer of a chat
+            # the engine's template adds all but the user's message
             policy = replace(policy, template="off", bos=False, system=None)
+            # in a chat, the caller cannot begin the engine's answer
             example = replace(example, answer_prefix="")
-        ids = encode_prompt(run.tokenizer, example, group.task, policy, run.context).ids
-        text = run.tokenizer.decode(without_bos(run.tokenizer, ids), skip_special_tokens=False)
+        ids = encode_prompt(plan.tokenizer, example, group.task, policy, plan.context).ids
+        text = plan.tokenizer.decode(remove_bos(plan.tokenizer, ids), skip_special_tokens=False)
         return AskedPrompt(
             text=text,
             ids=ids,
             limit=example.max_new_tokens,
-            stop=tuple(group.task.stop) + tuple(run.cfg.model.stop),
+            stop=tuple(group.task.stop) + tuple(plan.cfg.model.stop),
             chat=chat,
             system=system,
         )
 
 
-def without_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
+def remove_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:
     """Return token ids without the token that begins every text, since engines add it themselves."""
-    # remove only the token that the tokenizer itself adds to a text: a BOS token at the start of a chat template stays
+    # the ids of an empty text are those that the tokenizer itself adds. Only such a token is removed: one that a chat
+    # template writes at its start stays
     added = list(tokenizer.encode(""))
-    if added and ids[:1] == (added[0],):
+    if added and ids and ids[0] == added[0]:
         return ids[1:]
     return ids
 
 
-def check_tasks(run: RunPlan) -> None:
-    """Raise UsageError if an engine cannot answer a task of the run: it has turns, texts, or withheld questions."""
-    for group in run.groups:
+def check_tasks(plan: RunPlan) -> None:
+    """Raise UsageError if an engine cannot answer a task of the plan.
+
+    Such a task has turns, asks for no answers, or withholds its questions until the context is compressed.
+    """
+    for group in plan.groups:
         task = group.task
         if task.turns:
             raise UsageError(
@@ -138,27 +147,39 @@ def check_tasks(run: RunPlan) -> None:
             )
 
 
-def stored_rows(run: EngineRun, group: Group) -> Iterator[tuple[Mapping[str, object], CellRecord]]:
-    """Yield the engine's identity and the record of each stored result on a task's prompts, the oldest result first.
+@dataclass(frozen=True, kw_only=True)
+class StoredRow:
+    """A stored result of an engine on one task.
 
-    Damaged results are left out.
+    began: the time, as ISO text, at which the first of its answers was begun; '' if that is not known.
+    label: the row's name in tables.
+    engine: the engine's identity, with the label.
+    record: the record of the result's cell.
     """
-    store = run.run.store
-    wanted = run.shared_identity(group)
-    rows: list[tuple[str, str, Mapping[str, object], CellRecord]] = []
+
+    began: str
+    label: str
+    engine: Mapping[str, object]
+    record: CellRecord
+
+
+def find_stored_rows(run: EngineRun, group: Group) -> list[StoredRow]:
+    """Return the stored results of all engines on a task's prompts, the oldest first. Damaged results are left out."""
+    store = run.plan.store
+    identity_of_prompts = run.identify_prompts(group)
+    rows: list[StoredRow] = []
     for cell_id in store.cells():
         if store.damage(cell_id) is not None:
             continue
         record = store.cell(cell_id)
         if record is None or record.kind != KIND:
             continue
-        # but for its engine, a result of the same prompts has this task's identity
+        # without its engine, the identity of a result is that of its prompts
         identity = dict(record.identity)
         engine = identity.pop("engine")
-        if identity == wanted:
-            began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
-            rows.append((began, str(engine["label"]), engine, record))
-    # sort by time and label alone, since identities cannot be compared
-    rows.sort(key=lambda row: row[:2])
-    for _, _, engine, record in rows:
-        yield engine, record
+        if identity != identity_of_prompts:
+            continue
+        began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
+        rows.append(StoredRow(began=began, label=str(engine["label"]), engine=engine, record=record))
+    rows.sort(key=lambda row: (row.began, row.label))
+    return rows

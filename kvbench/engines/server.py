@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 from kvbench.base.errors import UsageError
@@ -26,7 +26,20 @@ RETRIES = 4
 """The most times that the client asks again after 429, 5xx, a cut connection or a timeout, with growing waits."""
 FIRST_CHOICES = 5
 """The number of likeliest first tokens that are asked for. OpenAI's interface allows no more."""
-Answer = TypeVar("Answer")
+Content = TypeVar("Content")
+"""What a question to the server returns: an answer, or the names of its models."""
+
+
+class Answer(NamedTuple):
+    """A server's answer to one prompt.
+
+    new_tokens: the answer's tokens as the server counts them; None if it does not say.
+    first: the log-probability of the likeliest first tokens, by their text; {} if the server gives none.
+    """
+
+    text: str
+    new_tokens: int | None
+    first: Mapping[str, float]
 
 
 class Server:
@@ -60,6 +73,7 @@ class Server:
     def check(self) -> None:
         """Ask the server for its models and its version. Raises UsageError if it serves no model of that name."""
         models = self._call(self._list_models)
+        # a server that lists no models may still serve this one
         if models and self.served not in models:
             raise UsageError(f"served={self.served}: {self.url} serves {', '.join(models)}")
         self.version = self._ask_version()
@@ -74,13 +88,12 @@ class Server:
         endpoint = self._chat if prompt.chat else self._complete
         try:
             # pass the flag on: another thread may clear it while this question waits for its answer
-            reply = self._call(partial(endpoint, prompt, with_choices=self.gives_choices))
+            answer = self._call(partial(endpoint, prompt, with_choices=self.gives_choices))
         except NoChoices:
             self.gives_choices = False
-            reply = self._call(partial(endpoint, prompt, with_choices=False))
+            answer = self._call(partial(endpoint, prompt, with_choices=False))
         seconds = time.perf_counter() - start
-        text, new_tokens, first_choices = reply
-        return Reply(text=text, new_tokens=new_tokens, seconds=seconds, first=first_choices)
+        return Reply(text=answer.text, new_tokens=answer.new_tokens, seconds=seconds, first=answer.first)
 
     def close(self) -> None:
         """Close the connection to the server."""
@@ -106,10 +119,10 @@ class Server:
             return ""
         return str(content.get("version", ""))
 
-    def _complete(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
-        """Return the text of a completion, its number of tokens, and ln p of the likeliest first tokens.
+    def _complete(self, prompt: AskedPrompt, with_choices: bool) -> Answer:
+        """Return the server's completion of a prompt.
 
-        with_choices: whether the server is asked for ln p. Without it, no first tokens are returned.
+        with_choices: whether the server is asked for the log-probabilities of the first tokens.
         """
         options: dict[str, Any] = {}
         if with_choices:
@@ -123,20 +136,13 @@ class Server:
             seed=0,
             **options,
         )
-        choice = self._choice(response)
-        first = _first_choices(choice)
-        # the completions API has its own form: a mapping {token: ln p} for each place of the answer
-        tops = getattr(getattr(choice, "logprobs", None), "top_logprobs", None)
-        if tops and tops[0]:
-            first = dict(tops[0])
-        return self._text(choice.text), _new_tokens(response), first
+        choice = self._check_choice(response)
+        return Answer(self._check_text(choice.text), _read_token_count(response), _read_first_of_completion(choice))
 
-    def _chat(self, prompt: AskedPrompt, with_choices: bool) -> tuple[str, int | None, Mapping[str, float]]:
-        """Return the text of a chat's answer, its number of tokens, and ln p of the likeliest first tokens.
+    def _chat(self, prompt: AskedPrompt, with_choices: bool) -> Answer:
+        """Return the server's answer to a prompt that it puts into its own chat template.
 
-        The server applies its own template.
-
-        with_choices: whether the server is asked for ln p. Without it, no first tokens are returned.
+        with_choices: whether the server is asked for the log-probabilities of the first tokens.
         """
         options: dict[str, Any] = {}
         if with_choices:
@@ -153,29 +159,30 @@ class Server:
             seed=0,
             **options,
         )
-        choice = self._choice(response)
-        return self._text(choice.message.content), _new_tokens(response), _first_choices(choice)
+        choice = self._check_choice(response)
+        text = self._check_text(choice.message.content)
+        return Answer(text, _read_token_count(response), _read_first_of_chat(choice))
 
-    def _choice(self, response: Any) -> Any:
+    def _check_choice(self, response: Any) -> Any:
         """Return the first choice of a response, which has the answer.
 
-        Raises EngineError if there is none, or if the model is another one than that of earlier answers.
+        Raises EngineError if there is none, or if another model than that of earlier answers gave it.
         """
         choices = getattr(response, "choices", None)
         if not isinstance(choices, list) or not choices:
             raise EngineError(f"{self.url} answered without a choice: it is no OpenAI-compatible server, or it failed")
-        said = getattr(response, "model", None)
+        model = getattr(response, "model", None)
         with self.lock:
             if self.model_said is None:
-                self.model_said = said
-        if said != self.model_said:
+                self.model_said = model
+        if model != self.model_said:
             raise EngineError(
-                f"{self.url} changed its model from {self.model_said} to {said} in the middle: answers of two models "
+                f"{self.url} changed its model from {self.model_said} to {model} in the middle: answers of two models "
                 "are no row. Start the old one again, or measure under another label="
             )
         return choices[0]
 
-    def _text(self, text: object) -> str:
+    def _check_text(self, text: object) -> str:
         """Return the text of an answer, '' for None. Raises EngineError for anything else."""
         # a model that spent its tokens on thinking has no content
         if text is None:
@@ -184,72 +191,86 @@ class Server:
             raise EngineError(f"{self.url} answered with {text!r} in place of a text")
         return text
 
-    def _call(self, question: Callable[[], Answer]) -> Answer:
-        """Call ``question``, which asks the server, and return its answer.
+    def _call(self, question: Callable[[], Content]) -> Content:
+        """Call ``question``, which asks the server, and return what it returns.
 
         Raises EngineError, with the cause and a remedy, in place of the client's errors. Raises NoChoices if the server
         refuses to give log-probabilities.
         """
         import openai
 
-        place = self.url
         try:
             return question()
-        except openai.APITimeoutError:
-            raise EngineError(
+        except (openai.OpenAIError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
+            # the last five come from the client, which reads any JSON or page as if it were of OpenAI's form
+            raise self._explain_error(error) from None
+
+    def _explain_error(self, error: Exception) -> EngineError:
+        """Return the error to raise in place of an error of the client, with the cause and a remedy.
+
+        It is NoChoices if the server refuses to give log-probabilities.
+        """
+        import openai
+
+        place = self.url
+        # errors of the client derive from each other, so the special ones are tested before the general ones
+        if isinstance(error, openai.APITimeoutError):
+            return EngineError(
                 f"{place} did not answer within {self.client.timeout} s: raise timeout=, or lower parallel="
-            ) from None
-        except openai.APIConnectionError as error:
+            )
+        if isinstance(error, openai.APIConnectionError):
             cause = error.__cause__ or error
-            raise EngineError(f"no answer from {place} ({cause}): is the server running, and the url= right?") from None
-        except (openai.AuthenticationError, openai.PermissionDeniedError) as error:
-            raise EngineError(
-                f"{place} refused the key ({error.status_code}): set {KEYS[0]} in the environment"
-            ) from None
-        except openai.NotFoundError as error:
-            raise EngineError(
+            return EngineError(f"no answer from {place} ({cause}): is the server running, and the url= right?")
+        if isinstance(error, (openai.AuthenticationError, openai.PermissionDeniedError)):
+            return EngineError(f"{place} refused the key ({error.status_code}): set {KEYS[0]} in the environment")
+        if isinstance(error, openai.NotFoundError):
+            return EngineError(
                 f"{place} knows no such page or model ({_server_message(error)}): url= usually ends in /v1, and "
                 "served= names the model"
-            ) from None
-        except openai.RateLimitError as error:
-            raise EngineError(
+            )
+        if isinstance(error, openai.RateLimitError):
+            return EngineError(
                 f"{place} was asked too often ({_server_message(error)}), also after "
                 f"{self.client.max_retries + 1} tries: lower parallel="
-            ) from None
-        except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            if "logprob" in str(error).lower():
-                raise NoChoices(str(error)) from None
-            raise EngineError(f"{place} refused a prompt ({_server_message(error)})", ends_run=False) from None
-        except openai.APIStatusError as error:
-            if "logprob" in str(error).lower():
-                raise NoChoices(str(error)) from None
-            raise EngineError(
+            )
+        # some servers refuse log-probabilities with a status that means a failure of their own
+        if isinstance(error, openai.APIStatusError) and "logprob" in str(error).lower():
+            return NoChoices(str(error))
+        if isinstance(error, (openai.BadRequestError, openai.UnprocessableEntityError)):
+            return EngineError(f"{place} refused a prompt ({_server_message(error)})", ends_run=False)
+        if isinstance(error, openai.APIStatusError):
+            return EngineError(
                 f"{place} failed ({error.status_code}: {_server_message(error)}), also after "
                 f"{self.client.max_retries + 1} tries: see the server's log"
-            ) from None
-        except (openai.OpenAIError, ValueError, AttributeError, TypeError, KeyError, IndexError) as error:
-            # the client reads whatever JSON or page came back as if it were of OpenAI's form
-            raise EngineError(
-                f"{place} answered something else than JSON of OpenAI's form: {_shorten(error)}"
-            ) from None
+            )
+        return EngineError(f"{place} answered something else than JSON of OpenAI's form: {_shorten(error)}")
 
 
 class NoChoices(EngineError):
     """The error if a server refuses to give log-probabilities."""
 
 
-def _first_choices(choice: Any) -> dict[str, float]:
-    """Return ln p of the likeliest first tokens, by text, from a response in the form of chats; {} without any.
-
-    Some servers use this form for completions, too.
-    """
+def _read_first_of_chat(choice: Any) -> Mapping[str, float]:
+    """Return the log-probabilities of the likeliest first tokens, by text, from a chat's answer; {} without any."""
+    # servers leave out fields that they do not fill in
     content = getattr(getattr(choice, "logprobs", None), "content", None)
     if not content:
         return {}
+    # the content has an entry for each place of the answer, the first one in front
     return {top.token: top.logprob for top in content[0].top_logprobs or ()}
 
 
-def _new_tokens(response: Any) -> int | None:
+def _read_first_of_completion(choice: Any) -> Mapping[str, float]:
+    """Return the log-probabilities of the likeliest first tokens, by text, from a completion; {} without any."""
+    # the completions API has its own form: a mapping {token: log-probability} for each place of the answer
+    by_place = getattr(getattr(choice, "logprobs", None), "top_logprobs", None)
+    if by_place and by_place[0]:
+        return dict(by_place[0])
+    # some servers use the form of chats for completions, too
+    return _read_first_of_chat(choice)
+
+
+def _read_token_count(response: Any) -> int | None:
     """Return the answer's number of tokens as the server counts them; None if it does not say."""
     count = getattr(getattr(response, "usage", None), "completion_tokens", None)
     if isinstance(count, int):

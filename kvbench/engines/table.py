@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from kvbench.base.errors import UsageError
-from kvbench.engines.rows import EngineRun, stored_rows
+from kvbench.engines.rows import EngineRun, find_stored_rows
 from kvbench.plan.cells import Group
 from kvbench.report.table import Table, format_number, format_size
 from kvbench.store.results import Sample
@@ -48,7 +48,7 @@ class StoredAnswer:
 
 
 Answers = Mapping[str, StoredAnswer]
-"""A row's answers to one task, by example."""
+"""A row's answers to one task, by the example's id."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,50 +126,61 @@ def build_report(run: EngineRun) -> EngineReport:
 
     Raises UsageError if there is none, and for a baseline that is not among them.
     """
-    by_engine: dict[str, dict[str, Answers]] = {}
-    engines: dict[str, Mapping[str, object]] = {}
-    for group in run.run.groups:
-        wanted = {example.id for example in group.examples}
-        for engine, record in stored_rows(run, group):
-            lines = run.run.store.lines(record.id)
-            answers = {i: StoredAnswer.read(line) for i, line in lines.items() if i in wanted}
-            if answers:
-                # rows are told apart by the whole identity: two models may have been measured under one label
-                key = json.dumps(engine, sort_keys=True)
-                engines[key] = engine
-                by_engine.setdefault(key, {})[group.column] = answers
-    names = _names_of_rows(engines)
-    by_label = {names[key]: columns for key, columns in by_engine.items()}
-    if not by_label:
+    answers_by_label = _read_answers(run)
+    if not answers_by_label:
         raise UsageError("no engine has answered these prompts yet")
-    baseline = run.baseline or next(iter(by_label))
-    if baseline not in by_label:
-        raise UsageError(f"baseline={baseline} is no row on these prompts: {', '.join(by_label)}")
-    groups = run.run.groups
-    rows = [_build_row(groups, baseline, by_label[baseline], by_label[baseline], is_baseline=True)]
-    for label, columns in by_label.items():
+    # without baseline=, the row that was measured first is the baseline
+    baseline = run.baseline or next(iter(answers_by_label))
+    if baseline not in answers_by_label:
+        raise UsageError(f"baseline={baseline} is no row on these prompts: {', '.join(answers_by_label)}")
+    groups = run.plan.groups
+    baseline_answers = answers_by_label[baseline]
+    rows = [_build_row(groups, baseline, baseline_answers, baseline_answers, is_baseline=True)]
+    for label, answers in answers_by_label.items():
         if label != baseline:
-            rows.append(_build_row(groups, label, columns, by_label[baseline], is_baseline=False))
+            rows.append(_build_row(groups, label, answers, baseline_answers, is_baseline=False))
     return EngineReport(
         baseline=baseline,
         rows=tuple(rows),
         columns=tuple(group.column for group in groups),
-        notes=tuple(_beside_own(run, by_label)),
+        notes=tuple(_compare_with_own(run, answers_by_label)),
     )
 
 
-def _names_of_rows(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
+def _read_answers(run: EngineRun) -> dict[str, dict[str, Answers]]:
+    """Return the stored answers of all engines to this run's prompts, by row and column, the oldest row first."""
+    # rows are told apart by their whole identity, as text, because two models may have been measured under one label
+    answers_by_identity: dict[str, dict[str, Answers]] = {}
+    engines: dict[str, Mapping[str, object]] = {}
+    for group in run.plan.groups:
+        example_ids = {example.id for example in group.examples}
+        for row in find_stored_rows(run, group):
+            lines = run.plan.store.lines(row.record.id)
+            answers = {}
+            for example_id, line in lines.items():
+                if example_id in example_ids:
+                    answers[example_id] = StoredAnswer.read(line)
+            if answers:
+                identity = json.dumps(row.engine, sort_keys=True)
+                engines[identity] = row.engine
+                answers_by_identity.setdefault(identity, {})[group.column] = answers
+    names = _name_rows(engines)
+    return {names[identity]: answers for identity, answers in answers_by_identity.items()}
+
+
+def _name_rows(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
     """Return each row's name in the table: its label, followed by its model if several rows have this label.
 
-    engines: the rows' identities.
+    engines: the identity of each row's engine, by the same identity as text. The names have the same keys.
     """
     labels = [str(engine["label"]) for engine in engines.values()]
     names = {}
-    for key, engine in engines.items():
+    for identity, engine in engines.items():
         name = str(engine["label"])
         if labels.count(name) > 1:
+            # a server says its model's name; a model of llama.cpp is known by the fingerprint of its file
             name += f" ({engine.get('served') or engine.get('gguf')})"
-        names[key] = name
+        names[identity] = name
     return names
 
 
@@ -183,35 +194,42 @@ def _build_row(
     is_baseline: True if the row is the baseline itself, which is compared with nothing.
     """
     tasks: list[TaskResult] = []
+    # the paired differences of each task that has some
     differences: list[list[float]] = []
+    # True if the row has answered the same prompts as the baseline
+    is_whole = True
     for group in groups:
-        baseline_answers: Answers = baseline.get(group.column, {}) if not is_baseline else {}
-        task, task_differences = _compare_task(group, own.get(group.column, {}), baseline_answers)
+        own_answers, baseline_answers = own.get(group.column, {}), baseline.get(group.column, {})
+        if own_answers.keys() != baseline_answers.keys():
+            is_whole = False
+        task, task_differences = _compare_task(group, own_answers, {} if is_baseline else baseline_answers)
         tasks.append(task)
         if task_differences:
             differences.append(task_differences)
-    measured = [task.score for task in tasks if task.score is not None]
-    # a mean over other prompts than the baseline's would not fit the paired difference beside it
+    scores = [task.score for task in tasks if task.score is not None]
     mean = None
-    is_whole = all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
-    if is_whole and len(measured) == len(groups):
-        mean = fmean(measured)
-    mean_delta, mean_ci = _mean_difference(groups, differences)
+    # a mean over other prompts than the baseline's would not fit the paired difference beside it
+    if is_whole and len(scores) == len(groups):
+        mean = fmean(scores)
+    mean_delta, mean_ci = _average_differences(groups, differences)
     answers: list[StoredAnswer] = []
     for column_answers in own.values():
         answers.extend(column_answers.values())
     sizes = [answer.bytes_said for answer in answers if answer.bytes_said is not None]
-    bytes_said = None
+    mean_bytes = None
+    # longer prompts take more bytes, so sizes too are compared on the same prompts only
     if sizes and is_whole:
-        bytes_said = fmean(sizes)
-    first = _first_choices(own, baseline) if not is_baseline else None
+        mean_bytes = fmean(sizes)
+    first = None
+    if not is_baseline:
+        first = _compare_first_choices(own, baseline)
     return EngineResult(
         label=label,
         tasks=tuple(tasks),
         mean=mean,
         delta=mean_delta,
         ci=mean_ci,
-        bytes=bytes_said,
+        bytes=mean_bytes,
         empty=sum(not answer.prediction.strip() for answer in answers),
         first=first,
     )
@@ -223,31 +241,35 @@ def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskRe
     The differences are in [-1, 1]. Without answers in ``baseline`` there are none.
     """
     task_metric = metric(group.task.metric)
-    scores, baseline_scores = _known_scores(own), _known_scores(baseline)
+    scores, baseline_scores = _list_scores(own), _list_scores(baseline)
     score, delta, ci = None, None, None
     if scores:
         score = task_metric.show(fmean(scores.values()))
     differences: list[float] = []
     # the pairs are the prompts that both rows have answered
-    shared = [i for i in scores if i in baseline_scores]
+    shared = [example_id for example_id in scores if example_id in baseline_scores]
     if shared:
-        own_shared = [scores[i] for i in shared]
-        baseline_shared = [baseline_scores[i] for i in shared]
-        differences = [a - b for a, b in zip(own_shared, baseline_shared, strict=True)]
-        difference, interval = stats.paired_difference(own_shared, baseline_shared)
-        delta = task_metric.scale * difference
+        own_shared = [scores[example_id] for example_id in shared]
+        baseline_shared = [baseline_scores[example_id] for example_id in shared]
+        differences = [ours - theirs for ours, theirs in zip(own_shared, baseline_shared, strict=True)]
+        mean_difference, interval = stats.paired_difference(own_shared, baseline_shared)
+        # scores are stored from 0 to 1, and printed in the metric's unit
+        delta = task_metric.scale * mean_difference
         if interval is not None and len(shared) >= FEWEST:
-            ci = (task_metric.scale * interval[0], task_metric.scale * interval[1])
+            low, high = interval
+            ci = (task_metric.scale * low, task_metric.scale * high)
     return TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci), differences
 
 
-def _mean_difference(
+def _average_differences(
     groups: Sequence[Group], differences: Sequence[list[float]]
-) -> tuple[float | None, tuple[float, float] | None]:
+) -> tuple[float | None, Interval | None]:
     """Return the mean over tasks of the differences from the baseline, and its interval, in printed units.
 
-    differences: the differences of the tasks that have some, in [-1, 1].
-    Both are None unless every task has differences, and all metrics have one unit.
+    Both are None unless every task has differences, and all metrics have one unit. The interval is also None if there
+    are too few differences for it.
+
+    differences: the differences of each task that has some, in [-1, 1].
     """
     scales = {metric(group.task.metric).scale for group in groups}
     if len(differences) < len(groups) or len(scales) > 1:
@@ -256,55 +278,64 @@ def _mean_difference(
     mean, interval = stats.mean_over_tasks(differences, bounds=(-1.0, 1.0))
     if interval is None:
         return scale * mean, None
-    return scale * mean, (scale * interval[0], scale * interval[1])
+    low, high = interval
+    return scale * mean, (scale * low, scale * high)
 
 
-def _known_scores(answers: Answers) -> dict[str, float]:
-    """Return the scores in [0, 1] by example id, without answers that cannot be scored."""
-    return {i: answer.score for i, answer in sorted(answers.items()) if answer.score is not None}
+def _list_scores(answers: Answers) -> dict[str, float]:
+    """Return {example id: score in [0, 1]}, in the order of ids. Answers that cannot be scored are left out."""
+    return {example_id: answer.score for example_id, answer in sorted(answers.items()) if answer.score is not None}
 
 
-def _first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> FirstChoices | None:
-    """Compare a row's first tokens with the baseline's; None if one of the two engines does not report any."""
+def _compare_first_choices(own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> FirstChoices | None:
+    """Return how a row's first tokens compare with the baseline's; None if one of the two reports none.
+
+    own, baseline: the stored answers of the row and of the baseline, by column.
+    """
     same, changes = [], []
     for column, answers in own.items():
         baseline_answers = baseline.get(column, {})
-        for i, answer in answers.items():
-            if i not in baseline_answers:
+        for example_id, answer in answers.items():
+            if example_id not in baseline_answers:
                 continue
-            ours, theirs = answer.first, baseline_answers[i].first
+            # {text of a token: its ln p}
+            ours, theirs = answer.first, baseline_answers[example_id].first
             if not ours or not theirs:
                 continue
-            # {text of a token: its ln p}: the key with the largest value is the first choice
-            choice = max(theirs, key=theirs.__getitem__)
-            same.append(max(ours, key=ours.__getitem__) == choice)
+            their_choice = max(theirs, key=theirs.__getitem__)
+            our_choice = max(ours, key=ours.__getitem__)
+            same.append(our_choice == their_choice)
             # a token that is not listed is at most as likely as the least likely listed one, whose ln p stands for it
-            changes.append(ours.get(choice, min(ours.values())) - theirs[choice])
+            our_lnp = ours.get(their_choice, min(ours.values()))
+            changes.append(our_lnp - theirs[their_choice])
     if not same:
         return None
     return FirstChoices(same=fmean(same), change=fmean(changes), n=len(same))
 
 
-def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -> list[str]:
+def _compare_with_own(run: EngineRun, answers_by_label: Mapping[str, Mapping[str, Answers]]) -> list[str]:
     """Return a note for each row: which share of its answers' tokens equals those of kvbench's own full cache.
 
-    Rows on prompts that kvbench's full cache has not answered have no note. ``by_label`` has the rows' answers by
-    column.
+    Rows on prompts that kvbench's full cache has not answered have no note.
+
+    answers_by_label: the answers of each row, by column.
     """
     full_samples: dict[str, Mapping[str, Sample]] = {}
-    for group in run.run.groups:
+    for group in run.plan.groups:
         # the plan has one cell for each task, the full cache's
-        samples = run.run.samples(group, group.cells[0])
+        samples = run.plan.samples(group, group.cells[0])
         if samples:
             full_samples[group.column] = samples
     notes = []
-    for label, columns in by_label.items():
+    for label, answers_by_column in answers_by_label.items():
+        # for each answer, the share of its tokens that equal the full cache's
         shares = []
-        for column, answers in columns.items():
+        for column, answers in answers_by_column.items():
             own_samples = full_samples.get(column, {})
-            for i, answer in answers.items():
-                if i in own_samples:
-                    shares.append(equal_tokens(run.run.tokenizer, answer.prediction, own_samples[i].prediction))
+            for example_id, answer in answers.items():
+                if example_id in own_samples:
+                    own_text = own_samples[example_id].prediction
+                    shares.append(compute_equal_share(run.plan.tokenizer, answer.prediction, own_text))
         if shares:
             notes.append(
                 f"{label}: {100 * fmean(shares):.0f} % of the answers' tokens are those of kvbench's own full cache "
@@ -313,38 +344,38 @@ def _beside_own(run: EngineRun, by_label: Mapping[str, Mapping[str, Answers]]) -
     return notes
 
 
-def equal_tokens(tokenizer: Any, a: str, b: str) -> float:
+def compute_equal_share(tokenizer: Any, text: str, other_text: str) -> float:
     """Return the share of positions at which two texts have the same token, out of the longer text's positions."""
-    a_ids = tokenizer.encode(a, add_special_tokens=False)
-    b_ids = tokenizer.encode(b, add_special_tokens=False)
-    longest = max(len(a_ids), len(b_ids))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    other_ids = tokenizer.encode(other_text, add_special_tokens=False)
+    longest = max(len(ids), len(other_ids))
     # two empty texts are equal
     if not longest:
         return 1.0
     # zip ends with the shorter text: behind its end, no token is the same
-    same = sum(x == y for x, y in zip(a_ids, b_ids, strict=False))
+    same = sum(token == other_token for token, other_token in zip(ids, other_ids, strict=False))
     return same / longest
 
 
-def verdict_lines(answered: EngineReport) -> Table | None:
+def build_verdict_table(answered: EngineReport) -> Table | None:
     """Return a table with a line for each row except the baseline: its size, score, difference and verdict.
 
     Return None if there is only the baseline.
     """
-    baseline = answered.rows[0]
+    baseline, *others = answered.rows
     lines = []
-    for row in answered.rows[1:]:
+    for row in others:
         size = ""
         if row.bytes and baseline.bytes:
             size = f"{baseline.bytes / row.bytes:.1f}x smaller, says the engine"
-        delta = _signed_text(row.delta, row.ci) if row.delta is not None else ""
+        delta = _format_signed(row.delta, row.ci) if row.delta is not None else ""
         lines.append(
             (
                 row.label,
                 size,
                 f"{format_number(row.mean)} of {format_number(baseline.mean)}",
                 delta,
-                _outcome_text(row, answered.baseline),
+                _state_verdict(row, answered.baseline),
             )
         )
     if not lines:
@@ -353,28 +384,30 @@ def verdict_lines(answered: EngineReport) -> Table | None:
     return Table(heads, tuple(lines), left=len(heads), bare=True)
 
 
-def _outcome_text(row: EngineResult, baseline: str) -> str:
-    """Return in words whether a row is better or worse than the baseline by an interval."""
+def _state_verdict(row: EngineResult, baseline: str) -> str:
+    """Return in words whether the interval of a row's difference shows it to be better or worse than the baseline."""
     if row.mean is None:
         return "not all prompts are answered"
     if row.ci is None:
         return "too few answers to tell"
-    if row.ci[1] < 0:
+    low, high = row.ci
+    if high < 0:
         return f"worse than {baseline}"
-    if row.ci[0] > 0:
+    if low > 0:
         return f"better than {baseline}"
     return f"not told apart from {baseline}"
 
 
-def _signed_text(delta: float, ci: Interval | None) -> str:
+def _format_signed(delta: float, ci: Interval | None) -> str:
     """Return a difference with its sign, and its interval in brackets if there is one."""
     text = format_number(delta, sign=True)
     if ci is not None:
-        text += f" [{format_number(ci[0])}, {format_number(ci[1])}]"
+        low, high = ci
+        text += f" [{format_number(low)}, {format_number(high)}]"
     return text
 
 
-def tables(answered: EngineReport) -> list[Table]:
+def build_tables(answered: EngineReport) -> list[Table]:
     """Return the tables to print: the verdicts, if there is more than the baseline, and the scores."""
     heads = ["row"]
     for column in answered.columns:
@@ -384,7 +417,7 @@ def tables(answered: EngineReport) -> list[Table]:
     for row in answered.rows:
         texts = [row.label]
         for task in row.tasks:
-            texts += [format_number(task.score), _difference_text(task)]
+            texts += [format_number(task.score), _format_difference(task)]
         texts.append(str(sum(task.n for task in row.tasks)))
         if row.bytes is not None:
             texts.append(format_size(row.bytes))
@@ -392,20 +425,20 @@ def tables(answered: EngineReport) -> list[Table]:
             texts.append("unknown")
         rows.append(tuple(texts))
     scores = Table(tuple(heads), tuple(rows), breaks=True)
-    above = verdict_lines(answered)
-    if above is None:
+    verdicts = build_verdict_table(answered)
+    if verdicts is None:
         return [scores]
-    return [above, scores]
+    return [verdicts, scores]
 
 
-def _difference_text(task: TaskResult) -> str:
+def _format_difference(task: TaskResult) -> str:
     """Return a task's difference from the baseline as text; a dash for the baseline itself."""
     if task.delta is None:
         return "—"
-    return _signed_text(task.delta, task.ci)
+    return _format_signed(task.delta, task.ci)
 
 
-def notes(answered: EngineReport) -> list[str]:
+def build_notes(answered: EngineReport) -> list[str]:
     """Return the notes below the table: the meaning of its columns, empty answers, and first tokens."""
     lines = [
         f"Δ: paired difference to {answered.baseline} on the same prompts, with its 95 % interval from {FEWEST} "

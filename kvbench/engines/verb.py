@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -65,89 +65,145 @@ REFUSED = {
 """Keys of `run` that have no meaning with an engine, and why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The values of KEYS. A key that the user did not give has its default, or None if it has no default.
+
+    engine: one of ENGINES.
+    url, served: the server's address, and the name of the model that it serves.
+    label: the row's name in tables; None for a name that the engine implies.
+    baseline: the label of the row that others are compared with; '' for the row that was measured first.
+    parallel: how many prompts a server is asked at once.
+    timeout: the seconds after which a question to a server counts as failed.
+    gguf: the path of the model's file for llama.cpp.
+    cache_type: the types of llama.cpp's caches, joined by commas, each for keys and values.
+    cache_type_k, cache_type_v: the type of keys and the type of values of a single row, in place of ``cache_type``.
+    rotation: one of ``llamacpp.ROTATIONS``.
+    kl: "true" to compare distributions of the next token, "false" to answer prompts.
+    """
+
+    engine: str
+    url: str | None
+    served: str | None
+    label: str | None
+    baseline: str
+    parallel: int
+    timeout: int
+    gguf: str | None
+    cache_type: str | None
+    cache_type_k: str | None
+    cache_type_v: str | None
+    rotation: str
+    kl: str
+
+    @property
+    def compares(self) -> bool:
+        """True if the run compares distributions of the next token on given texts, and answers no prompts."""
+        return self.kl == "true"
+
+
 def main(args: argparse.Namespace) -> int:
     """Measure the rows and print the table. Return exit status 1 if a task of a row failed, 130 after Ctrl-C."""
     options, cfg = read_request(args.overrides)
-    # kl=true compares next-token distributions on given texts; otherwise the engine answers the prompts
-    compares = options["kl"] == "true"
     plan = run_plan.prepare(cfg)
-    if not compares:
+    if not options.compares:
         check_tasks(plan)
     run = _plan_rows(plan, options)
     if args.plan:
         for row in run.rows:
             for group in plan.groups:
-                print(f"{row.label} on {group.column}: {len(run.left(group, row))} of {len(group.examples)} to do")
+                unanswered = run.find_unanswered(group, row)
+                print(f"{row.label} on {group.column}: {len(unanswered)} of {len(group.examples)} to do")
         return 0
     problems: list[str] = []
     try:
-        if compares:
-            divergence.measure(run, _exact_row(plan, options), quiet=args.json)
+        if options.compares:
+            divergence.measure(run, _build_exact_row(plan, options), quiet=args.json)
         else:
             problems = measure(run, quiet=args.json)
     except KeyboardInterrupt:
         command = shlex.join(["kvbench", "run", *args.overrides])
         say(f"interrupted. The answers so far are stored; to go on:\n  {command}")
         return 130
-    if compares:
+    if options.compares:
         _print_divergences(run, args)
     else:
         _print_answers(run, args)
     for problem in problems:
         say(problem)
-    return int(bool(problems))
+    return 1 if problems else 0
 
 
-def read_request(overrides: Sequence[str]) -> tuple[dict[str, object], config.RunConfig]:
-    """Return the values of KEYS, and the configuration of the run whose prompts the engine is asked.
-
-    One of the overrides must be ``engine=``.
+def read_request(overrides: Sequence[str]) -> tuple[EngineOptions, config.RunConfig]:
+    """Return the engine's options, and the configuration of the run whose prompts the engine is asked.
 
     Raises UsageError for a key that is missing, or that has no meaning with the engine.
+
+    overrides: the words ``KEY=VALUE`` of the command line. One of them must be ``engine=``.
     """
     texts = parse_pairs(overrides, example="engine=openai url=http://127.0.0.1:8000/v1 served=NAME")
     if "fidelity" in texts:
         # the name of kl= in earlier versions
         texts["kl"] = texts.pop("fidelity")
+    # the other keys are those of any run
     engine_texts = {key.name: texts.pop(key.name) for key in KEYS if key.name in texts}
     for key, reason in REFUSED.items():
         if key in texts:
             raise UsageError(f"{key}= is not possible with engine={engine_texts['engine']}: {reason}")
-    options = values(KEYS, engine_texts)
-    of_others: Sequence[str] = OF_SERVER if options["engine"] == LLAMACPP else OF_LLAMACPP
-    for key in of_others:
+    options = EngineOptions(**values(KEYS, engine_texts))
+    keys_of_others: Sequence[str] = OF_SERVER if options.engine == LLAMACPP else OF_LLAMACPP
+    for key in keys_of_others:
         if key in engine_texts:
-            reason = ": a server gives no distributions. engine=llamacpp kl=true compares them" if key == "kl" else ""
-            raise UsageError(f"{key}= is not a key of engine={options['engine']}{reason}")
+            reason = ""
+            if key == "kl":
+                reason = ": a server gives no distributions. engine=llamacpp kl=true compares them"
+            raise UsageError(f"{key}= is not a key of engine={options.engine}{reason}")
     if "model" not in texts:
         raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
+    # the plan of the full cache has the engine's prompts
     settings = texts | {"method": "full"}
-    if options["kl"] == "true":
+    if options.compares:
         settings["kl_mode"] = "through_cache"
     elif "query_aware" not in settings:
-        # some tasks withhold their question unless told otherwise, and no engine takes it apart
+        # some tasks by default withhold the question until the context is compressed, which no engine does
         settings["query_aware"] = "true"
     return options, config.configure(settings)
 
 
-def _plan_rows(plan: RunPlan, options: Mapping[str, object]) -> EngineRun:
+def _plan_rows(plan: RunPlan, options: EngineOptions) -> EngineRun:
     """Return the engine's rows that the options name, on a plan's prompts."""
-    baseline = str(options["baseline"])
-    if options["engine"] == OPENAI:
+    if options.engine == OPENAI:
         # prompt=chat asks for the server's own template; other policies are rendered here, as for kvbench's own rows
         chat = plan.cfg.prompt.name == "chat"
-        row = _server_row(options)
-        return EngineRun(run=plan, rows=(row,), chat=chat, baseline=baseline, parallel=int(str(options["parallel"])))
-    rows = tuple(_llamacpp_row(plan, options, cache_type) for cache_type in _cache_types(options))
-    return EngineRun(run=plan, rows=rows, baseline=baseline)
+        row = _build_server_row(options)
+        return EngineRun(
+            plan=plan, rows=(row,), chat=chat, baseline=options.baseline, parallel=options.parallel
+        )
+    rows = tuple(_build_llamacpp_row(plan, options, cache_type) for cache_type in _list_cache_types(options))
+    return EngineRun(plan=plan, rows=rows, baseline=options.baseline)
 
 
-def _server_row(options: Mapping[str, object]) -> EngineRow:
+def _build_server_row(options: EngineOptions) -> EngineRow:
     """Return the row of a server. Raises UsageError for a missing key, and for a url that is not an http address."""
-    for key, meaning in (("url", "the server's address"), ("served", "the name of the model that it serves")):
-        if not options[key]:
-            raise UsageError(f"{key}= is missing: {meaning}, as in url=http://127.0.0.1:8000/v1 served=NAME")
-    url, served = str(options["url"]), str(options["served"])
+    url, served = options.url, options.served
+    example = "as in url=http://127.0.0.1:8000/v1 served=NAME"
+    if not url:
+        raise UsageError(f"url= is missing: the server's address, {example}")
+    if not served:
+        raise UsageError(f"served= is missing: the name of the model that it serves, {example}")
+    _check_url(url)
+
+    def connect() -> Server:
+        """Return the server, after a check that it serves this model."""
+        server = Server(url, served, timeout_s=float(options.timeout))
+        server.check()
+        return server
+
+    return EngineRow(label=options.label or served, identity={"name": OPENAI, "served": served}, open=connect)
+
+
+def _check_url(url: str) -> None:
+    """Raise UsageError for a url that is not an http address with a host."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"url={url} is no address: it begins with http:// or https://")
     try:
@@ -158,50 +214,42 @@ def _server_row(options: Mapping[str, object]) -> EngineRow:
     if not is_address:
         raise UsageError(f"url={url} is no address: give it as http://HOST:PORT/v1")
 
-    def connect() -> Server:
-        server = Server(url, served, timeout_s=float(str(options["timeout"])))
-        server.check()
-        return server
 
-    label = str(options["label"] or served)
-    return EngineRow(label=label, identity={"name": OPENAI, "served": served}, open=connect)
+def _list_cache_types(options: EngineOptions) -> Sequence[CacheType]:
+    """Return llama.cpp's cache types that the options name, one for each row.
 
-
-def _cache_types(options: Mapping[str, object]) -> Sequence[CacheType]:
-    """Return llama.cpp's cache types that the options name, one for each row."""
-    rotation = str(options["rotation"])
-    k, v = options["cache_type_k"], options["cache_type_v"]
+    Raises UsageError if ``cache_type=`` stands beside the keys of keys or values, and for a type of another name.
+    """
+    k, v = options.cache_type_k, options.cache_type_v
     if k or v:
-        if options["cache_type"]:
+        if options.cache_type:
             raise UsageError("cache_type= names both types: leave it out beside cache_type_k= and cache_type_v=")
-        return [CacheType(k=str(k or llamacpp.EXACT), v=str(v or llamacpp.EXACT), rotation=rotation)]
-    names = split_list(str(options["cache_type"] or llamacpp.EXACT))
-    return [CacheType(k=name, v=name, rotation=rotation) for name in names]
+        return [CacheType(k=k or llamacpp.EXACT, v=v or llamacpp.EXACT, rotation=options.rotation)]
+    names = split_list(options.cache_type or llamacpp.EXACT)
+    return [CacheType(k=name, v=name, rotation=options.rotation) for name in names]
 
 
-def _llamacpp_row(plan: RunPlan, options: Mapping[str, object], cache_type: CacheType) -> EngineRow:
+def _build_llamacpp_row(plan: RunPlan, options: EngineOptions, cache_type: CacheType) -> EngineRow:
     """Return the row of llama.cpp with one type of cache.
 
     Raises UsageError if there is no GGUF, and if one label= is to name several rows.
     """
-    gguf = _path_of_gguf(plan, options)
-    every_logit = options["kl"] == "true"
-    label = str(options["label"] or cache_type.label)
-    if options["label"] and "," in str(options["cache_type"] or ""):
+    gguf = _find_gguf(plan, options)
+    label = options.label or cache_type.label
+    if options.label and "," in (options.cache_type or ""):
         raise UsageError(f"label={label} is not possible for several cache types: each row is named by its own")
-    threads = plan.cfg.threads
 
     def start() -> llamacpp.LlamaCpp:
-        return llamacpp.LlamaCpp(gguf, cache_type, _longest_tokens(plan), threads, every_logit)
+        """Return llama.cpp with a cache that holds the longest text of the plan."""
+        return llamacpp.LlamaCpp(
+            gguf, cache_type, _count_longest(plan), plan.cfg.threads, every_logit=options.compares
+        )
 
-    return EngineRow(
-        label=label,
-        identity=llamacpp.identity(llamacpp.fingerprint(gguf), cache_type),
-        open=start,
-    )
+    identity = llamacpp.build_identity(llamacpp.fingerprint(gguf), cache_type)
+    return EngineRow(label=label, identity=identity, open=start)
 
 
-def _longest_tokens(plan: RunPlan) -> int:
+def _count_longest(plan: RunPlan) -> int:
     """Return the number of tokens that a cache must hold: those of the longest text, or longest prompt with answer."""
     # 1 for a plan without examples: a cache cannot be empty
     lengths = [1]
@@ -215,44 +263,46 @@ def _longest_tokens(plan: RunPlan) -> int:
     return max(lengths)
 
 
-def _exact_row(plan: RunPlan, options: Mapping[str, object]) -> EngineRow:
+def _build_exact_row(plan: RunPlan, options: EngineOptions) -> EngineRow:
     """Return the row of llama.cpp's f16 cache, with which the other rows are compared."""
     exact = CacheType(k=llamacpp.EXACT, v=llamacpp.EXACT)
-    return _llamacpp_row(plan, dict(options) | {"label": None, "cache_type": None}, exact)
+    # the user's label and cache types are those of the other rows
+    return _build_llamacpp_row(plan, replace(options, label=None, cache_type=None), exact)
 
 
-def _path_of_gguf(plan: RunPlan, options: Mapping[str, object]) -> Path:
+def _find_gguf(plan: RunPlan, options: EngineOptions) -> Path:
     """Return the path of the GGUF that the user named, or else of the GGUF that a fetched model was converted from.
 
     Raises UsageError if there is no such file.
     """
-    name = plan.cfg.model.path
-    if options["gguf"]:
-        path = Path(str(options["gguf"])).expanduser()
+    if options.gguf:
+        path = Path(options.gguf).expanduser()
         if not path.is_file():
             raise UsageError(f"gguf={path}: there is no such file")
         return path
-    if not name.startswith(SCHEME):
+    # only models that kvbench itself has fetched are kept with a GGUF
+    address = plan.cfg.model.path
+    if not address.startswith(SCHEME):
         raise UsageError(f"gguf= is missing: the file of the model {plan.cfg.model_name} for llama.cpp")
-    path = gguf_file(name.removeprefix(SCHEME))
+    path = gguf_file(address.removeprefix(SCHEME))
     if not path.is_file():
         raise UsageError(f"{path} is not here: kvbench model fetch {plan.cfg.model_name} keeps it there")
     return path
 
 
 def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:
-    """Print the table of all rows on these prompts."""
+    """Print the table of all rows on these prompts, or with --json the report as JSON."""
     answered = table.build_report(run)
     if args.json:
         print(json.dumps(asdict(answered), indent=1, ensure_ascii=False))
         return
-    print(writers.compose(table.tables(answered), table.notes(answered), args.format), end="")
+    print(writers.compose(table.build_tables(answered), table.build_notes(answered), args.format), end="")
 
 
 def _print_divergences(run: EngineRun, args: argparse.Namespace) -> None:
-    """Print the table of divergences."""
+    """Print the table of divergences, or with --json the summaries as JSON."""
     by_label = divergence.summarise_rows(run)
     if args.json:
         print(json.dumps({label: asdict(summary) for label, summary in by_label.items()}, indent=1, ensure_ascii=False))
         return
-    print(writers.compose([divergence.table(by_label)], divergence.notes(by_label), args.format), end="")
+    print(writers.compose([divergence.build_table(by_label)], divergence.build_notes(by_label), args.format), end="")

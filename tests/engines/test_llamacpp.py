@@ -57,7 +57,7 @@ def test_a_windows_divergence_counts_from_its_middle_on():
     # 3 : 1 for token 1 behind token 1; the same as before behind token 2; what comes before the middle does not count
     other[1, 1] = math.log(3.0)
     other[0, 0] = 100.0
-    found = divergence.window_record(example, exact, other)
+    found = divergence.build_window_record(example, exact, other)
     # KL(1/2, 1/2 || 1/4, 3/4) = ln 2 / 2 + ln(2/3) / 2
     kl = 0.5 * math.log(2.0) + 0.5 * math.log(2.0 / 3.0)
     text = found["fidelity"][divergence.REFERENCE]
@@ -88,7 +88,7 @@ def test_engines_are_closed_if_a_later_one_does_not_open(monkeypatch):
     monkeypatch.setattr(divergence, "_open_llamacpp", open_engine)
     exact, *rows = (SimpleNamespace(label=label) for label in ("f16", "q8_0", "q4_0"))
     left = {"q8_0": 1, "q4_0": 1}
-    run = SimpleNamespace(rows=rows, run=SimpleNamespace(groups=()), count_left=lambda: left)
+    run = SimpleNamespace(rows=rows, plan=SimpleNamespace(groups=()), count_unanswered=lambda: left)
     with pytest.raises(UsageError, match="q4_0 does not open"):
         divergence.measure(run, exact, quiet=True)
     assert [engine.closed for engine in opened] == [True, True]
