@@ -156,11 +156,11 @@ def _print_overview(results: Path) -> None:
 
 def _print_methods(items: Sequence[ListItem]) -> None:
     """Print a line for each method below the heading of its kind."""
-    from kvbench.methods.core.kinds import BUDGETS, by_kind
+    from kvbench.methods.core.kinds import BUDGETS, group_by_kind
 
     about_by_id = {item.id: ARXIV.sub("", item.about) for item in items}
     print(f"{len(items)} methods. Options of one: `kvbench run --help NAME`. Combinations: method=snapkv+think.")
-    for kind, methods in by_kind(about_by_id).items():
+    for kind, methods in group_by_kind(about_by_id).items():
         heading = kind
         if kind in BUDGETS:
             heading += f" ({BUDGETS[kind]})"

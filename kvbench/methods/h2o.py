@@ -114,6 +114,11 @@ class H2O(EvictingSelector):
     def competing(self, n: int) -> int:
         return sum(self.parts(n))
 
+    @property
+    def spare(self) -> int:
+        # under both knobs the newest token competes one step late
+        return 1 if self.code_mask or self.evict_after else 0
+
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         if not self.evicts:
             return {}

@@ -130,6 +130,11 @@ class QHitter(EvictingSelector, Packer):
     def competing(self, n: int) -> int:
         return sum(self.parts(n))
 
+    @property
+    def spare(self) -> int:
+        # the newest token competes one step late
+        return 1 if self.evict_after else 0
+
     def token_counts(self, n: int) -> Mapping[str, int]:
         by_attention, _, recent = self.parts(n)
         # under evict_after one more token is stored: the newest one competes a step late

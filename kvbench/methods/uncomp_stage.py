@@ -13,7 +13,7 @@ from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.contract import top_indices
-from kvbench.methods.core.entropy import entropy_recipe, erank_drops, measure_entropy
+from kvbench.methods.core.entropy import entropy_recipe, find_erank_drops, measure_entropy
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import HiddenPruner
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
@@ -109,7 +109,7 @@ class UncompStage(HiddenPruner):
             # erank_k [3, L]: row 0 has the effective ranks of the queries
             eranks = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")["erank_k"][0]
             starts = [0]
-            starts += erank_drops(eranks.tolist(), self.epsilon)
+            starts += find_erank_drops(eranks.tolist(), self.epsilon)
             return tuple(starts)
         # group i of g begins at ceil(i * L / g)
         groups = min(self.groups, n_layers)

@@ -13,7 +13,7 @@ from kvbench.base.errors import Refused
 from kvbench.base.example import Example
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.loading import located
+from kvbench.methods.core.loading import locate_error
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.core.walls import contained
 from kvbench.plan.cells import Group
@@ -58,7 +58,7 @@ def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) 
         except Refused:
             continue  # the runner meets this refusal again on a prompt, and marks the cell as refused
         except Exception as error:
-            reasons[entry.label] = located(error, entry.chain.name)
+            reasons[entry.label] = locate_error(error, entry.chain.name)
     return reasons
 
 

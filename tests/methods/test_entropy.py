@@ -149,7 +149,7 @@ def test_measure_holds_one_window_at_a_time():
 
 
 def test_group_sizes_are_those_of_released_code():
-    assert [entropy.group_sizes(32, m) for m in (2, 3, 4, 5, 8)] == [
+    assert [entropy.count_group_heads(32, m) for m in (2, 3, 4, 5, 8)] == [
         [16, 16],
         [11, 10, 11],
         [8] * 4,
@@ -158,7 +158,7 @@ def test_group_sizes_are_those_of_released_code():
     ]
     for heads in range(1, 41):
         for m in range(1, heads + 1):
-            sizes = entropy.group_sizes(heads, m)
+            sizes = entropy.count_group_heads(heads, m)
             assert sum(sizes) == heads and max(sizes) - min(sizes) <= 1 and len(sizes) == m
 
 
@@ -174,7 +174,7 @@ def test_layers_are_cut_where_the_effective_rank_drops():
     for start, fall in ((2, 1.5), (15, 4.0), (26, 1.4), (31, 9.0)):
         eranks[start:] = [e - fall for e in eranks[start:]]
     eranks[8:] = [e - 0.3 - 0.9 for e in eranks[8:]]  # a fall that is not above epsilon
-    assert entropy.erank_drops(eranks) == [2, 15, 26, 31]
-    groups = [(g[0], g[-1]) for g in entropy.layer_groups(eranks)]
+    assert entropy.find_erank_drops(eranks) == [2, 15, 26, 31]
+    groups = [(g[0], g[-1]) for g in entropy.group_layers(eranks)]
     assert groups == [(0, 1), (2, 14), (15, 25), (26, 30), (31, 31)]
-    assert entropy.layer_groups([3.0, 3.0]) == [range(0, 2)]
+    assert entropy.group_layers([3.0, 3.0]) == [range(0, 2)]

@@ -15,7 +15,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.methods.core.kvpress_package import presses_by_name, refusal, wraps_another
+from kvbench.methods.core.kvpress_package import explain_refusal, presses_by_name, wraps_another
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
@@ -138,7 +138,7 @@ def test_snapkv_of_kvpress_and_ours_keep_the_same_tokens(model):
 
 @pytest.mark.parametrize("name", presses_by_name())
 def test_every_press_runs_or_says_why_not(model, name):
-    reason = refusal(name, presses_by_name()[name])
+    reason = explain_refusal(name, presses_by_name()[name])
     if reason:
         with pytest.raises(UsageError, match=r"does not run here: \w+"):
             chain_of(f"kvpress:{name}")

@@ -111,6 +111,11 @@ class Selector(TokenSelector):
 
     def check(self) -> None:
         super().check()
+        self._check_prompt_budget()
+        self._check_decode_budget()
+
+    def _check_prompt_budget(self) -> None:
+        """Fill in the default kv_ratio if there is no budget. Raise UsageError for one out of range, and for two."""
         if self.kv_size is not None and self.kv_ratio is not None:
             raise UsageError(
                 f"method.{self.id}: kv_size={self.kv_size} and kv_ratio={self.kv_ratio} are two ways to say one "
@@ -119,26 +124,35 @@ class Selector(TokenSelector):
         if self.kv_size is None and self.kv_ratio is None:
             # a frozen dataclass can fill in its own fields only in this way
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
-        sinks, window = self.protected()
-        # at least one token must be left to choose beside those that always stay
-        above_protected = f"a whole number of tokens above {sinks + window} (sinks {sinks} + window {window})"
         if self.kv_size is not None:
-            self.require("kv_size", self.kv_size > sinks + window, above_protected)
+            self._require_room("kv_size", self.kv_size)
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
+
+    def _check_decode_budget(self) -> None:
+        """Fill in the default decode_every beside a budget while decoding. Raise UsageError for one out of range."""
         if self.decode_budget is not None and self.decode_ratio is not None:
             raise UsageError(
                 f"method.{self.id}: decode_budget={self.decode_budget} and decode_ratio={self.decode_ratio} are two "
                 "ways to say one budget while decoding: give one of them"
             )
         if self.decode_budget is not None:
-            self.require("decode_budget", self.decode_budget > sinks + window, above_protected)
+            self._require_room("decode_budget", self.decode_budget)
         if self.chooses_again:
             # the knob's rule allows no 0, so only null is replaced
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
         # an interval alone would choose nothing, because it has no budget
         allowed = self.decode_every is None or self.chooses_again
         self.require("decode_every", allowed, "given together with decode_budget or decode_ratio")
+
+    def _require_room(self, knob: str, budget: int) -> None:
+        """Raise UsageError unless a ``budget`` in tokens leaves one to choose beside those that always stay.
+
+        ``knob`` is the knob that has this budget, for the error.
+        """
+        sinks, window = self.protected()
+        above_protected = f"a whole number of tokens above {sinks + window} (sinks {sinks} + window {window})"
+        self.require(knob, budget > sinks + window, above_protected)
 
     @property
     def chooses_again(self) -> bool:
@@ -193,23 +207,26 @@ class Selector(TokenSelector):
         if self.kv_size is not None:
             # ``check`` has refused a kv_size without room for sinks, window and one token more
             return Capacity(min(self.kv_size, n), sinks, window)
-        # C = floor(ratio * n), at least 2: one token to choose and one that always stays. kv_ratio is None only in a
-        # subclass that has a budget of its own (``require_one_budget``) and does not use this number
-        unrounded = (self.kv_ratio or DEFAULT_RATIO) * n
-        if self.kv_round:
-            tokens = round(unrounded)
-        elif self.rounds_up:
-            # 1e-9: 0.1 * 30 is 3.0000000000000004, and ceil must not raise a product that is meant to be whole
-            tokens = math.ceil(unrounded - 1e-9)
-        else:
-            # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
-            tokens = int(unrounded + 1e-9)
-        tokens = max(2, tokens)
+        # at least 2 tokens: one to choose and one that always stays
+        tokens = max(2, self._round_share(n))
         if tokens >= n or tokens > sinks + window:
             return Capacity(min(tokens, n), sinks, window)
         # sinks and window share the whole budget, and each gets at most half of it
         half = tokens // 2
         return Capacity(tokens, sinks=min(sinks, half), window=min(window, half), shrunk=True)
+
+    def _round_share(self, n: int) -> int:
+        """Return kv_ratio * n as a whole number of tokens, rounded as kv_round and rounds_up say."""
+        # kv_ratio is None only in a subclass that has a budget of its own (``require_one_budget``) and does not use
+        # this number
+        unrounded = (self.kv_ratio or DEFAULT_RATIO) * n
+        if self.kv_round:
+            return round(unrounded)
+        if self.rounds_up:
+            # 1e-9: 0.1 * 30 is 3.0000000000000004, and ceil must not raise a product that is meant to be whole
+            return math.ceil(unrounded - 1e-9)
+        # 1e-9: 0.29 * 100 is 28.999..., and floor must not cut a product that is meant to be whole
+        return int(unrounded + 1e-9)
 
     def nominal(self, n: int) -> int | None:
         return self.capacity(n).tokens
@@ -243,32 +260,49 @@ class Selector(TokenSelector):
 
         Raises Refused unless scores are real numbers [heads, n] or [1, n], without NaN and not all infinite for a head.
         """
-        state = dict(self.initial_state(cache, obs))
-        # modifiers need a state only where scores are computed again while decoding
-        if self.evicts:
-            for modifier in modifiers:
-                state.update(modifier.initial_state(cache))
-        if state:
-            # the state is stored with the tokens even if all of them stay, because decoding continues from it
-            cache = ops.with_state(cache, **state)
+        cache = self._store_initial_state(cache, obs, modifiers)
         # the budget refers to the whole prompt of n tokens, although this layer may have read only obs.n of them
         n = obs.prompt_tokens
         budget = self.budget(n, obs.layer, obs.n_layers)
         if budget >= obs.n:
             return cache
-        capacity = with_sinks(self.capacity(n), sinks_of(modifiers), n)
-        selector_scores = self.scores(cache, obs, capacity)
-        _check_scores(self.id, selector_scores, cache, obs)
-        # authors may build scores on the CPU, but the choice is made where the keys are; the copy is needed because
-        # protected tokens are written into it below, and all budgets may share the scores
-        scores = selector_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
-        for modifier in modifiers:
-            scores = modifier.modify(scores, cache, obs)
-        _check_order(scores, self, modifiers, obs.layer)
+        capacity = with_sinks(self.capacity(n), count_sinks(modifiers), n)
+        scores = self._modified_scores(cache, obs, capacity, modifiers)
         # +inf makes the protected tokens the best of every head
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
+
+    def _store_initial_state(
+        self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]
+    ) -> LayerCache:
+        """Return the cache with the running state of its tokens, as the selector and ``modifiers`` begin it."""
+        state = dict(self.initial_state(cache, obs))
+        # modifiers need a state only where scores are computed again while decoding
+        if self.evicts:
+            for modifier in modifiers:
+                state.update(modifier.initial_state(cache))
+        if not state:
+            return cache
+        # the state is stored with the tokens even if all of them stay, because decoding continues from it
+        return ops.with_state(cache, **state)
+
+    def _modified_scores(
+        self, cache: LayerCache, obs: Observation, capacity: Capacity, modifiers: Sequence[Modifier]
+    ) -> torch.Tensor:
+        """Return the scores [heads, n] or [1, n] in fp32 after ``modifiers``, as a tensor that the caller may change.
+
+        Raises Refused for scores that ``_check_scores`` or ``_check_order`` refuses.
+        """
+        selector_scores = self.scores(cache, obs, capacity)
+        _check_scores(self.id, selector_scores, cache, obs)
+        # authors may build scores on the CPU, but the choice is made where the keys are; the copy is needed because all
+        # budgets may share the selector's scores
+        scores = selector_scores.to(cache.segments[0].k.device, torch.float32, copy=True)
+        for modifier in modifiers:
+            scores = modifier.modify(scores, cache, obs)
+        _check_order(scores, self, modifiers, obs.layer)
+        return scores
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         """Return the cache with every head's ``budget`` best tokens by scores [heads, n]. Those at +inf always stay."""
@@ -331,7 +365,7 @@ class Mask(Stage, Masker):
         return True
 
 
-def sinks_of(modifiers: Sequence[Modifier]) -> int:
+def count_sinks(modifiers: Sequence[Modifier]) -> int:
     """Return how many first tokens always stay because of ``modifiers``: the largest ``sink_size`` of any."""
     return max((modifier.sink_size() for modifier in modifiers), default=0)
 
@@ -351,9 +385,9 @@ def _check_scores(method: str, scores: object, cache: LayerCache, obs: Observati
             f"scores() of {method} returns complex numbers in layer {obs.layer}, which have no order: return real "
             "ones, as scores.abs()"
         )
-    # an empty tensor has no smallest score; its shape is refused below
+    # scores are compared as float32; an empty tensor has no smallest score, and its shape is refused below
     is_whole = not scores.is_floating_point() and scores.numel() > 0
-    if is_whole and not -EXACT_WHOLE <= int(scores.min()) <= int(scores.max()) <= EXACT_WHOLE:
+    if is_whole and (int(scores.min()) < -EXACT_WHOLE or int(scores.max()) > EXACT_WHOLE):
         raise Refused(
             f"scores() of {method} returns whole numbers above {EXACT_WHOLE} in layer {obs.layer}, which float32 does "
             "not tell apart: scale them"

@@ -8,6 +8,7 @@ Shapes: Hk kv heads, Hq query heads, n prompt tokens, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Literal
@@ -19,9 +20,9 @@ from kvbench.kv import ops
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, sinks_of
+from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, count_sinks
 from kvbench.methods.core.contract import Block, Capacity, Expected, with_sinks
-from kvbench.methods.core.decode_budget import DecodeBudget, refusal
+from kvbench.methods.core.decode_budget import DecodeBudget, explain_refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
 from kvbench.methods.core.foreign import code_of
 from kvbench.methods.core.formats import StorageFormat
@@ -39,6 +40,8 @@ ROLES: tuple[Role, ...] = ("hidden", "lowrank", "selector", "modifier", "prune",
 """The roles of stages in canonical order. A stage works on the result of the stages before it."""
 PER = ("kv_head", "query_head")
 """The values of ``Chain.per``."""
+LONGER_THAN_ANY_BUDGET = 2**31
+"""The number of tokens of a prompt that is longer than any kv_size (``knobs.MOST``)."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class Chain:
         # a stage that overrides ``read`` changes the keys and values that the prompt's attention reads
         overrides_read = any(type(s).read is not Stage.read for s in self.stages)
         alters_prefill = key or overrides_read or self.adaptation or self.hidden or self.sharer
+        # the author of foreign code may have left out a part of the key, so the whole identity is added
         if self.foreign and alters_prefill:
             return f"{key} {self.identity()}"
         return key
@@ -197,15 +201,15 @@ class Chain:
     def first_alike(self, layer: int) -> int:
         """Return the first layer whose tokens take as many bytes each as the tokens of ``layer``.
 
-        Whoever adds up bytes over layers computes them once for this first layer, and uses them for all layers alike.
+        Callers that add up bytes over layers compute them once for this first layer, and use them for all layers alike.
         """
-        kind = self._token_kind(layer)
-        return next(i for i in range(layer + 1) if self._token_kind(i) == kind)
+        key = self._token_bytes_key(layer)
+        return next(i for i in range(layer + 1) if self._token_bytes_key(i) == key)
 
-    def _token_kind(self, layer: int) -> tuple[object, ...]:
-        """Return (True if a layer's tokens are packed, widths of their latents or None).
+    def _token_bytes_key(self, layer: int) -> tuple[object, ...]:
+        """Return a key that is equal for layers whose tokens take equally many bytes each.
 
-        Layers with equal results store equally many bytes for a token.
+        It is (True if the layer's tokens are packed, widths of their latents or None).
         """
         packed = self.quantiser is not None and self.quantiser.packs_in(layer)
         latent_widths = self.lowrank.widths(layer) if self.lowrank is not None else None
@@ -223,8 +227,10 @@ class Chain:
             )
         if not isinstance(selector, EvictingSelector) or not selector.evicts:
             return None
+        # without stages around it, the selector itself is the evictor
         if not self.modifiers and self.quantiser is None:
             return selector
+        # some selectors pack their tokens themselves; beside those no quantiser may stand
         return Modified(selector, self.modifiers, self.quantiser or selector.packer)
 
     @property
@@ -248,7 +254,7 @@ class Chain:
         """Return the selector's budget for a prompt of n tokens, with the modifiers' sinks; None without a selector."""
         if self.selector is None:
             return None
-        return with_sinks(self.selector.capacity(n), sinks_of(self.modifiers), n)
+        return with_sinks(self.selector.capacity(n), count_sinks(self.modifiers), n)
 
     def heads(self, kv_heads: int, query_heads: int) -> int:
         """Return how many heads each layer stores.
@@ -329,16 +335,17 @@ class Chain:
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected:
         """Return how many tokens each of ``heads`` stored heads of a layer must hold after a prompt of n tokens."""
-        rows = self.tokens_read(n, layer, n_layers)
+        tokens_read = self.tokens_read(n, layer, n_layers)
         for stage in self.stages:
             declared = stage.expected(n, layer, n_layers, heads)
+            # only the stage that chooses tokens declares how many stay
             if declared is None:
                 continue
             # budgets refer to the whole prompt, but a layer cannot hold more tokens than it has read
-            if rows != n:
-                return declared.within(rows)
+            if tokens_read != n:
+                return declared.within(tokens_read)
             return declared
-        return Expected.exactly(rows, heads)
+        return Expected.exactly(tokens_read, heads)
 
     def layout(self, slots: int, head_dim: int, itemsize: int, layer: int = 0, own_values: bool = False) -> list[Block]:
         """Return the bytes of a stored head of ``layer`` that holds ``slots`` tokens, as one Block for each segment.
@@ -408,6 +415,7 @@ class Chain:
         # under per=query_head, an uncut cache still has its kv heads
         cache = ops.expand(cache)
         evictor = self.evictor
+        # ``every`` is the number of tokens between two choices, and 0 for an evictor that scores every step by itself
         if evictor is None or not evictor.every:
             return cache
         # an evictor that chooses again also scores by the prompt's last queries
@@ -458,7 +466,7 @@ def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
         return "it has layers that read every token into a state"
     if not shape.own_values:
         return None
-    # of several reasons the user reads the last
+    # the model holds latents; of several reasons against them the user reads the last
     reason = stage.on_latents
     if stage.role == "lowrank":
         reason = "the model has low-rank keys and values of its own"
@@ -492,7 +500,7 @@ def _why_unsupported(stage: Stage, model: ModelTraits) -> str | None:
         return "it caps attention logits (softcapping), which the method's formula does not"
     if model.sinks and (stage.uncapped or reads_modules or stage.role == "share"):
         return "attention goes to sinks that are no tokens, too, which the method's formula leaves out"
-    # these traits are reasons in words, or None
+    # the traits ``mixed`` and ``unrolled`` are reasons in words, or None if there is nothing against the stage
     if stage.role == "lowrank":
         return model.mixed
     if stage.rotates:
@@ -507,19 +515,27 @@ def _check_as_set(chain: Chain) -> None:
     """
     selector = chain.selector
     if isinstance(selector, Selector) and selector.chooses_again:
-        reason = refusal(selector)
+        reason = explain_refusal(selector)
         knob = "decode_ratio" if selector.decode_budget is None else "decode_budget"
         selector.require(knob, not reason, f"not for {selector.id} as set here, as {reason}")
-    if chain.modifiers and isinstance(selector, Selector) and selector.kv_size is not None:
-        # the test prompt is longer than any budget, because a shorter one might keep all its tokens
-        capacity = selector.capacity(2**31)
-        # sinks and chosen tokens share C - w tokens
-        room = capacity.tokens - capacity.window
-        for modifier in chain.modifiers:
-            modifier.require(
-                "sinks",
-                # a modifier without sinks fits even where no room is left
-                modifier.sink_size() < max(room, 1),
-                f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
-            )
+    if isinstance(selector, Selector) and selector.kv_size is not None:
+        _check_room_for_sinks(selector, chain.modifiers)
     refuse_conflicts(AS_SET, chain.stages)
+
+
+def _check_room_for_sinks(selector: Selector, modifiers: Sequence[Modifier]) -> None:
+    """Raise UsageError if a modifier's sinks leave a selector with a kv_size no token to choose beside its window."""
+    if not modifiers:
+        return
+    # the capacity is that of a prompt longer than any budget, because a shorter one might keep all its tokens
+    capacity = selector.capacity(LONGER_THAN_ANY_BUDGET)
+    # sinks and chosen tokens share C - w tokens
+    room = capacity.tokens - capacity.window
+    for modifier in modifiers:
+        # a modifier without sinks fits even where no room is left
+        fits = modifier.sink_size() < max(room, 1)
+        modifier.require(
+            "sinks",
+            fits,
+            f"fewer than the {room} tokens that {selector.id} keeps beside its window at kv_size={capacity.tokens}",
+        )

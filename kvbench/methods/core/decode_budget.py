@@ -14,7 +14,7 @@ from kvbench.methods.core.base import Modifier, Selector
 from kvbench.storage.roles import Evictor, Packer
 
 LONG = 2**20
-"""A text length, in tokens, beyond any window or budget. ``refusal`` asks selectors for their needs at it."""
+"""A text length, in tokens, beyond any window or budget. ``explain_refusal`` asks selectors for their needs at it."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class DecodeBudget(Evictor):
         A head gains every new token, and falls to its budget at each choice.
         """
         assert cache.observed is not None
+        # held and most_held count the tokens of one head, ``seen`` the tokens of the text read so far
         held, most_held = cache.tokens, cache.tokens
         seen, end = cache.seen, cache.seen + new
         while seen < end:
@@ -76,11 +77,11 @@ class DecodeBudget(Evictor):
         return [held] * cache.heads, [most_held] * cache.heads
 
 
-def refusal(selector: Selector) -> str:
+def explain_refusal(selector: Selector) -> str:
     """Return why a selector cannot choose again while decoding, under ``decode_budget`` or ``decode_ratio``.
 
     Return '' if it can. A decode step has the last queries and the cached tokens of one layer, and no more of the
-    prompt.
+    prompt. A selector that needs more than these is refused.
     """
     if selector.evicts:
         return "it evicts while decoding by itself, to its own budget"
@@ -97,9 +98,9 @@ def refusal(selector: Selector) -> str:
         return "it reads the prompt's first queries"
     if needs.hidden or needs.call:
         return "it reads hidden states or the attention module, of the prompt alone"
-    # two lengths are tried, because whole chunks may happen to fit one of them; the layer, the first of 2, and its 2
-    # heads stand for any others
+    # two lengths are tried, because whole chunks may happen to fit one of them
     for n in (LONG, LONG + 1):
+        # layer 0 of 2 layers, with 2 heads, stands for any layer
         expected = decoding_selector.expected(n, 0, 2, heads=2)
         if expected is None or expected.low != expected.high:
             return "how many tokens each head keeps follows from the data, and slots are reserved for a fixed number"

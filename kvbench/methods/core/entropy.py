@@ -40,7 +40,7 @@ def measure_spectrum(rows: Tensor) -> Tensor:
 
 
 def truncated_entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
-    """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k, None takes all D."""
+    """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k; None takes all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
 
@@ -96,21 +96,22 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
         entropies = truncated_entropy(query_spectra, top)
         ranks = rank_heads(entropies)
         sums.add("entropy", obs.layer, entropies)
-        # counts marks the half of the heads with the largest H_k (appendix A.4); a middle head is in the lower half
-        sums.add("counts", obs.layer, ranks >= heads - heads // 2)
+        # the half of the heads with the largest H_k counts 1 (appendix A.4); a middle head is in the lower half
+        is_in_upper_half = ranks >= heads - heads // 2
+        sums.add("counts", obs.layer, is_in_upper_half)
         sums.add("ranks", obs.layer, ranks)
         sums.add("spectra", obs.layer, query_spectra)
+        # [3] for queries, keys and values
         all_spectra = (query_spectra, measure_spectrum(k), measure_spectrum(v))
-        # erank = exp(H), eq. 10, averaged over heads: [3] for queries, keys and values
-        sums.add("erank", obs.layer, torch.stack([truncated_entropy(s).exp().mean() for s in all_spectra]))
-        sums.add("erank_k", obs.layer, torch.stack([truncated_entropy(s, top).exp().mean() for s in all_spectra]))
+        sums.add("erank", obs.layer, torch.stack([_mean_rank(spectra) for spectra in all_spectra]))
+        sums.add("erank_k", obs.layer, torch.stack([_mean_rank(spectra, top) for spectra in all_spectra]))
 
-    count = 0
+    samples = 0
     for window in run.windows():
         # the entropy is that of all queries of the window
         run.observe(window, Needs(last_q=window.numel()), on_layer)
-        count += 1
-    measured = {name: (total / count).float() for name, total in sums.tensors.items()}
+        samples += 1
+    measured = {name: (total / samples).float() for name, total in sums.tensors.items()}
     for name in ("counts", "ranks"):
         # counts and ranks are sums over samples, not means
         measured[name] = sums.tensors[name].float()
@@ -120,7 +121,13 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     return measured
 
 
-def group_sizes(heads: int, groups: int) -> list[int]:
+def _mean_rank(eigenvalues: Tensor, top: int | None = None) -> Tensor:
+    """Return the mean over heads, a scalar, of the effective ranks by eigenvalues [H, D]. ``top`` truncates them."""
+    # erank = exp(H), eq. 10
+    return truncated_entropy(eigenvalues, top).exp().mean()
+
+
+def count_group_heads(heads: int, groups: int) -> list[int]:
     """Return how many of ``heads`` heads each of ``groups`` groups has, such as [11, 10, 11] for 32 heads in 3 groups.
 
     Heads beyond equal sizes go in pairs to the first and the last group, then to their neighbours, and so on. A single
@@ -141,27 +148,28 @@ def assign_groups(scores: Tensor, groups: int) -> list[int]:
     """Return each head's group by scores [H].
 
     Group 0 takes the heads with the largest scores, group 1 the next, and so on. Of equal scores the lower head comes
-    first. ``group_sizes`` says how many heads each group takes.
+    first. ``count_group_heads`` says how many heads each group takes.
     """
     order = scores.sort(descending=True, stable=True).indices.tolist()
     group_of_head = [0] * len(order)
     start = 0
-    for group, size in enumerate(group_sizes(len(order), groups)):
+    for group, size in enumerate(count_group_heads(len(order), groups)):
         for head in order[start : start + size]:
             group_of_head[head] = group
         start += size
     return group_of_head
 
 
-def erank_drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
+def find_erank_drops(eranks: Sequence[float], epsilon: float = EPSILON) -> list[int]:
     """Return the layers whose effective rank is more than ``epsilon`` below the previous layer's (equation 11)."""
     # layer i begins a group where erank(i - 1) - erank(i) > epsilon, eq. 11
     return [i for i in range(1, len(eranks)) if eranks[i - 1] - eranks[i] > epsilon]
 
 
-def layer_groups(eranks: Sequence[float], epsilon: float = EPSILON) -> list[range]:
+def group_layers(eranks: Sequence[float], epsilon: float = EPSILON) -> list[range]:
     """Return the groups of layers. A new group begins at each drop of the effective rank."""
+    # a group begins at each of these layers and ends before the next of them; the last is the number of layers
     edges = [0]
-    edges += erank_drops(eranks, epsilon)
+    edges += find_erank_drops(eranks, epsilon)
     edges.append(len(eranks))
     return [range(first, end) for first, end in itertools.pairwise(edges)]

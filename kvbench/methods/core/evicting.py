@@ -13,14 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvbench.kv.segment import LayerCache
-from kvbench.methods.core.base import Modifier, Selector, sinks_of
+from kvbench.methods.core.base import Modifier, Selector, count_sinks
 from kvbench.methods.core.contract import Block, with_sinks
 from kvbench.storage.roles import Evictor, Packer, Slots
 
 POSITIONS = (None, "true", "rolled")
 """The values of the knob ``positions``."""
-SPARE_KNOBS = ("evict_after", "code_mask")
-"""Knobs under which the newest token competes one step late. One more token is then stored."""
 NO_LIMIT = 2**31 - 1
 """The budget, in tokens, of a layer that keeps everything."""
 
@@ -40,16 +38,18 @@ class EvictingSelector(Selector, Evictor):
 
     def check(self) -> None:
         # YAML reads true as a boolean
-        written = str(self.positions).lower() if self.positions is not None else None
-        self.require("positions", written in POSITIONS, "true or rolled")
+        positions = str(self.positions).lower() if self.positions is not None else None
+        self.require("positions", positions in POSITIONS, "true or rolled")
         # null and true mean the same, so both become the class's default and have one identity
-        if written != "rolled":
-            written = type(self).positions
-        object.__setattr__(self, "positions", written)
+        if positions != "rolled":
+            positions = type(self).positions
+        # a frozen dataclass can set its own fields only by object.__setattr__
+        object.__setattr__(self, "positions", positions)
         super().check()
+        rolls_only_evicted = self.evicts or not self.rolled
         self.require(
             "positions",
-            self.evicts or not self.rolled,
+            rolls_only_evicted,
             f"rolled positions are those of a cache that evicts while decoding, and {self.id} set so evicts only after "
             "the prompt",
         )
@@ -100,12 +100,11 @@ class EvictingSelector(Selector, Evictor):
 
     @property
     def spare(self) -> int:
-        """The number of tokens stored beside the budget while decoding.
+        """The number of tokens stored beside the budget while decoding: 1 if the newest competes one step late, else 0.
 
-        It is 1 under a knob by which the newest token competes one step late, else 0.
+        Subclasses with a knob for this override the property.
         """
-        # not every selector has these knobs
-        return int(any(getattr(self, knob, None) for knob in SPARE_KNOBS))
+        return 0
 
     def max_chunk(self, n: int, n_layers: int) -> int:
         """Return how many new tokens every head of every layer can take in one step after a prompt of n tokens."""
@@ -141,7 +140,7 @@ class Modified(Evictor):
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         # the selector's own sinks and those of its modifiers are the same first tokens, so the larger number counts
-        capacity = with_sinks(self.selector.capacity(n), sinks_of(self.modifiers), n)
+        capacity = with_sinks(self.selector.capacity(n), count_sinks(self.modifiers), n)
         counts = dict(self.selector.token_counts(n))
         counts["sinks"] = capacity.sinks
         return counts

@@ -78,25 +78,26 @@ def code_of(stage: Knobs) -> str | None:
 @cache
 def _code_of(cls: type[Knobs]) -> str | None:
     """Return the hash of the source of a class and its base classes, or None if all are kvbench's own."""
-    classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
-    if not classes:
+    foreign_classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
+    if not foreign_classes:
         return None
     sha256 = hashlib.sha256()
-    modules: dict[str, bytes] = {}
-    for c in classes:
+    sources: dict[str, bytes] = {}
+    for foreign_class in foreign_classes:
         try:
             # follow the class's file and everything that it imports from its own folder
-            _collect_imports(c.__module__, Path(inspect.getfile(c)).parent, modules)
+            folder = Path(inspect.getfile(foreign_class)).parent
+            _collect_imports(foreign_class.__module__, folder, sources)
         except (TypeError, OSError):
             try:
                 # a notebook has no file, but keeps the source of its cells
-                sha256.update(inspect.getsource(c).encode())
+                sha256.update(inspect.getsource(foreign_class).encode())
             except (TypeError, OSError):
                 # random bytes, because code without a source must equal no other code
                 sha256.update(secrets.token_bytes())
     # sorted, because the hash must not depend on the order of imports
-    for name in sorted(modules):
-        sha256.update(name.encode() + b"\0" + modules[name])
+    for name in sorted(sources):
+        sha256.update(name.encode() + b"\0" + sources[name])
     return sha256.hexdigest()[:16]
 
 
@@ -108,29 +109,31 @@ def is_own(module: str) -> bool:
     return package == PACKAGE and name in OWN
 
 
-def _collect_imports(name: str, folder: Path, modules: dict[str, bytes]) -> None:
-    """Add the source of a module that lies in ``folder``, and of all modules there that it imports, to ``modules``.
-
-    modules: {name: source}, which also shows what was added before.
+def _collect_imports(name: str, folder: Path, sources: dict[str, bytes]) -> None:
+    """Add the source of a module that lies in ``folder``, and of all modules there that it imports, to ``sources``.
 
     The imports of the imported modules are followed as well. kvbench's own modules are left out.
+
+    sources: {name of a module: its source}. A module that it has already is not read again.
     """
     module = sys.modules.get(name)
+    # modules that are built in have no file, and a name that is no module has none either
     file = getattr(module, "__file__", None)
-    if name in modules or is_own(name) or file is None or Path(file).parent != folder:
+    if name in sources or is_own(name) or file is None or Path(file).parent != folder:
         return
-    modules[name] = Path(file).read_bytes()
+    sources[name] = Path(file).read_bytes()
     package = getattr(module, "__package__", "")
-    for node in ast.walk(ast.parse(modules[name])):
+    for node in ast.walk(ast.parse(sources[name])):
         imported: list[str] = []
         if isinstance(node, ast.Import):
             imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # ``from a import b`` may mean the name b of module a, or the module a.b
             base = node.module or ""
+            # a relative import has a level: the number of its leading dots
             if node.level:
                 base = resolve_name("." * node.level + base, package)
+            # ``from a import b`` may mean the name b of module a, or the module a.b
             imported = [base]
             imported += [f"{base}.{alias.name}" for alias in node.names]
         for module_name in imported:
-            _collect_imports(module_name, folder, modules)
+            _collect_imports(module_name, folder, sources)

@@ -52,7 +52,9 @@ class StorageFormat(Quantiser):
     def check(self) -> None:
         super().check()
         self.require_layers("exact_layers")
+        # under only=keys no value is coded, in this format or another
         self.require("values", self.values is None or self.only != "keys", "null where only=keys")
+        # ``read`` codes the keys and values of every layer
         self.require("code_prefill", not (self.code_prefill and self.exact_layers), "false beside exact_layers")
 
     def check_layers(self, n_layers: int) -> None:
@@ -70,7 +72,9 @@ class StorageFormat(Quantiser):
         if half == "v" and self.values:
             return NAMED[self.values]
         key_codec, value_codec = self.codecs()
-        return key_codec if half == "k" else value_codec
+        if half == "k":
+            return key_codec
+        return value_codec
 
     @property
     def partly_exact(self) -> bool:
@@ -103,7 +107,7 @@ class StorageFormat(Quantiser):
     def read(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.code_prefill:
             return k, v
-        # ``only`` leaves the other half exact
+        # ``only`` leaves the other half exact; a model that holds latents stores no values beside them
         if self.only != "values":
             k = self.pack_keys(k).dequantise(k.dtype)
         if self.only != "keys" and are_stored(v):

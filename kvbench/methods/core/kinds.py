@@ -51,11 +51,11 @@ def kind_of(method: str) -> str:
     return YOURS
 
 
-def by_kind(methods: Iterable[str]) -> dict[str, list[str]]:
+def group_by_kind(methods: Iterable[str]) -> dict[str, list[str]]:
     """Return {kind: ids} of ``methods``, in the order of KINDS and of METHODS. Kinds without a method are left out."""
     groups: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for method in methods:
         groups[kind_of(method)].append(method)
-    for kind, known in METHODS.items():
-        groups[kind].sort(key=known.index)
+    for kind, listed_methods in METHODS.items():
+        groups[kind].sort(key=listed_methods.index)
     return {kind: members for kind, members in groups.items() if members}

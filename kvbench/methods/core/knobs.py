@@ -71,24 +71,30 @@ CODE_BITS = Rule("2, 3, 4 or 8", lambda bits: bits in (2, 3, 4, 8))
 """The rule for the bits of a packed number."""
 
 
-def allowed_kind(declared: str, value: Any) -> str:
-    """Return in words the kind of value that a knob of type ``declared`` takes, or '' if ``value`` is of that kind.
+def name_missed_kind(declared: str, value: Any) -> str:
+    """Return '' if ``value`` is of the kind that a knob takes, else this kind in words, such as "a whole number".
 
     Kinds are numbers, switches and null. Each stage checks names, lists and ranges itself.
+
+    declared: the knob's annotation as text, such as "int | None".
     """
-    # ``declared`` is the annotation's source, such as "int | None"
-    if "str" in declared or "tuple" in declared or not any(t in declared for t in ("int", "float", "bool")):
+    takes_text_or_list = "str" in declared or "tuple" in declared
+    takes_number_or_switch = any(kind in declared for kind in ("int", "float", "bool"))
+    if takes_text_or_list or not takes_number_or_switch:
         return ""
     optional = "None" in declared
     if value is None and optional:
         return ""
     if "bool" in declared:
-        kind, fits = "true or false", isinstance(value, bool)
+        kind = "true or false"
+        fits = isinstance(value, bool)
     elif "float" in declared:
+        kind = "a number"
         is_real = isinstance(value, float) and math.isfinite(value)
-        kind, fits = "a number", is_whole(value) or is_real
+        fits = is_whole(value) or is_real
     else:
-        kind, fits = "a whole number", is_whole(value)
+        kind = "a whole number"
+        fits = is_whole(value)
     if fits:
         return ""
     if optional:
@@ -113,10 +119,11 @@ class Knobs:
         # kinds are checked first, because a rule may only compare values of the right kind
         for f in fields(self):
             if is_knob(f):
-                kind = allowed_kind(str(f.type), getattr(self, f.name))
-                self.require(f.name, not kind, kind)
+                missed_kind = name_missed_kind(str(f.type), getattr(self, f.name))
+                self.require(f.name, not missed_kind, missed_kind)
         for f in fields(self):
-            rule, value = self._rule(f.name), getattr(self, f.name)
+            rule, value = self._find_rule(f.name), getattr(self, f.name)
+            # a rule says nothing about null where the knob's type allows it
             is_null = value is None and "None" in str(f.type)
             if rule is not None and not is_null:
                 self.require(f.name, rule.holds(value), rule.allowed)
@@ -128,8 +135,8 @@ class Knobs:
             self.require(f.name, not too_large, f"at most {MOST}")
 
     @classmethod
-    def _rule(cls, name: str) -> Rule | None:
-        """Return the rule of a knob from the class, or from the nearest base class that has one."""
+    def _find_rule(cls, name: str) -> Rule | None:
+        """Return the rule of a knob from the class, or from the nearest base class that has one; None without any."""
         for base in cls.__mro__:
             # other bases, such as ``Masker``, have no knobs
             if not issubclass(base, Knobs):

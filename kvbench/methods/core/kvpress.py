@@ -101,12 +101,13 @@ class PressSelector(Selector):
     def check_layers(self, n_layers: int) -> None:
         super().check_layers(n_layers)
         if self.kind == BY_LAYER:
-            ratios = self._by_layer()
+            ratios = self._layer_ratios()
             fits = len(ratios) == n_layers and all(0 <= r < 1 for r in ratios)
             self.require("compression_ratios", fits, f"a list of {n_layers} shares removed, one for each layer")
 
-    def _by_layer(self) -> tuple[float, ...]:
+    def _layer_ratios(self) -> tuple[float, ...]:
         """Return the share removed from each layer under the wrapper ``BY_LAYER``, or () if none are set."""
+        # only this wrapper has the field, so that the base class declares none
         return tuple(getattr(self, "compression_ratios", ()))
 
     def identity(self) -> dict[str, object]:
@@ -132,9 +133,9 @@ class PressSelector(Selector):
         return press
 
     def capacity(self, n: int) -> Capacity:
-        if self.kind == BY_LAYER and self._by_layer():
+        if self.kind == BY_LAYER and self._layer_ratios():
             # each layer has a budget of its own, see ``budget``; the capacity is their mean
-            tokens = [count_kept(n, ratio) for ratio in self._by_layer()]
+            tokens = [count_kept(n, ratio) for ratio in self._layer_ratios()]
             return Capacity(round(fmean(tokens)), sinks=0, window=0)
         if self.compression_ratio is not None:
             return Capacity(count_kept(n, self.compression_ratio), sinks=0, window=0)
@@ -144,11 +145,12 @@ class PressSelector(Selector):
         if layer in self.frozen_layers or self.capacity(n).tokens >= n:
             return n
         if self.kind == BY_LAYER:
-            return count_kept(n, self._by_layer()[layer])
+            return count_kept(n, self._layer_ratios()[layer])
+        # a press whose layers have different budgets, such as PyramidKVPress, has this method
         if hasattr(self.types[0], "get_layer_budget"):
             # the press asks the module for its layer and the number of layers
             module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace(num_hidden_layers=n_layers))
-            # 1 - C / n, without the half token of ``_ratio``: the press rounds its sizes to the nearest number
+            # 1 - C / n, without the half token of ``_ratio_removed``: the press rounds its sizes to the nearest number
             ratio = self.compression_ratio
             if ratio is None:
                 ratio = 1 - self.capacity(n).tokens / n
@@ -162,12 +164,18 @@ class PressSelector(Selector):
         if size >= n or self.kind not in MASKS + REMOVES:
             return super().expected(n, layer, n_layers, heads)
         if self.kind in MASKS:
-            # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer
+            # each head's floor(alpha C) best tokens are safe, the others compete over the heads of the layer; alpha is
+            # a field of these presses, so that the base class does not declare it
             least = int(size * getattr(self, "alpha_safeguard", 0))
             most = min(n, size * heads)
             return Expected(low=(least,) * heads, high=(most,) * heads, total=size * heads)
-        # the presses in REMOVES choose by blocks, or by chunks of ``chunk_length`` tokens
-        ratio = self._ratio(n, read=n, budget=size)
+        return self._expected_of_remover(n, size, heads)
+
+    def _expected_of_remover(self, n: int, size: int, heads: int) -> Expected:
+        """Return how many tokens of n each head holds under a press in REMOVES, at a budget of ``size`` tokens."""
+        # the share removed, as the press takes it
+        ratio = self._ratio_removed(n, read=n, budget=size)
+        # two of these presses choose by chunks of ``chunk_length`` tokens
         length = getattr(self, "chunk_length", n)
         if self.kind == "chunk":
             # every chunk of m tokens keeps max(1, floor(m (1 - ratio))) of them
@@ -179,18 +187,19 @@ class PressSelector(Selector):
         if self.kind == "chunkkv" and n >= length:
             # max(1, floor(chunks (1 - ratio))) of all ceil(n / length) chunks stay
             all_chunks = ceil_div(n, length)
-            chunks = max(1, int(all_chunks * (1 - ratio)))
+            staying_chunks = max(1, int(all_chunks * (1 - ratio)))
             # the last chunk, which may lack tokens, may be one of them
             missing = all_chunks * length - n
-            most = chunks * length
+            most = staying_chunks * length
             return Expected(low=(most - missing,) * heads, high=(most,) * heads)
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:
-        reads_all = any(short_name(t.__name__) == WITH_ATTENTION for t in self.types)
-        return Needs(hidden=True, call=True, last_q=n if reads_all else 0)
+        reads_attention = any(short_name(t.__name__) == WITH_ATTENTION for t in self.types)
+        # the attention matrix has a row for each query of the prompt
+        return Needs(hidden=True, call=True, last_q=n if reads_attention else 0)
 
-    def _ratio(self, n: int, read: int, budget: int) -> float:
+    def _ratio_removed(self, n: int, read: int, budget: int) -> float:
         """Return the compression ratio, the share removed, at which a press keeps ``budget`` tokens of a layer.
 
         n is the length of the prompt, and ``read`` the tokens that the layer read: fewer than n behind a stage that
@@ -215,23 +224,7 @@ class PressSelector(Selector):
         # latents are stored as one head: it gets the mean of all kv heads' scores below
         if cache.heads not in (1, keys.shape[1]):
             raise Refused(f"{self.id} scores kv heads: per=kv_head")
-        budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
-        press = self.press(self._ratio(obs.prompt_tokens, read=obs.n, budget=budget))
-        module = obs.call.module
-        # the arguments of a press, for a batch of one: keys and values are [1, Hk, n, D]
-        arguments = (module, obs.hidden[None], keys, values, self._attention(keys[0], obs), self._kwargs(obs))
-        with self._module_prepared(module, obs.call.rotary, obs):
-            if self.kind in MASKS:
-                # these presses name the pairs of (head, token) that attention is to pass over
-                press.compress(*arguments)
-                scores = torch.ones(keys.shape[:3], device=keys.device)
-                scores[module.masked_key_indices] = 0
-            elif self.kind in REMOVES:
-                # these presses return fewer keys and values: those that are left score 1
-                new_keys, new_values = press.compress(*arguments)
-                scores = rows_kept(keys[0], values[0], new_keys[0], new_values[0])[None]
-            else:
-                scores = press.score(*arguments)
+        scores = self._run_press(keys, values, obs)
         if scores.shape != keys.shape[:3]:
             shape, wanted = list(scores.shape), list(keys.shape[:3])
             raise Refused(f"{self.id} returns scores {shape} in layer {obs.layer}, not {wanted}")
@@ -239,7 +232,32 @@ class PressSelector(Selector):
             raise Refused(f"{self.id} returns scores in layer {obs.layer} that are not finite")
         return at_heads(scores[0].float(), cache.heads)
 
-    def _kwargs(self, obs: Observation) -> dict[str, object]:
+    def _run_press(self, keys: Tensor, values: Tensor, obs: Observation) -> Tensor:
+        """Return the scores [1, Hk, n] of the press: its own, or 1 for the tokens that it keeps and 0 for the others.
+
+        keys, values: [1, Hk, n, D], since a press takes a batch of prompts.
+        """
+        assert obs.call is not None and obs.hidden is not None
+        budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
+        press = self.press(self._ratio_removed(obs.prompt_tokens, read=obs.n, budget=budget))
+        module = obs.call.module
+        attention = self._compute_attention(keys[0], obs)
+        arguments = (module, obs.hidden[None], keys, values, attention, self._build_kwargs(obs))
+        with self._prepare_module(module, obs.call.rotary, obs):
+            if self.kind in MASKS:
+                # these presses name the pairs of (head, token) that attention is to pass over
+                press.compress(*arguments)
+                scores = torch.ones(keys.shape[:3], device=keys.device)
+                scores[module.masked_key_indices] = 0
+                return scores
+            if self.kind in REMOVES:
+                # these presses return fewer keys and values: those that are left score 1
+                new_keys, new_values = press.compress(*arguments)
+                return rows_kept(keys[0], values[0], new_keys[0], new_values[0])[None]
+            own_scores: Tensor = press.score(*arguments)
+            return own_scores
+
+    def _build_kwargs(self, obs: Observation) -> dict[str, object]:
         """Return the keyword arguments of the attention module's call, as a press finds them in kvpress's prefill."""
         assert obs.call is not None and obs.hidden is not None
         positions = obs.token_positions(obs.hidden.device)
@@ -250,7 +268,7 @@ class PressSelector(Selector):
         kwargs |= {"hidden_states": obs.hidden[None], "position_ids": positions[None]}
         return kwargs
 
-    def _attention(self, keys: Tensor, obs: Observation) -> Tensor | None:
+    def _compute_attention(self, keys: Tensor, obs: Observation) -> Tensor | None:
         """Return the attention matrix [1, Hq, n, n] for the press WITH_ATTENTION, or None for any other press.
 
         Raises Refused if it would take more than ATTENTION_LIMIT bytes.
@@ -267,7 +285,7 @@ class PressSelector(Selector):
         return causal_softmax(queries, keys, obs.scale)[None]
 
     @contextmanager
-    def _module_prepared(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
+    def _prepare_module(self, module: Any, rotary: Any, obs: Observation) -> Iterator[None]:
         """While the context is open, give the module the attributes that kvpress's own context gives it.
 
         On exit the attributes are as before. Random draws inside are seeded by prompt and layer, so that every run
@@ -298,7 +316,7 @@ class PressSelector(Selector):
             order = scores.sort(dim=-1, descending=True, stable=True).indices
             return ops.select_first(cache, order, (scores > 0).sum(dim=-1))
         if self.kind in REMOVES:
-            # how many tokens the press has removed is its own choice, in all heads alike
+            # the press itself decides how many tokens it removes, in all heads alike
             budget = int((scores[0] > 0).sum())
             chosen = ops.select(cache, top_indices(scores, budget))
             return replace(chosen, decided=(budget,) * cache.heads)
@@ -315,21 +333,21 @@ def stage_class(method: str) -> type[PressSelector]:
     if method != canonical_name(method):
         return stage_class(canonical_name(method))
     types = types_of(method)
-    # the dataclass fields (name, type, default) of the class
+    # the dataclass fields of the class: (name, type, default) of each knob
     knobs: list[tuple[str, str, Any]] = []
-    knob_names: set[str] = set()
+    used_names: set[str] = set()
     # for each press, the knob that sets each of its fields (``PressSelector.names``)
-    names = []
+    knobs_by_press: list[dict[str, str]] = []
     for press in types:
         knob_of_field: dict[str, str] = {}
-        for name, declared, default in fields_of(press):
+        for field_name, declared, default in fields_of(press):
             # a field of an inner press that is called like one of an outer press gets a name of its own
-            knob = f"press_{name}" if name in knob_names else name
-            knob_of_field[name] = knob
+            knob = f"press_{field_name}" if field_name in used_names else field_name
+            knob_of_field[field_name] = knob
             knobs.append((knob, declared, field(default=default)))
-            knob_names.add(knob)
-        names.append(knob_of_field)
-    namespace = {"id": method, "types": types, "names": tuple(names), "__doc__": types[0].__doc__}
+            used_names.add(knob)
+        knobs_by_press.append(knob_of_field)
+    namespace = {"id": method, "types": types, "names": tuple(knobs_by_press), "__doc__": types[0].__doc__}
     cls = make_dataclass("Press", knobs, bases=(PressSelector,), namespace=namespace, frozen=True, kw_only=True)
     cls.__module__, cls.__name__, cls.__qualname__ = __name__, method, method
     # the registry imports the class from this module by its name

@@ -97,7 +97,7 @@ def canonical_name(method: str) -> str:
     return ":".join(words)
 
 
-def refusal(name: str, press: type) -> str:
+def explain_refusal(name: str, press: type) -> str:
     """Return why a press does not run here, or '' if it does."""
     reasons = _read_facts()["refused"]
     if name in reasons:
@@ -107,8 +107,9 @@ def refusal(name: str, press: type) -> str:
     if not issubclass(press, import_package().ScorerPress):
         return "it does not score tokens"
     # kvpress calls this function to have a press read its file; a wrapper only hands the call on
-    own_init = getattr(press, "post_init_from_model", None) is not import_package().BasePress.post_init_from_model
-    if own_init and not wraps_another(press):
+    base_init = import_package().BasePress.post_init_from_model
+    overrides_init = getattr(press, "post_init_from_model", None) is not base_init
+    if overrides_init and not wraps_another(press):
         return "it reads a trained file of the model"
     return ""
 
@@ -131,7 +132,7 @@ def press_records() -> list[PressRecord]:
         press_id = f"kvpress:{name}"
         here = "stored for real"
         knobs: dict[str, object] = {}
-        reason = refusal(name, press)
+        reason = explain_refusal(name, press)
         if reason:
             here = f"does not run: {reason}"
         else:
@@ -153,13 +154,13 @@ def types_of(method: str) -> tuple[type, ...]:
     for name in names:
         if name not in known:
             raise unknown("press of kvpress", name, known, listed_by="kvbench list kvpress")
-        reason = refusal(name, known[name])
+        reason = explain_refusal(name, known[name])
         if reason:
             raise UsageError(f"method={method}: {known[name].__name__} does not run here: {reason}")
     types = tuple(known[name] for name in names)
-    for i, outer in enumerate(types):
-        # the last press has none inside it
-        inner = types[i + 1] if i + 1 < len(types) else None
+    # each press with the one inside it; the last press has none
+    inner_types: tuple[type | None, ...] = (*types[1:], None)
+    for outer, inner in zip(types, inner_types, strict=True):
         if wraps_another(outer) and inner is None:
             raise UsageError(f"method={method} wraps a press that scores tokens: name it, as in {method}:snapkv")
         if not wraps_another(outer) and inner is not None:
@@ -187,8 +188,12 @@ def fields_of(press: type) -> Iterator[tuple[str, str, Any]]:
             continue
         annotation = parameter.annotation
         text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-        # float comes first, as it takes whole numbers as well
-        declared = next((kind for kind in ("float", "int", "bool") if kind in text), type(default).__name__)
+        declared = type(default).__name__
+        # a field annotated ``int | float`` is a float, which takes whole numbers as well
+        for kind in ("float", "int", "bool"):
+            if kind in text:
+                declared = kind
+                break
         if default is None:
             declared = f"{declared} | None"
         yield name, declared, default

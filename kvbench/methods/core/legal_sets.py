@@ -28,14 +28,14 @@ Kind = Callable[[Stage], bool]
 class Conflict(NamedTuple):
     """Two kinds of stages that cannot stand in one chain, and why.
 
-    a, b: the two kinds.
+    first, second: the two kinds.
     reason: the function that returns the reason. It is called with the two stages, and with the third if there is
         ``beside``.
     beside: the role of a third stage without which the two do not conflict, or None if they always do.
     """
 
-    a: Kind
-    b: Kind
+    first: Kind
+    second: Kind
     reason: Callable[..., str]
     beside: Role | None = None
 
@@ -43,15 +43,19 @@ class Conflict(NamedTuple):
 def kind(*roles: Role, **flags: bool) -> Kind:
     """Return the test for stages that have one of ``roles``, and whose attributes are true or false as in ``flags``.
 
-    Without ``roles``, stages of any role pass.
+    Without ``roles``, stages of any role pass. For example ``kind("selector", evicts=True)`` is the test for selectors
+    that evict while decoding.
     """
 
     def is_of_kind(stage: Stage) -> bool:
         """Return True if a stage has one of the roles, and attributes as in ``flags``."""
         if roles and stage.role not in roles:
             return False
-        # a stage without the attribute is taken to have it as false
-        return all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
+        for name, flag in flags.items():
+            # attributes such as ``evicts`` belong to some classes of stages only; for all others they count as false
+            if bool(getattr(stage, name, False)) != flag:
+                return False
+        return True
 
     return is_of_kind
 
@@ -80,6 +84,7 @@ _EVICT_AFTER_PROMPT = "use a variant that evicts only after the prompt, without 
 def _owns_its_quantiser(owner: Stage, other: Stage) -> str:
     """Return the reason against a pruner or a quantiser beside a selector that packs its own tokens."""
     name = owner.id
+    # lam is a knob of Q-Hitter alone
     if getattr(owner, "lam", None) == 1:
         # the user may have written the alias
         name += " (with lam=1: h2o+quant)"
@@ -251,7 +256,7 @@ def check_set(stages: Sequence[Stage]) -> None:
     """Raise UsageError, with the reason, for stages that cannot form one method, whatever their knobs."""
     ids = [s.id for s in stages]
     method = "+".join(ids)
-    twice = sorted({i for i in ids if ids.count(i) > 1})
+    twice = sorted({stage_id for stage_id in ids if ids.count(stage_id) > 1})
     if twice:
         raise UsageError(f"method={method!r} names {', '.join(twice)} twice")
     for role, reason in AT_MOST_ONE:
@@ -259,16 +264,22 @@ def check_set(stages: Sequence[Stage]) -> None:
         if len(rivals) > 1:
             raise UsageError(f"method={method!r} combines {' and '.join(rivals)}, but {reason}")
     refuse_conflicts(ALWAYS, stages)
+    _check_modifiers(stages)
+
+
+def _check_modifiers(stages: Sequence[Stage]) -> None:
+    """Raise UsageError for a modifier without a selector whose scores it understands."""
+    method = "+".join(s.id for s in stages)
     selector = next((s.id for s in stages if s.role == "selector"), None)
     for stage in stages:
         if stage.role != "modifier":
             continue
-        # a modifier understands the scores of certain selectors only
-        bases: tuple[str, ...] = getattr(stage, "decorates", ())
         if selector is None:
             raise UsageError(f"method={method!r}: {stage.id} changes a selector's scores and needs one beside it")
-        if selector not in bases:
-            scores = f"the scores of {', '.join(bases)}, not those of {selector}"
+        # a user's class may have this role without deriving from ``Modifier``; it then understands no scores
+        understood: tuple[str, ...] = getattr(stage, "decorates", ())
+        if selector not in understood:
+            scores = f"the scores of {', '.join(understood)}, not those of {selector}"
             raise UsageError(f"method={method!r}: {stage.id} changes {scores}")
 
 
@@ -276,13 +287,13 @@ def refuse_conflicts(conflicts: Sequence[Conflict], stages: Sequence[Stage]) -> 
     """Raise UsageError, with the reason, for the first of ``conflicts`` that two of the stages have."""
     method = "+".join(s.id for s in stages)
     for conflict in conflicts:
+        first = next((s for s in stages if conflict.first(s)), None)
         # one stage may be of both kinds, but is in no conflict with itself
-        a = next((s for s in stages if conflict.a(s)), None)
-        b = next((s for s in stages if s is not a and conflict.b(s)), None)
-        if a is None or b is None:
+        second = next((s for s in stages if s is not first and conflict.second(s)), None)
+        if first is None or second is None:
             continue
         if conflict.beside is None:
-            raise UsageError(f"method={method!r}: {conflict.reason(a, b)}")
-        c = next((s for s in stages if s.role == conflict.beside), None)
-        if c is not None:
-            raise UsageError(f"method={method!r}: {conflict.reason(a, b, c)}")
+            raise UsageError(f"method={method!r}: {conflict.reason(first, second)}")
+        third = next((s for s in stages if s.role == conflict.beside), None)
+        if third is not None:
+            raise UsageError(f"method={method!r}: {conflict.reason(first, second, third)}")

@@ -41,16 +41,16 @@ def entry_of_class(path: Path, method: str) -> dict[str, Any]:
         # an earlier folder of the package's path may have a file of this name
         if module.__file__ != str(path):
             raise UsageError(f"{module.__file__} has the same name: rename the file")
-        # classes that the file only imports are not its own, and a class that inherits its id is no method of its own;
-        # two classes of one id are an error
+        # classes that the file only imports are not its own
         own_classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == name]
+        # a class that inherits its id is no method of its own, and two classes of one id are an error
         (stage_class,) = (c for c in own_classes if vars(c).get("id") == method)
         with contained(name, not is_own(name), seed=0):
             # defaults are read from a stage, not from its class, because its checks may fill knobs in
             knobs = {f.name: getattr(stage_class(), f.name) for f in fields(stage_class) if is_knob(f)}
     # a file of the user's may raise anything
     except Exception as error:
-        raise UsageError(f"{path}: the method {method} cannot be read: {located(error, str(path))}") from error
+        raise UsageError(f"{path}: the method {method} cannot be read: {locate_error(error, str(path))}") from error
     entry: dict[str, Any] = {"_target_": f"{name}.{stage_class.__name__}"}
     for knob, value in knobs.items():
         # entries of YAML files have lists, and entries are compared
@@ -63,32 +63,13 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
 
     Raises UsageError, with the author's file and line, for a class that is no stage of this id or cannot be built.
     """
-    from kvbench.methods.core.chain import ROLES
     from kvbench.methods.core.foreign import is_own
-    from kvbench.methods.core.stage import Stage
     from kvbench.methods.core.walls import contained
 
-    module, _, name = target.rpartition(".")
-    try:
-        with contained(target, foreign=module not in sys.modules, seed=0, importing=True):
-            cls = getattr(importlib.import_module(module), name)
-    except Exception as error:
-        raise UsageError(f"{_entry_line(path, target)} cannot be imported: {located(error, '')}") from error
-    if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise UsageError(f"{_entry_line(path, target)} is not a Stage (see kvbench/methods/core/base.py)")
-    stage_id, role = getattr(cls, "id", None), getattr(cls, "role", None)
-    if stage_id != method:
-        raise UsageError(
-            f"{_source_line(cls)}: class {name} has id {stage_id!r}: write id = {method!r}, as the file is called"
-        )
-    if role not in ROLES:
-        raise UsageError(
-            f"{_source_line(cls)}: class {name} has role {role!r}: derive it from Selector, or from what else "
-            "kvbench/methods has"
-        )
+    cls = _import_stage_class(path, method, target)
     make: Callable[..., Stage] = cls
     try:
-        with contained(target, not is_own(module), seed=0):
+        with contained(target, not is_own(target.rpartition(".")[0]), seed=0):
             stage = make(**knobs)
             # equal stages share their results, which are found by the hash
             hash(stage)
@@ -96,20 +77,52 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
         # the error of a wrong knob says all itself
         raise
     except Exception as error:
-        entry = _entry_line(path, target)
+        entry = _locate_entry(path, target)
         raise UsageError(
-            f"{entry}, with the options there, cannot be made: {located(error, _source_line(cls))}"
+            f"{entry}, with the options there, cannot be made: {locate_error(error, _locate_class(cls))}"
         ) from error
     _check_needs(stage)
     return stage
 
 
-def syntax_error(path: Path) -> str | None:
+def _import_stage_class(path: Path, method: str, target: str) -> type[Stage]:
+    """Return the class ``target`` of the method with the id ``method``. ``path`` is the file that names the class.
+
+    Raises UsageError if it cannot be imported, or is no stage of this id with a known role.
+    """
+    from kvbench.methods.core.chain import ROLES
+    from kvbench.methods.core.stage import Stage
+    from kvbench.methods.core.walls import contained
+
+    module, _, name = target.rpartition(".")
+    try:
+        # importing a file runs it, behind walls unless that has happened before
+        with contained(target, foreign=module not in sys.modules, seed=0, importing=True):
+            cls = getattr(importlib.import_module(module), name)
+    except Exception as error:
+        raise UsageError(f"{_locate_entry(path, target)} cannot be imported: {locate_error(error, '')}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Stage)):
+        raise UsageError(f"{_locate_entry(path, target)} is not a Stage (see kvbench/methods/core/base.py)")
+    # an author may have forgotten either
+    stage_id, role = getattr(cls, "id", None), getattr(cls, "role", None)
+    if stage_id != method:
+        raise UsageError(
+            f"{_locate_class(cls)}: class {name} has id {stage_id!r}: write id = {method!r}, as the file is called"
+        )
+    if role not in ROLES:
+        raise UsageError(
+            f"{_locate_class(cls)}: class {name} has role {role!r}: derive it from Selector, or from what else "
+            "kvbench/methods has"
+        )
+    return cls
+
+
+def find_syntax_error(path: Path) -> str | None:
     """Return the error of a file that is not Python, with its line, or None for a file that is."""
     try:
         ast.parse(path.read_bytes(), str(path))
     except (SyntaxError, ValueError) as error:
-        return located(error, str(path))
+        return locate_error(error, str(path))
     return None
 
 
@@ -122,20 +135,22 @@ def _check_needs(stage: Stage) -> None:
     from kvbench.methods.core.foreign import is_own
     from kvbench.methods.core.walls import contained
 
-    def where() -> str:
+    cls = type(stage)
+
+    def describe_call() -> str:
         """Return the place and the call for an error. It is a function, because finding a class's line takes long."""
-        return f"{_source_line(type(stage))}: {type(stage).__name__}.needs(n), what it reads of a prompt of n tokens,"
+        return f"{_locate_class(cls)}: {cls.__name__}.needs(n), what it reads of a prompt of n tokens,"
 
     try:
-        with contained(type(stage).__qualname__, not is_own(type(stage).__module__), seed=0):
+        with contained(cls.__qualname__, not is_own(cls.__module__), seed=0):
             needs = stage.needs(1)
     except Exception as error:
-        raise UsageError(f"{where()} failed: {located(error, _source_line(type(stage)))}") from error
+        raise UsageError(f"{describe_call()} failed: {locate_error(error, _locate_class(cls))}") from error
     if not isinstance(needs, Needs):
-        raise UsageError(f"{where()} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
+        raise UsageError(f"{describe_call()} is {needs!r}: return Needs(...), which is in kvbench.kv.observation")
 
 
-def located(error: BaseException, place: str) -> str:
+def locate_error(error: BaseException, place: str) -> str:
     """Return ``FILE:LINE: TYPE: message`` of an error, with the line of the author's file that raised it.
 
     Where no frame of the traceback is the author's, ``place`` stands for file and line.
@@ -144,7 +159,7 @@ def located(error: BaseException, place: str) -> str:
         # such an error either says all itself, or stands for the author's error behind it
         if error.__cause__ is None:
             return str(error)
-        return located(error.__cause__, place)
+        return locate_error(error.__cause__, place)
     if isinstance(error, SyntaxError):
         return f"{error.filename or place}:{error.lineno or 1}: {type(error).__name__}: {error.msg}"
     for frame in traceback.extract_tb(error.__traceback__):
@@ -156,19 +171,20 @@ def located(error: BaseException, place: str) -> str:
     return f"{place}: {type(error).__name__}: {error}".removeprefix(": ")
 
 
-def _entry_line(path: Path, target: str) -> str:
+def _locate_entry(path: Path, target: str) -> str:
     """Return ``FILE:LINE: _target_ CLASS`` for an error: the line of the file ``path`` that names a method's class.
 
     It is line 1 for a method without a YAML file, as no line then names the class.
     """
     lines = path.read_text("utf-8").splitlines()
-    line = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
-    return f"{path}:{line}: _target_ {target}"
+    line_number = next((number for number, text in enumerate(lines, 1) if "_target_" in text), 1)
+    return f"{path}:{line_number}: _target_ {target}"
 
 
-def _source_line(cls: type) -> str:
+def _locate_class(cls: type) -> str:
     """Return ``FILE:LINE`` of a class for an error, or the name of its module if its source is unknown."""
     try:
-        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+        _, line_number = inspect.getsourcelines(cls)
+        return f"{inspect.getsourcefile(cls)}:{line_number}"
     except (OSError, TypeError):
         return cls.__module__

@@ -104,9 +104,9 @@ class LowRankStage(Stage):
 
     def widths(self, layer: int) -> tuple[int, int]:
         """Return how many numbers a token has in this layer as (latents of its key, latents of its value)."""
-        # a token has a latent of the rank of each group of heads
-        k, v = self.ranks[layer]
-        return sum(k), sum(v)
+        # the latent of a group of heads has as many numbers as the group has ranks
+        key_ranks, value_ranks = self.ranks[layer]
+        return sum(key_ranks), sum(value_ranks)
 
     @contextmanager
     def adapt(self, model: PreTrainedModel) -> Iterator[None]:
@@ -118,6 +118,7 @@ class LowRankStage(Stage):
             while len(factorings) > REMEMBERED:
                 # the first factoring has been unused for longest
                 factorings.popitem(last=False)
+        # the most recently used factoring stands last
         factorings.move_to_end(key)
         with lowrank.swap_projections(model, factorings[key]):
             yield
@@ -126,5 +127,6 @@ class LowRankStage(Stage):
         if obs.latents is None:
             raise ValueError(f"{self.id} caches latents, and the prompt was read without low-rank projections")
         # [n, R] of all heads together, stored as one head
-        k, v = obs.latents
-        return replace(cache, segments=(replace(ops.only_segment(cache), latents=(k[None], v[None])),))
+        key_latents, value_latents = obs.latents
+        segment = replace(ops.only_segment(cache), latents=(key_latents[None], value_latents[None]))
+        return replace(cache, segments=(segment,))

@@ -51,12 +51,13 @@ class PromptCache:
 
     def __repr__(self) -> str:
         """Return the method with its budget, the tokens kept per head and the size in MiB."""
+        # the method with its budget, such as "snapkv kv_size=64"
         words = [self.chain.name]
         for stage in self.chain.stages:
             for knob, value in stage.knobs().items():
                 if knob in SHOWN and value is not None:
                     words.append(f"{knob}={value}")
-        name = " ".join(words)
+        method = " ".join(words)
         # the tokens of every stored head of every layer
         counts: list[int] = []
         for layer in self.layers:
@@ -65,7 +66,7 @@ class PromptCache:
             tokens = f"{min(counts)} to {max(counts)}, {sum(counts) / len(counts):.0f} in the mean,"
         else:
             tokens = f"{counts[0]}"
-        return f"<PromptCache {name}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
+        return f"<PromptCache {method}: {tokens} of {self.seen} tokens, {self.nbytes() / 2**20:.2f} MiB>"
 
     def __copy__(self) -> PromptCache:
         """Return a copy that shares all tensors."""

@@ -72,22 +72,24 @@ class ChannelPruner(Stage):
         """
         # a chain has at most one pruner, and no other stage divides a head's block
         (block,) = blocks
-        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
-        if keys == values == head_dim or block.slots <= self.recent:
+        kept_keys, kept_values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        removes_none = kept_keys == kept_values == head_dim
+        if removes_none or block.slots <= self.recent:
             return blocks
         # the older tokens are a segment of their own, with fewer channels and the ids of those that stay
         older = block.slots - self.recent
         pruned = replace(
             block,
             slots=older,
-            key_bytes=older * keys * itemsize,
-            value_bytes=older * values * itemsize,
+            key_bytes=older * kept_keys * itemsize,
+            value_bytes=older * kept_values * itemsize,
             fixed_overhead=self.id_bytes(head_dim),
         )
         if not self.recent:
             return [pruned]
-        dense = self.recent * head_dim * itemsize
-        recent = replace(block, slots=self.recent, key_bytes=dense, value_bytes=dense)
+        # the recent tokens keep all channels
+        dense_bytes = self.recent * head_dim * itemsize
+        recent = replace(block, slots=self.recent, key_bytes=dense_bytes, value_bytes=dense_bytes)
         return [pruned, recent]
 
     def id_bytes(self, head_dim: int) -> int:
@@ -111,30 +113,31 @@ class ChannelPruner(Stage):
         """
         raise TypeError(f"{type(self).__name__} does not say how it scores value channels")
 
-    def channels(self, cache: LayerCache, obs: Observation, scored: tuple[Sequence[int], Sequence[int]]) -> Channels:
+    def choose_channels(
+        self, cache: LayerCache, obs: Observation, *, scored_keys: Sequence[int], scored_values: Sequence[int]
+    ) -> Channels:
         """Return (channels of keys, channels of values) that stay, each [H, T], ascending, or None where all stay.
 
-        ``scored`` is (counts for keys, counts for values), each with a number m for every head: the first m tokens of
-        the head decide which channels stay.
+        scored_keys: for each head, how many of its first tokens decide which channels of keys stay.
+        scored_values: the same for the channels of values.
         """
         segment = ops.only_segment(cache)
         head_dim = segment.k.shape[2]
-        keys, values = self.kept_keys(head_dim), self.kept_values(head_dim)
+        kept_keys, kept_values = self.kept_keys(head_dim), self.kept_values(head_dim)
         slots = torch.arange(segment.tokens, device=segment.k.device)
 
-        def mask_of_first(tokens: Sequence[int]) -> torch.Tensor:
-            """Return a mask [H, L] that is True for the first tokens[h] tokens of each head h."""
-            return slots < torch.tensor(tokens, device=slots.device)[:, None]
+        def mark_first(counts: Sequence[int]) -> torch.Tensor:
+            """Return a mask [H, L] that is True for the first counts[h] tokens of each head h."""
+            return slots < torch.tensor(counts, device=slots.device)[:, None]
 
-        scored_keys, scored_values = scored
         key_channels, value_channels = None, None
-        if keys < head_dim:
+        if kept_keys < head_dim:
             k = pad_heads(segment.k, segment.lengths, cache.heads).float()
             # the keys of tokens that take no part in the choice become zeros
-            counted_keys = k * mask_of_first(scored_keys)[..., None]
-            key_channels = top_indices(self.channel_scores(counted_keys, cache, obs), keys)
-        if values < head_dim:
-            value_channels = top_indices(self.value_scores(cache, obs, mask_of_first(scored_values)), values)
+            counted_keys = k * mark_first(scored_keys)[..., None]
+            key_channels = top_indices(self.channel_scores(counted_keys, cache, obs), kept_keys)
+        if kept_values < head_dim:
+            value_channels = top_indices(self.value_scores(cache, obs, mark_first(scored_values)), kept_values)
         return key_channels, value_channels
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
@@ -143,10 +146,10 @@ class ChannelPruner(Stage):
             return cache
         # all tokens decide which channels stay, also the newest, although these keep all of their own channels
         lengths = head_lengths(cache)
-        keys, values = self.channels(cache, obs, (lengths, lengths))
-        if keys is None and values is None:
+        key_channels, value_channels = self.choose_channels(cache, obs, scored_keys=lengths, scored_values=lengths)
+        if key_channels is None and value_channels is None:
             return cache
-        return ops.prune(cache, keys, values, self.recent)
+        return ops.prune(cache, key_channels, value_channels, self.recent)
 
 
 def head_lengths(cache: LayerCache) -> list[int]:

@@ -5,7 +5,7 @@ Shapes: H stored heads, n prompt tokens, L stored tokens, D head dimension, N to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -122,6 +122,7 @@ class Quantiser(Stage, Packer):
         """
         # only a pruner makes two blocks of one, and beside a quantiser it just chooses channels
         (block,) = blocks
+        # the numbers of tokens that are packed; all others stay exact
         coder = self.coder(pruner, layer)
         packed_keys = coder.keys.packed(block.slots)
         packed_values = coder.values.packed(block.slots)
@@ -133,11 +134,12 @@ class Quantiser(Stage, Packer):
             id_bytes = pruner.id_bytes(head_dim)
         # a key or a value that stays exact has all its channels
         exact_bytes = head_dim * itemsize
-        key_bytes = self.key_bytes(packed_keys, key_channels) + (block.slots - packed_keys) * exact_bytes
+        exact_keys, exact_values = block.slots - packed_keys, block.slots - packed_values
+        key_bytes = self.key_bytes(packed_keys, key_channels) + exact_keys * exact_bytes
         frozen_bytes = self.frozen_bytes("k")
         value_bytes = 0
         if not own_values:
-            value_bytes = self.value_bytes(packed_values, value_channels) + (block.slots - packed_values) * exact_bytes
+            value_bytes = self.value_bytes(packed_values, value_channels) + exact_values * exact_bytes
             frozen_bytes += self.frozen_bytes("v")
         return [
             replace(
@@ -167,7 +169,9 @@ class Quantiser(Stage, Packer):
             # its tokens, which channels remain of those that decoding will pack
             scored_keys = [coder.keys.packed(tokens) or tokens for tokens in segment.counts]
             scored_values = [coder.values.packed(tokens) or tokens for tokens in segment.counts]
-            key_channels, value_channels = pruner.channels(cache, obs, (scored_keys, scored_values))
+            key_channels, value_channels = pruner.choose_channels(
+                cache, obs, scored_keys=scored_keys, scored_values=scored_values
+            )
         k_codes, k_counts, k = self._pack(segment, "k", coder.keys, channels=key_channels)
         v_codes, v_counts, v = self._pack(segment, "v", coder.values, channels=value_channels)
         segment = replace(segment, k=k, v=v, codes=Codes(k_codes, v_codes, k_counts, v_counts))
@@ -187,55 +191,44 @@ class Quantiser(Stage, Packer):
     ) -> tuple[Packed, torch.Tensor | None, torch.Tensor]:
         """Return (codes, counts, exact tokens) of a segment's keys (``k``) or values (``v``).
 
-        ``counts`` [H] are the packed tokens of each head where heads are ragged, None otherwise. Packed tokens keep the
-        ``channels`` [H, T], or all if it is None. ``residual`` says how many of the newest tokens stay exact.
+        ``counts`` [H] are the packed tokens of each head where heads are ragged, None otherwise. The codes and the
+        exact tokens of ragged heads lie one head after the other.
+
+        residual: the rule of how many of the newest tokens stay exact.
+        channels: [H, T], the channels that packed tokens keep; None for all.
         """
         t = segment.k if half == "k" else segment.v
-        pack_heads = self._packer(segment, half)
-        if segment.lengths is not None:
-            return _pack_ragged(t.split(segment.lengths.tolist(), dim=1), pack_heads, residual, channels)
-        codes, exact = pack_first_tokens(t, pack_heads(slice(None)), residual.packed(segment.tokens), channels)
-        return codes, None, exact
+        # the scales [H, 1, 1] that the prompt fixes for all tokens, if the format has such scales
+        frozen = None
+        if are_stored(t):
+            frozen = self.frozen(half, t, segment.lengths)
+        if segment.lengths is None:
+            pack = self._choose_packer(half, t, frozen)
+            codes, exact = pack_first_tokens(t, pack, residual.packed(segment.tokens), channels)
+            return codes, None, exact
+        # ragged heads have different numbers of tokens, so they are packed one at a time
+        codes_by_head: list[Packed] = []
+        exact_by_head: list[torch.Tensor] = []
+        for h, tokens in enumerate(t.split(segment.lengths.tolist(), dim=1)):
+            head = slice(h, h + 1)
+            pack = self._choose_packer(half, t, frozen[head] if frozen is not None else None)
+            head_channels = channels[head] if channels is not None else None
+            head_codes, head_exact = pack_first_tokens(tokens, pack, residual.packed(tokens.shape[1]), head_channels)
+            codes_by_head.append(head_codes)
+            exact_by_head.append(head_exact)
+        codes, counts = side_by_side(codes_by_head)
+        return codes, counts, torch.cat(exact_by_head, dim=1)
 
-    def _packer(self, segment: Segment, half: Literal["k", "v"]) -> Callable[[slice], Pack]:
-        """Return a function from a slice of heads to the function that packs these heads' keys or values.
+    def _choose_packer(self, half: Literal["k", "v"], t: torch.Tensor, frozen: torch.Tensor | None) -> Pack:
+        """Return the function that packs keys (``k``) or values (``v``).
 
-        The functions for two heads differ only if the prompt has fixed a scale for each head.
+        t: all keys or values of the segment, which say whether there is anything to pack.
+        frozen: the scales of the heads to pack that the prompt has fixed, or None.
         """
-        pack: Pack
-        if half == "k":
-            t, pack = segment.k, self.pack_keys
-        else:
-            t, pack = segment.v, self.pack_values
+        # a model that holds latents has keys that are their own values
         if not are_stored(t):
-            # keys are their own values
-            return lambda heads: NoValues
-        frozen = self.frozen(half, t, segment.lengths)
+            return NoValues
+        pack: Pack = self.pack_keys if half == "k" else self.pack_values
         if frozen is None:
-            return lambda heads: pack
-        # the scales that the prompt has settled
-        return lambda heads: partial(pack, frozen=frozen[heads])  # type: ignore[call-arg]
-
-
-def _pack_ragged(
-    tokens_by_head: Sequence[torch.Tensor],
-    pack_heads: Callable[[slice], Pack],
-    residual: Residual,
-    channels: torch.Tensor | None,
-) -> tuple[Packed, torch.Tensor, torch.Tensor]:
-    """Pack the tokens [1, n, D] of ragged heads one head at a time.
-
-    Return (codes, packed tokens of each head [H], exact tokens). Codes and exact tokens have one head after the other.
-    """
-    codes_by_head: list[Packed] = []
-    exact_by_head: list[torch.Tensor] = []
-    for h, tokens in enumerate(tokens_by_head):
-        head = slice(h, h + 1)
-        head_channels = channels[head] if channels is not None else None
-        head_codes, head_exact = pack_first_tokens(
-            tokens, pack_heads(head), residual.packed(tokens.shape[1]), head_channels
-        )
-        codes_by_head.append(head_codes)
-        exact_by_head.append(head_exact)
-    codes, counts = side_by_side(codes_by_head)
-    return codes, counts, torch.cat(exact_by_head, dim=1)
+            return pack
+        return partial(pack, frozen=frozen)  # type: ignore[call-arg]

@@ -22,7 +22,7 @@ import kvbench.methods
 from kvbench.base.conf import conf_dir, entry_of, read_yaml
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
-from kvbench.methods.core.loading import entry_of_class, load_stage, syntax_error
+from kvbench.methods.core.loading import entry_of_class, find_syntax_error, load_stage
 from kvbench.methods.core.source import Described, describe
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -126,7 +126,7 @@ def broken_files() -> dict[Path, str]:
     """Return {file: sentence} for each file of the user's methods that cannot be parsed as Python."""
     sentences = {}
     for path in _user_files():
-        error = syntax_error(path)
+        error = find_syntax_error(path)
         if error is not None:
             sentences[path] = f"{error}, so that no method of this file is known."
     return sentences

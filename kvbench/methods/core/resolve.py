@@ -18,7 +18,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import code_of
 from kvbench.methods.core.legal_sets import check_set
-from kvbench.methods.core.loading import located
+from kvbench.methods.core.loading import locate_error
 from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, by_size
 from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
@@ -138,7 +138,7 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"method {name} cannot say what it is: {located(error, name)}") from error
+        raise UsageError(f"method {name} cannot say what it is: {locate_error(error, name)}") from error
 
 
 def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:

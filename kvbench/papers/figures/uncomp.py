@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.entropy import layer_groups, measure_spectrum, truncated_entropy
+from kvbench.methods.core.entropy import group_layers, measure_spectrum, truncated_entropy
 from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.names import name_task
@@ -109,7 +109,7 @@ def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Rank of queries", {"first layer": queries.iloc[0], "last layer": queries.iloc[-1]})
     yield Fact(f"Steps of {len(curves) - 1} in which it rises", int((np.diff(queries) > 0).sum()), "{}")
     groups = []
-    for group in layer_groups(queries.tolist()):
+    for group in group_layers(queries.tolist()):
         # a group has positions in the list of ranks; the index of the curves gives the numbers of their layers
         first, last = curves.index[group[0]], curves.index[group[-1]]
         groups.append(f"{first}" if first == last else f"{first} to {last}")
