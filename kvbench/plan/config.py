@@ -20,7 +20,7 @@ from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, runt
 from kvbench.base.errors import UsageError, unknown
 from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
-from kvbench.methods.core.resolve import ChainConfig, entries_of, grids, resolve
+from kvbench.methods.core.resolve import ChainConfig, entries_of, find_grids, resolve
 from kvbench.models.config import ModelConfig
 from kvbench.plan import presets, words
 from kvbench.plan.keys import parse_pairs
@@ -405,7 +405,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     for name, entry in raw["dataset"].items():
         tasks = _tasks_of(name, raw["tasks"])
         # a list is a grid of values unless the knob's default is a list
-        axes = list(grids(entry, entries("dataset").get(name, {})))
+        axes = list(find_grids(entry, entries("dataset").get(name, {})))
         for key, swept in axes:
             check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
         keys = [key for key, _ in axes]

@@ -218,7 +218,7 @@ class RunPlan:
         finally:
             # methods were asked for needs and budgets here, outside the isolation of foreign code, which may have
             # replaced functions that others compute with
-            functions.restored()
+            functions.restore()
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
         """Return a cell's stored samples by example, for this run's examples only."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvbench.base.errors import KvbenchError
-from kvbench.methods.core.shared_functions import replacing
+from kvbench.methods.core.shared_functions import build_refusal
 from kvbench.store.cell import Cell
 
 
@@ -21,7 +21,7 @@ class ModelChanged(KvbenchError):
         """Write the message. ``replaced`` names the changed function, or is '' if the model changed."""
         names = " or ".join(dict.fromkeys(c.chain.name for c in cells))
         if replaced:
-            super().__init__(str(replacing(names, replaced)))
+            super().__init__(str(build_refusal(names, replaced)))
         else:
             super().__init__(f"{names} changes the model (its weights, hooks or configuration) and leaves it changed")
         self.cells = {c.id for c in cells}

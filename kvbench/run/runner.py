@@ -475,7 +475,7 @@ class GroupRun:
         # no foreign code runs
         if self.model_before is None:
             return
-        replaced = self.host.functions.restored()
+        replaced = self.host.functions.restore()
         if not replaced and state_of(self.host.model) == self.model_before:
             return
         # kvbench's own methods change nothing; if no foreign one ran now, any earlier one may have done it

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
-from kvbench.methods.core.registry import ALWAYS_NAMED, by_size
+from kvbench.methods.core.registry import ALWAYS_NAMED, choose_by_size
 
 Identity = Mapping[str, Any]
 """All settings that decide a cell's numbers, as cell.json holds them."""
@@ -172,7 +172,7 @@ def _read_default_knobs(method: str) -> dict[str, Any]:
     """Return the default knobs of a method, in their order. A method that no longer exists has {}."""
     try:
         # read the entry, not the stage: listing stored results must not wait for torch
-        entry = by_size(registry.defaults(method))
+        entry = choose_by_size(registry.defaults(method))
     except UsageError:
         return {}
     return {k: _pass_through_json(entry[k]) for k in registry.knob_names(method)}

@@ -27,7 +27,7 @@ from kvbench.methods.core import foreign, registry, shared_functions, walls, wat
 from kvbench.methods.core.base import Mask
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
-from kvbench.methods.core.registry import by_size
+from kvbench.methods.core.registry import choose_by_size
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load
@@ -167,15 +167,15 @@ def test_what_torch_and_others_do_to_themselves_is_no_replacement(monkeypatch):
     functions = shared_functions.Functions()
     monkeypatch.setattr(torch, "something_new", len, raising=False)  # hides nothing
     monkeypatch.setattr(torch.Tensor, "__doc__", "another text")
-    assert functions.restored() == ""
+    assert functions.restore() == ""
     wrapper = torch._disable_dynamo(torch.topk)  # as importing torch's compiler does to torch.manual_seed
     before = torch.topk
     monkeypatch.setattr(torch, "topk", wrapper)
-    assert functions.restored() == "" and torch.topk is wrapper
+    assert functions.restore() == "" and torch.topk is wrapper
     torch.topk = torch.sort
-    assert functions.restored() == "torch.topk" and torch.topk is before
+    assert functions.restore() == "torch.topk" and torch.topk is before
     monkeypatch.setattr(builtins, "ic", print, raising=False)  # as some debuggers do
-    assert functions.restored() == ""
+    assert functions.restore() == ""
 
 
 def test_an_honest_method_may_compile(bench):
@@ -256,7 +256,7 @@ def test_kvbenchs_own_methods_are_those_of_its_files_and_go_by_their_revision():
     for method in registry.available():
         target = registry.defaults(method).get("_target_", "")
         if target.rpartition(".")[0].removeprefix("kvbench.methods.") in foreign.OWN:
-            stage = registry.make_stage(method, by_size(registry.defaults(method)))
+            stage = registry.make_stage(method, choose_by_size(registry.defaults(method)))
             assert foreign.code_of(stage) is None
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import kvbench.methods
 from kvbench.base.conf import conf_dir, entry_of, read_yaml
@@ -35,15 +35,21 @@ ALWAYS_NAMED = ("kv_size", "kv_ratio", "ratio", "value_ratio")
 """Knobs that a label names even where they have their plain default."""
 PER = "per"
 """The one setting of a whole chain: the heads under which it stores."""
-ALIASES: Mapping[str, tuple[str, Mapping[str, object]]] = {
-    "h2o+quant": ("qhitter", {"lam": 1}),
-    "q4_0_h": ("q4_0", {"rotate": "hadamard"}),
-    "q8_0_h": ("q8_0", {"rotate": "hadamard"}),
-}
-"""Aliases of methods, each with the method that it means and the knob values that it implies.
 
-An alias may join several parts with +, in any order: together they mean one method.
-"""
+
+class Alias(NamedTuple):
+    """The meaning of an alias: a method by its id, and the values of its knobs that the alias implies."""
+
+    method: str
+    knobs: Mapping[str, object]
+
+
+ALIASES: Mapping[str, Alias] = {
+    "h2o+quant": Alias("qhitter", {"lam": 1}),
+    "q4_0_h": Alias("q4_0", {"rotate": "hadamard"}),
+    "q8_0_h": Alias("q8_0", {"rotate": "hadamard"}),
+}
+"""Aliases of methods. An alias may join several parts with +, in any order: together they mean one method."""
 # the line of a class that names its method: an indented ``id = "snapkv"``, with or without an annotation
 ID = re.compile(r"""^(?: {2,4}|\t)id *(?:: *[\w.\[\]]+ *)?= *["']([\w-]+)["']""", re.MULTILINE)
 
@@ -64,8 +70,8 @@ class KvpressWords(TypedDict):
 @cache
 def available() -> tuple[str, ...]:
     """Return the ids of all methods, ``full`` included."""
-    explained = {path.stem for path in (conf_dir() / "method").glob("*.yaml")}
-    return tuple(sorted(explained | _modules().keys()))
+    with_yaml = {path.stem for path in (conf_dir() / "method").glob("*.yaml")}
+    return tuple(sorted(with_yaml | _find_modules().keys()))
 
 
 @cache
@@ -84,7 +90,7 @@ def defaults(method: str) -> dict[str, Any]:
         return entry_of_class(path_of(method), method)
     if method not in available():
         raise unknown_method(method)
-    path = _unique_file(method)
+    path = _find_only_file(method)
     if path.suffix == ".yaml":
         return entry_of(path)
     return entry_of_class(path, method)
@@ -95,12 +101,12 @@ def described(method: str) -> Described:
 
     The source is not run. Raises UsageError as ``source.describe`` does.
     """
-    return describe(_unique_file(method), method)
+    return describe(_find_only_file(method), method)
 
 
-def _unique_file(method: str) -> Path:
+def _find_only_file(method: str) -> Path:
     """Return the file that has the method's knobs (``path_of``). Raises UsageError if two files have the same id."""
-    files = _modules().get(method, [])
+    files = _find_modules().get(method, [])
     if len(files) > 1:
         raise UsageError(f"{files[1]}: its id {method!r} is also that of {files[0]}: choose another id")
     return path_of(method)
@@ -117,15 +123,16 @@ def kvpress_words() -> KvpressWords:
     return cast(KvpressWords, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
 
-def _user_files() -> list[Path]:
+def _list_user_methods() -> list[Path]:
     """Return the files in folders of KVBENCH_METHODS. Files named ``_*.py`` only help others and are left out."""
-    return [path for path in _files()[1] if path.name[0] != "_"]
+    _, user_files = _list_files()
+    return [path for path in user_files if path.name[0] != "_"]
 
 
 def broken_files() -> dict[Path, str]:
     """Return {file: sentence} for each file of the user's methods that cannot be parsed as Python."""
     sentences = {}
-    for path in _user_files():
+    for path in _list_user_methods():
         error = find_syntax_error(path)
         if error is not None:
             sentences[path] = f"{error}, so that no method of this file is known."
@@ -139,26 +146,26 @@ def unknown_method(method: str) -> UsageError:
     lacks it.
     """
     # SnapKVPress, snap-kv and snap_kv all mean snapkv
-    name = re.sub(r"[-_]|press$", "", method.lower())
-    if name in available():
-        name_here: str | None = name
+    press = re.sub(r"[-_]|press$", "", method.lower())
+    if press in available():
+        name_here: str | None = press
     else:
-        name_here = kvpress_words()["methods"].get(name)
+        name_here = kvpress_words()["methods"].get(press)
     if name_here is not None:
         return UsageError(
             f"unknown method {method}: it is method={name_here} here (docs/differences.md lists the differences)"
         )
-    if name in kvpress_words()["missing"]:
+    if press in kvpress_words()["missing"]:
         return UsageError(
             f"kvbench has no {method}, a press of kvpress. All methods: `kvbench list methods`. Where kvpress is "
             "installed, method=kvpress:NAME runs its own (kvbench list kvpress)."
         )
     # the user may mean a method of their own, whose file says why it is not known
     hints = ["Join methods with +, as in method=snapkv+think."]
-    user_files = _user_files()
+    user_files = _list_user_methods()
     broken = broken_files()
     hints += broken.values()
-    nameless = [str(path) for path in user_files if path not in broken and not _ids_in(path)]
+    nameless = [str(path) for path in user_files if path not in broken and not _read_ids(path)]
     if nameless:
         hints.append(f'No class with a line id = "..." is in {", ".join(nameless)}.')
     return unknown("method", method, available(), " ".join(hints), listed_by="kvbench list methods")
@@ -173,25 +180,12 @@ def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequen
     if name_here is not None:
         return UsageError(f"unknown option {knob}: kvpress's {knob} is {name_here}= here")
     if knob == "compression_ratio":
-        removed: list[Any]
-        if isinstance(value, str):
-            removed = value.split(",")
-        elif isinstance(value, list):
-            removed = value
-        else:
-            removed = [value]
-        # values that are no numbers get the error of any other unknown knob
-        with suppress(ValueError, TypeError):
-            ratios = ",".join(f"{1 - float(share):g}" for share in removed)
+        kept = _invert_shares(value)
+        if kept is not None:
             return UsageError(
-                f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={ratios}"
+                f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={kept}"
             )
-    owners = []
-    for method in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml")):
-        # a method whose file cannot be read is no help here, and has an error of its own
-        with suppress(UsageError):
-            if knob in defaults(method):
-                owners.append(method)
+    owners = _find_owners(knob)
     named = " and ".join("+".join(split(method)) for method in methods)
     have = "have" if len(methods) > 1 else "has"
     if knob in BUDGET_KNOBS:
@@ -205,6 +199,35 @@ def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequen
     return unknown("option", knob, names, listed_by="kvbench run --help keys")
 
 
+def _invert_shares(value: object) -> str | None:
+    """Return 1 - share for the shares in ``value``, joined by commas, or None if it holds anything but numbers.
+
+    value: a number, a list of numbers, or numbers in a text, joined by commas.
+    """
+    shares: list[Any]
+    if isinstance(value, str):
+        shares = value.split(",")
+    elif isinstance(value, list):
+        shares = value
+    else:
+        shares = [value]
+    try:
+        return ",".join(f"{1 - float(share):g}" for share in shares)
+    except (ValueError, TypeError):
+        return None
+
+
+def _find_owners(knob: str) -> list[str]:
+    """Return the ids of the methods with a YAML file that have this knob, in alphabetical order."""
+    owners = []
+    for method in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml")):
+        # a method whose file cannot be read is no help here, and has an error of its own
+        with suppress(UsageError):
+            if knob in defaults(method):
+                owners.append(method)
+    return owners
+
+
 def path_of(method: str) -> Path:
     """Return the file that has a method's knobs: its YAML file, or its module if it has no YAML file.
 
@@ -215,7 +238,7 @@ def path_of(method: str) -> Path:
     path = conf_dir() / "method" / f"{method}.yaml"
     if path.exists():
         return path
-    files = _modules().get(method)
+    files = _find_modules().get(method)
     if files:
         return files[0]
     return path
@@ -223,11 +246,11 @@ def path_of(method: str) -> Path:
 
 def forget_files() -> None:
     """Clear the caches of methods' files. Call this after a file was added, changed or removed."""
-    for cached_function in (available, defaults, _modules):
+    for cached_function in (available, defaults, _find_modules):
         cached_function.cache_clear()
 
 
-def _files() -> tuple[list[Path], list[Path]]:
+def _list_files() -> tuple[list[Path], list[Path]]:
     """Return (the files of kvbench/methods, the files of the folders that KVBENCH_METHODS names).
 
     Raises UsageError for a folder that does not exist.
@@ -237,30 +260,31 @@ def _files() -> tuple[list[Path], list[Path]]:
         if not folder.is_dir():
             raise UsageError(f"KVBENCH_METHODS={folder}: there is no such folder; name one that holds files of methods")
     # the package's path begins with its own folder, see kvbench/methods/__init__.py
-    own_files = _python_files(folders[0])
+    own_folder, *user_folders = folders
+    own_files = _list_python_files(own_folder)
     user_files: list[Path] = []
-    for folder in folders[1:]:
-        user_files += _python_files(folder)
+    for folder in user_folders:
+        user_files += _list_python_files(folder)
     return own_files, user_files
 
 
-def _python_files(folder: Path) -> list[Path]:
+def _list_python_files(folder: Path) -> list[Path]:
     """Return the files ``*.py`` of a folder in the order of their names."""
     return [path for path in sorted(folder.glob("*.py")) if path.is_file()]
 
 
-def _ids_in(path: Path) -> list[str]:
-    """Return the ids of the methods that a file defines."""
+def _read_ids(path: Path) -> list[str]:
+    """Return the ids of the methods that a file defines. The file is not imported."""
     return ID.findall(path.read_text("utf-8", "replace"))
 
 
 @cache
-def _modules() -> dict[str, list[Path]]:
+def _find_modules() -> dict[str, list[Path]]:
     """Return {method id: files of kvbench/methods or KVBENCH_METHODS that define it}, without importing them."""
     files_by_id: dict[str, list[Path]] = {}
-    own_files, user_files = _files()
+    own_files, user_files = _list_files()
     for path in own_files + user_files:
-        for method in _ids_in(path):
+        for method in _read_ids(path):
             files_by_id.setdefault(method, []).append(path)
     return files_by_id
 
@@ -282,12 +306,7 @@ def split(method: str) -> tuple[str, ...]:
             # a press may be typed in several ways; its id is the name of the class made for it
             part_id = defaults(part_id)["_target_"].rpartition(".")[2]
         parts.append(part_id)
-    for alias, (method_id, _) in ALIASES.items():
-        alias_parts = alias.split("+")
-        if set(alias_parts) <= set(parts):
-            resolved = [method_id if part in alias_parts else part for part in parts]
-            # the parts of the alias have all become one id, which stands where the first of them stood
-            parts = list(dict.fromkeys(resolved))
+    parts = _resolve_aliases(parts)
     for part in parts:
         if not part:
             raise UsageError(f"method={method!r} has an empty part: write one id, or several joined by +")
@@ -301,6 +320,18 @@ def split(method: str) -> tuple[str, ...]:
     return tuple(parts)
 
 
+def _resolve_aliases(parts: Sequence[str]) -> list[str]:
+    """Return the parts of a method with the ids that aliases mean. Each id stands where its alias began."""
+    resolved = list(parts)
+    for alias, meaning in ALIASES.items():
+        alias_parts = alias.split("+")
+        if set(alias_parts) <= set(resolved):
+            with_repeats = [meaning.method if part in alias_parts else part for part in resolved]
+            # all parts of the alias have become the same id, of which only the first stays
+            resolved = list(dict.fromkeys(with_repeats))
+    return resolved
+
+
 def aliases_in(method: str) -> list[str]:
     """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
     parts = {part.strip() for part in method.split("+")}
@@ -311,12 +342,12 @@ def implied_knobs(method: str) -> dict[str, object]:
     """Return the knob values that aliases in ``method`` imply, by key (``qhitter.lam``), or {} without an alias."""
     values: dict[str, object] = {}
     for alias in aliases_in(method):
-        method_id, knobs = ALIASES[alias]
-        values |= {f"{method_id}.{knob}": value for knob, value in knobs.items()}
+        meaning = ALIASES[alias]
+        values |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
     return values
 
 
-def by_size(entry: Mapping[str, object]) -> dict[str, object]:
+def choose_by_size(entry: Mapping[str, object]) -> dict[str, object]:
     """Return the entry with one value for each knob whose value depends on the budget.
 
     Such a knob is written as ``{kv_size: value, ...}``. It takes the value at the kv_size nearest to the entry's own on
@@ -326,18 +357,23 @@ def by_size(entry: Mapping[str, object]) -> dict[str, object]:
     # a size that is no number above 0 gets its error later, from the stage
     if not isinstance(size, int) or size <= 0:
         size = None
+    return {knob: _choose_value(value, size) for knob, value in entry.items()}
 
-    def choose(value: object) -> object:
-        """Return a knob's value for this size. A value that does not depend on the budget is returned as it is."""
-        if not isinstance(value, Mapping) or not value or not all(isinstance(s, int) and s > 0 for s in value):
-            return value
-        if size is None:
-            return value[max(value)]
-        # |log(s / size)| is the distance on a log scale; sorted: of two equally near sizes the smaller is taken
-        nearest = min(sorted(value), key=lambda s: abs(math.log(s / size)))
-        return value[nearest]
 
-    return {knob: choose(value) for knob, value in entry.items()}
+def _choose_value(value: object, size: int | None) -> object:
+    """Return a knob's value for a budget of ``size`` tokens; None: the budget is a fraction.
+
+    A value that does not depend on the budget is returned as it is.
+    """
+    if not isinstance(value, Mapping) or not value:
+        return value
+    if not all(isinstance(key, int) and key > 0 for key in value):
+        return value
+    if size is None:
+        return value[max(value)]
+    # |log(key / size)| is the distance on a log scale; sorted: of two equally near sizes the smaller is taken
+    nearest_size = min(sorted(value), key=lambda key: abs(math.log(key / size)))
+    return value[nearest_size]
 
 
 def make_stage(method: str, entry: Mapping[str, object]) -> Stage:

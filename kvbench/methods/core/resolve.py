@@ -19,7 +19,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import code_of
 from kvbench.methods.core.legal_sets import check_set
 from kvbench.methods.core.loading import locate_error
-from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, by_size
+from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, choose_by_size
 from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
 
@@ -114,11 +114,12 @@ def chain_config(
 
     The label always names the knobs in ``swept``, pairs (stage, knob). ``written`` is the method as the user typed it.
     """
-    sized = {stage: by_size(entry) for stage, entry in entries.items()}
+    # knobs whose value depends on the budget get their value here
+    chosen_entries = {stage: choose_by_size(entry) for stage, entry in entries.items()}
     # ``full`` is the chain without stages
-    stages = tuple(registry.make_stage(stage, entry) for stage, entry in sized.items() if stage != "full")
+    stages = tuple(registry.make_stage(stage, entry) for stage, entry in chosen_entries.items() if stage != "full")
     chain = _form_chain(stages, per)
-    label = _label(chain, sized, swept, written=written)
+    label = _describe_chain(chain, chosen_entries, swept, written=written)
     return ChainConfig(chain, label, entries, written=written)
 
 
@@ -150,12 +151,12 @@ def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any
     for stage in stages:
         entry = registry.defaults(stage)
         for layer in layers:
-            entry = overlay(entry, _knobs_for(stage, layer))
+            entry = overlay(entry, _select_knobs(stage, layer))
         entries[stage] = entry
     return entries
 
 
-def _knobs_for(stage: str, layer: Knobs) -> dict[str, object]:
+def _select_knobs(stage: str, layer: Knobs) -> dict[str, object]:
     """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
     names = registry.knob_names(stage)
     for_any_stage: dict[str, object] = {}
@@ -189,8 +190,12 @@ def check_sets(methods: Sequence[str]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
     for method in methods:
         entries = entries_of(registry.split(method), registry.implied_knobs(method))
-        # the entry of ``full`` is empty: it is no stage
-        check_set([registry.make_stage(stage, by_size(entry)) for stage, entry in entries.items() if entry])
+        stages = []
+        for stage, entry in entries.items():
+            # the entry of ``full`` is empty: it is no stage
+            if entry:
+                stages.append(registry.make_stage(stage, choose_by_size(entry)))
+        check_set(stages)
 
 
 def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[_Request]:
@@ -214,6 +219,7 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
     for name, request in zip(names, requests, strict=True):
         method_knobs = {key: value for key, value in request.items() if key != "method"}
         _check_owned([name], method_knobs)
+        # ``per`` is a setting of the chain, so it takes no part in the knobs of stages; the last layer that has it wins
         per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
         implied = registry.implied_knobs(name)
         entries = entries_of(registry.split(name), preset, knobs, method_knobs, implied)
@@ -250,22 +256,23 @@ def _find_owner(methods: Sequence[str], key: str, value: object) -> str:
     A key that names a stage returns that stage without looking for the knob. Raises UsageError if no stage has the
     knob, or if the key names no stage and two stages of one method have the knob.
     """
-    chains = [registry.split(method) for method in methods]
-    stage, knob = registry.stage_of(key), registry.knob_of(key)
+    # the ids of each method's stages, and of all of them without repeats
+    methods_parts = [registry.split(method) for method in methods]
     all_parts: list[str] = []
-    for chain in chains:
-        all_parts += [part for part in chain if part not in all_parts]
+    for parts in methods_parts:
+        all_parts += [part for part in parts if part not in all_parts]
+    stage, knob = registry.stage_of(key), registry.knob_of(key)
     if stage:
         if stage not in all_parts:
             raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_parts)}")
         return stage
     owners: list[str] = []
-    for chain in chains:
-        owners_in_chain = [part for part in chain if knob in registry.knob_names(part)]
-        if len(owners_in_chain) > 1:
-            keys = " and ".join(f"method.{part}.{knob}" for part in owners_in_chain)
-            raise UsageError(f"{knob} is an option of two methods in {'+'.join(chain)}: set {keys} by its full key")
-        owners += owners_in_chain
+    for parts in methods_parts:
+        owners_in_method = [part for part in parts if knob in registry.knob_names(part)]
+        if len(owners_in_method) > 1:
+            keys = " and ".join(f"method.{part}.{knob}" for part in owners_in_method)
+            raise UsageError(f"{knob} is an option of two methods in {'+'.join(parts)}: set {keys} by its full key")
+        owners += owners_in_method
     if not owners:
         # ``per`` is no knob of a stage, but the user may have meant it
         names = {PER}
@@ -281,35 +288,40 @@ def _check_implied(methods: Sequence[str], key: str, value: object) -> None:
     If some method is free to take the value, there is no error: that method takes it.
     """
     stage, knob = registry.stage_of(key), registry.knob_of(key)
-    owning: list[tuple[str, str]] = []
+    # the first method with an alias that fixes the knob, in words for the error
+    fixed = ""
     for method in methods:
+        implied = registry.implied_knobs(method)
         for part in registry.split(method):
-            if knob in registry.knob_names(part) and stage in ("", part):
-                owning.append((method, part))
-    if owning and all(f"{part}.{knob}" in registry.implied_knobs(method) for method, part in owning):
-        method, part = owning[0]
-        implied = registry.implied_knobs(method)[f"{part}.{knob}"]
-        raise UsageError(
-            f"{key}={value} is not possible: {method} is {part} with {knob}={implied}; "
-            f"write method={part} {knob}={value}"
-        )
+            owns_knob = knob in registry.knob_names(part) and stage in ("", part)
+            if not owns_knob:
+                continue
+            if f"{part}.{knob}" not in implied:
+                # this method takes the value
+                return
+            if not fixed:
+                fixed = (
+                    f"{method} is {part} with {knob}={implied[f'{part}.{knob}']}; write method={part} {knob}={value}"
+                )
+    if fixed:
+        raise UsageError(f"{key}={value} is not possible: {fixed}")
 
 
 def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
     """Yield one chain for each combination of the knobs that are grids."""
     axes: list[_Axis] = []
     for stage, entry in request.entries.items():
-        for knob, values in grids(entry, registry.defaults(stage)):
+        for knob, values in find_grids(entry, registry.defaults(stage)):
             # an alias decides the value of the knobs that it implies
             if f"{stage}.{knob}" not in request.implied:
                 axes.append(_Axis(stage, knob, values))
-    pers = request.per if isinstance(request.per, list) else [request.per]
+    per_values = request.per if isinstance(request.per, list) else [request.per]
     # a grid without values would silently drop the method
-    check(PER, pers, bool(pers), "a value, or a list of at least one")
+    check(PER, per_values, bool(per_values), "a value, or a list of at least one")
     for axis in axes:
         check(f"method.{axis.stage}.{axis.knob}", axis.values, bool(axis.values), "a value, or a list of at least one")
     swept = {(axis.stage, axis.knob) for axis in axes}
-    for per in pers:
+    for per in per_values:
         # the last knob changes fastest
         for point_values in itertools.product(*(axis.values for axis in axes)):
             point = {stage: dict(entry) for stage, entry in request.entries.items()}
@@ -318,7 +330,7 @@ def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
             yield chain_config(point, str(per), swept, written=request.method)
 
 
-def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
+def find_grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
     """Yield (knob, values) for each knob of ``entry`` that is a grid.
 
     A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
@@ -331,7 +343,7 @@ def grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
             yield knob, value
 
 
-def _label(
+def _describe_chain(
     chain: Chain, entries: Mapping[str, Mapping[str, object]], swept: Collection[tuple[str, str]], written: str
 ) -> str:
     """Return the chain's name with its budget, its swept knobs, and the knobs that differ from plain defaults.
@@ -339,21 +351,24 @@ def _label(
     Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
     """
     # the name with its ids replaced by the aliases that the user wrote for them
-    aliases = {registry.ALIASES[alias][0]: alias for alias in registry.aliases_in(written)}
-    words = ["+".join(aliases.get(part, part) for part in chain.name.split("+"))]
+    alias_of = {registry.ALIASES[alias].method: alias for alias in registry.aliases_in(written)}
+    words = ["+".join(alias_of.get(part, part) for part in chain.name.split("+"))]
     implied = registry.implied_knobs(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in entries[stage.id].items():
-            # ``_target_`` is no knob, and a stage may clear knobs that do not apply to it
+            # ``_target_`` is no attribute of the stage, and no knob
             stage_value = getattr(stage, knob, value)
+            # a stage clears knobs that do not apply to it
             if knob.startswith("_") or stage_value is None:
                 continue
             if isinstance(value, list) and isinstance(stage_value, tuple):
                 # a list of layers has one label, however it is written: the stage has sorted it
                 value = list(stage_value)
-            is_default = value == plain.get(knob) and knob not in ALWAYS_NAMED and (stage.id, knob) not in swept
-            if is_default or f"{stage.id}.{knob}" in implied:
+            is_default = value == plain.get(knob)
+            is_always_named = knob in ALWAYS_NAMED or (stage.id, knob) in swept
+            is_implied = f"{stage.id}.{knob}" in implied
+            if is_implied or (is_default and not is_always_named):
                 continue
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             words.append(f"{knob}={text}")

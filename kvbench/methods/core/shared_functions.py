@@ -73,7 +73,7 @@ FunctionCode = tuple[FunctionType, CodeType]
 class Functions:
     """The functions that methods and models compute with, as they were when this object was made.
 
-    ``restored`` later puts back those that were replaced in between.
+    ``restore`` later puts back those that were replaced in between.
     """
 
     def __init__(self, with_code: bool = False) -> None:
@@ -90,7 +90,7 @@ class Functions:
             for owner in _owners_by_name().values():
                 self._codes += _functions_with_code(owner)
 
-    def restored(self) -> str:
+    def restore(self) -> str:
         """Put back the functions that were replaced since this object was made.
 
         Return the name of one of them, or '' if none was replaced. Modes of torch entered since count as replacements.
@@ -109,9 +109,20 @@ class Functions:
             if function.__code__ is not code:
                 function.__code__ = code
                 replaced = replaced or f"the code of {function.__module__}.{function.__qualname__}"
+        replaced_function = self._restore_namespaces(built_in)
+        return replaced or replaced_function
+
+    def _restore_namespaces(self, built_in: Mapping[str, object]) -> str:
+        """Give the names of all watched modules and classes the functions that they had.
+
+        Return the name of one function that was replaced, or '' if none was.
+
+        built_in: the namespace of the built-in functions before ``restore`` put them back.
+        """
+        replaced = ""
         for name, owner in _owners_by_name().items():
             before = self._before.get(name)
-            # the built-in functions were put back above, so that their namespace shows no change any more
+            # the module itself shows no change any more
             now: Mapping[str, object] = built_in if owner is builtins else vars(owner)
             # a new module or class that ``note`` has not seen has no earlier functions to compare
             if before is None or _is_unchanged(now, before):
@@ -195,7 +206,7 @@ def _find_spec_elsewhere(name: str, path: Sequence[str] | None, target: ModuleTy
     return None
 
 
-def replacing(name: str, replaced: str) -> Refused:
+def build_refusal(name: str, replaced: str) -> Refused:
     """Return the refusal of the method ``name``, which replaced the function with the name ``replaced``."""
     return Refused(f"{name} replaces {replaced}, with which other methods compute: call a function of your own instead")
 
@@ -275,12 +286,15 @@ def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str
 
     Names that mean no functions are not looked at, nor are the names in SETTINGS. A new name counts only if it hides a
     function of a base class or a built-in function.
+
+    now, before: the namespace of ``owner`` as it is, and as it was noted.
     """
     names = []
     module_name = owner.__module__ if isinstance(owner, type) else owner.__name__
     in_torch = module_name.startswith("torch")
     for key in set(now) | set(before):
         value, former = now.get(key), before.get(key)
+        # modules are watched as owners of their own
         if value is former or isinstance(value, ModuleType):
             continue
         if not _is_function(value) and not _is_function(former):
@@ -289,9 +303,10 @@ def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str
             continue
         if key not in before:
             # a new name does no harm unless it hides a function, because nothing has called it before
-            if _hides_function(owner, key):
-                names.append(key)
-        elif not (in_torch and _is_torchs_own(value, key)):
+            is_replaced = _hides_function(owner, key)
+        else:
+            is_replaced = not (in_torch and _is_torchs_own(value, key))
+        if is_replaced:
             names.append(key)
     return sorted(names)
 

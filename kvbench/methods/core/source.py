@@ -19,6 +19,18 @@ UNDESCRIBED = "no description: the first line of its file's docstring would stan
 """The description of a method without a docstring."""
 
 
+class _Assignment(NamedTuple):
+    """An assignment to a single name in the body of a class or module.
+
+    annotation: the source of the annotation; '' without one.
+    value: the syntax tree of the value; None for a name that is only annotated.
+    """
+
+    name: str
+    annotation: str
+    value: ast.expr | None
+
+
 class Described(NamedTuple):
     """A method as lists show it.
 
@@ -39,7 +51,7 @@ def describe(path: Path, method: str) -> Described:
     Python (with the line), has no such method, or has classes that derive from each other in a circle.
     """
     tree = _parse_file(path)
-    methods = {_id_of(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _id_of(c)}
+    methods = {_read_id(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _read_id(c)}
     if method not in methods:
         raise UsageError(f"{path}: no class at its top level has id = {method!r}")
     docstrings = [ast.get_docstring(tree), ast.get_docstring(methods[method])]
@@ -52,7 +64,7 @@ def describe(path: Path, method: str) -> Described:
             about = text.strip().splitlines()[0]
             break
     try:
-        knobs = _knobs_of(methods[method], tree, path)
+        knobs = _read_knobs(methods[method], tree, path)
     except RecursionError:
         raise UsageError(f"{path}: the classes of {method} derive from each other in a circle") from None
     # a selector takes this ratio where neither knob is set, see ``Selector.check``
@@ -71,44 +83,52 @@ def _parse_file(path: Path) -> ast.Module:
         raise UsageError(f"{path}:{line}: {type(error).__name__}: {reason}") from error
 
 
-def _id_of(cls: ast.ClassDef) -> str:
+def _read_id(cls: ast.ClassDef) -> str:
     """Return the id that a class sets in its body (``id = "snapkv"``), or ''."""
-    for name, _, value in _assignments(cls.body):
-        if name == "id" and isinstance(value, ast.Constant) and isinstance(value.value, str):
+    for assignment in _list_assignments(cls.body):
+        value = assignment.value
+        if assignment.name == "id" and isinstance(value, ast.Constant) and isinstance(value.value, str):
             return value.value
     return ""
 
 
-def _assignments(body: list[ast.stmt]) -> list[tuple[str, str, ast.expr | None]]:
-    """Return (name, annotation or '', value or None) of each assignment to a single name in a class or module."""
-    assignments = []
+def _list_assignments(body: list[ast.stmt]) -> list[_Assignment]:
+    """Return the assignments to single names in the body of a class or module, in order."""
+    assignments: list[_Assignment] = []
     for stmt in body:
         if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name):
-            assignments.append((stmt.target.id, ast.unparse(stmt.annotation), stmt.value))
-        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1 and isinstance(stmt.targets[0], ast.Name):
-            assignments.append((stmt.targets[0].id, "", stmt.value))
+            assignments.append(_Assignment(stmt.target.id, ast.unparse(stmt.annotation), stmt.value))
+        elif isinstance(stmt, ast.Assign) and len(stmt.targets) == 1:
+            (target,) = stmt.targets
+            if isinstance(target, ast.Name):
+                assignments.append(_Assignment(target.id, "", stmt.value))
     return assignments
 
 
-def _knobs_of(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
-    """Return {knob: default} of a class in the file ``path``, the knobs of its base classes first."""
+def _read_knobs(cls: ast.ClassDef, tree: ast.Module, path: Path) -> dict[str, Any]:
+    """Return {knob: default} of a class, the knobs of its base classes first.
+
+    tree, path: the file that defines the class.
+    """
     knobs: dict[str, Any] = {}
     # a field of the first base wins over one of the last, as in a dataclass
     for base in reversed(cls.bases):
-        source = _class_named(ast.unparse(base), tree, path, above=cls.lineno)
-        if source is not None:
-            knobs |= _knobs_of(*source)
+        definition = _find_class(ast.unparse(base), tree, path, above=cls.lineno)
+        if definition is not None:
+            base_class, base_tree, base_path = definition
+            knobs |= _read_knobs(base_class, base_tree, base_path)
     # only a dataclass makes fields of its annotations
     if not any("dataclass" in ast.unparse(decorator) for decorator in cls.decorator_list):
         return knobs
-    constants = {name: value for name, _, value in _assignments(tree.body)}
-    for name, annotation, value in _assignments(cls.body):
-        if annotation and "ClassVar" not in annotation and not _is_no_knob(value):
-            knobs[name] = _default_of_knob(value, constants)
+    constants = {assignment.name: assignment.value for assignment in _list_assignments(tree.body)}
+    for assignment in _list_assignments(cls.body):
+        is_field = assignment.annotation and "ClassVar" not in assignment.annotation
+        if is_field and not _is_no_knob(assignment.value):
+            knobs[assignment.name] = _read_default(assignment.value, constants)
     return knobs
 
 
-def _class_named(
+def _find_class(
     name: str, tree: ast.Module, path: Path, above: float = float("inf")
 ) -> tuple[ast.ClassDef, ast.Module, Path] | None:
     """Return the class that ``name`` means in a file, with the syntax tree and the path of the file that defines it.
@@ -129,13 +149,13 @@ def _class_named(
         for imported in stmt.names:
             if (imported.asname or imported.name) != name:
                 continue
-            source = _file_of(module)
-            if source is not None:
-                return _class_named(imported.name, _parse_file(source), source)
+            file = _find_file(module)
+            if file is not None:
+                return _find_class(imported.name, _parse_file(file), file)
     return None
 
 
-def _file_of(module: str) -> Path | None:
+def _find_file(module: str) -> Path | None:
     """Return the file of a module of kvbench, the user's methods among them, or None for another module."""
     names = module.split(".")
     if names[0] != "kvbench" or len(names) == 1:
@@ -162,8 +182,12 @@ def _is_no_knob(value: ast.expr | None) -> bool:
     )
 
 
-def _default_of_knob(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
-    """Return a knob's default: a plain value, a constant of the file, or the first argument of ``knob``."""
+def _read_default(value: ast.expr | None, constants: Mapping[str, ast.expr | None]) -> object:
+    """Return a knob's default, or its source if it must be computed; None for a knob without a default.
+
+    value: the default as the class states it: a value, the name of a constant, or a call of ``knob`` or ``field``.
+    constants: {name: value} of the assignments in the file of the class.
+    """
     if isinstance(value, ast.Call):
         # knob(0.5, rule), or field(default=0.5)
         arguments = value.args + [keyword.value for keyword in value.keywords if keyword.arg == "default"]

@@ -111,17 +111,17 @@ class Stage(Knobs):
         identity["knobs"] = {knob: value for knob, value in self.knobs().items() if value is not None}
         return identity
 
-    def measured(self, what: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
+    def measured(self, result: str, knob: str = "it") -> Mapping[str, torch.Tensor]:
         """Return the tensors of the stage's calibration. Raises UsageError if the stage has no calibration.
 
-        what: the words for the property that follows from the tensors, such as "its ranks", for the error.
+        result: the words for the property that follows from the tensors, such as "its ranks", for the error.
         knob: the knob that makes the calibration necessary; "it" if the method needs one under any knobs.
         """
         # bytes can be computed without a model, but not for a stage that a model's statistics decide
         if self.calibration is None:
             raise UsageError(
-                f"method {self.id} was not calibrated, and {what}, hence its bytes, follow from that: leave {knob} out "
-                "where no model is read (match=, bench), or see kvbench.calibrate"
+                f"method {self.id} was not calibrated, and {result}, hence its bytes, follow from that: leave {knob} "
+                "out where no model is read (match=, bench), or see kvbench.calibrate"
             )
         return self.calibration.tensors
 

@@ -24,14 +24,18 @@ def window_rows(
     cache: LayerCache,
     obs: Observation,
     window: int,
-    estimate: Callable[[torch.Tensor], torch.Tensor] = lambda keys: keys,
+    estimate: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return the attention rows A [Hq, w, n] of the last w = min(window, n) queries of a prompt.
 
-    ``estimate`` maps the keys to those that the queries are multiplied with, for example quantised ones.
+    ``estimate`` maps the keys to those that the queries are multiplied with, for example quantised ones. None takes the
+    keys as they are.
     """
+    keys = _read_keys(cache, obs)
+    if estimate is not None:
+        keys = estimate(keys)
     # A[h, i, :] = softmax over the tokens j <= i of scale * q_i . k_j
-    return causal_softmax(obs.queries(window), estimate(_keys(cache, obs)), obs.scale)
+    return causal_softmax(obs.queries(window), keys, obs.scale)
 
 
 def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 64) -> torch.Tensor:
@@ -39,7 +43,7 @@ def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 6
 
     The queries are taken ``block`` at a time, so that memory holds only [Hq, block, n] attention weights.
     """
-    queries, keys = obs.queries(window), _keys(cache, obs)
+    queries, keys = obs.queries(window), _read_keys(cache, obs)
     # the queries are those of the last tokens: query 0 is that of token n - w
     earlier_tokens = obs.n - queries.shape[1]
     sums = torch.zeros(queries.shape[0], obs.n, device=queries.device)
@@ -51,7 +55,7 @@ def window_sums(cache: LayerCache, obs: Observation, window: int, block: int = 6
     return sums
 
 
-def _keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
+def _read_keys(cache: LayerCache, obs: Observation) -> torch.Tensor:
     """Return the keys [Hk, n, D] that the prompt's attention read, which may differ from the stored ones."""
     if obs.read_k is not None:
         return obs.read_k
@@ -62,12 +66,13 @@ def group_mean(scores: torch.Tensor, heads: int) -> torch.Tensor:
     """Return [heads, ...]: the mean of scores [Hq, ...] over the query heads that share a stored head."""
     if scores.shape[0] == heads:
         return scores
+    # [heads, group, ...]: the query heads of a group lie one after the other
     return scores.view(heads, scores.shape[0] // heads, *scores.shape[1:]).mean(dim=1)
 
 
 def group_rows(probs: torch.Tensor, heads: int) -> torch.Tensor:
     """Return [B, heads, T, S]: the mean of attention probs [B, Hq, T, S] over query heads that share a stored head."""
-    # [B, heads, group, T, S]: the query heads of a group lie one after the other
+    # [B, heads, group, T, S], as in ``group_mean``
     b, _, t, size = probs.shape
     return probs.view(b, heads, -1, t, size).mean(dim=2)
 
@@ -101,7 +106,9 @@ def pool_slots(scores: torch.Tensor, slots: Slots, kernel: int, kind: str) -> to
     """
     order = ops.order_by_position(slots.positions, slots.valid)
     ordered = scores.gather(2, order)
+    # ``pool`` takes one row for each head: here [B * H, S]
     pooled = pool(ordered.flatten(0, 1), kernel, kind).view_as(ordered)
+    # the slot in place i of the order gets the pooled score in place i
     return torch.empty_like(pooled).scatter_(2, order, pooled)
 
 
@@ -133,8 +140,11 @@ def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torc
 
     probs [B, Hq, T, S] are the attention weights of these queries.
     """
-    # [B, H, S, T]; of more new rows than the ring has columns only the last remain
-    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:].transpose(2, 3)
-    # the last of the T rows is that of position ``now``
-    columns = (slots.now - torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)) % size
+    # of more new rows than the ring has columns only the last remain
+    rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:]
+    # [B, H, S, T]: each slot gets its attention from the T queries
+    rows = rows.transpose(2, 3)
+    # the positions of the T queries are now - T + 1, ..., now
+    age = torch.arange(rows.shape[3] - 1, -1, -1, device=rows.device)
+    columns = (slots.now - age) % size
     return {"ring": slots.state["ring"].scatter(3, columns[:, :, None].expand_as(rows), rows)}

@@ -25,7 +25,7 @@ import torch
 from torch.utils import _device
 
 from kvbench.base.errors import KvbenchError, Refused, notes
-from kvbench.methods.core.shared_functions import Functions, replacing
+from kvbench.methods.core.shared_functions import Functions, build_refusal
 from kvbench.methods.core.watch import watch
 
 ENDS = ("_exit", "abort", "execv", "execve", "execvp", "execvpe")
@@ -62,30 +62,31 @@ def contained(
         return
     walls = (
         watch(name if watched else None),
-        _settings(),
-        _signals(),
-        _streams(),
-        _no_end(),
-        _functions(name, importing),
+        _restore_settings(),
+        _restore_signals(),
+        _guard_streams(),
+        _prevent_end(),
+        _restore_functions(name, importing),
     )
     with ExitStack() as stack:
         for wall in walls:
             stack.enter_context(wall)
-        with _drawing(name, seed):
+        with _seed_draws(name, seed):
             try:
                 yield
+            except Exception as error:
+                _check_text(name, error)
+                raise
             except BaseException as error:
-                # SystemExit and KeyboardInterrupt raised by the method's code are its errors; those raised by the
-                # user's signals end the run
-                if isinstance(error, Exception):
-                    _check_text(name, error)
-                    raise
-                if _raised_by_signal(error):
-                    # an inner wall may have added the note already
-                    if not notes(error):
-                        error.add_note(f"{name} was being asked, {_describe_interrupted_place(error)}")
-                    raise
-                raise KvbenchError(f"{name} would end the program: {type(error).__name__} {error}".rstrip()) from error
+                # SystemExit and KeyboardInterrupt: those raised by the user's signals end the run, and those raised by
+                # the method's code are its errors
+                if not _raised_by_signal(error):
+                    message = f"{name} would end the program: {type(error).__name__} {error}".rstrip()
+                    raise KvbenchError(message) from error
+                # an inner wall may have added the note already
+                if not notes(error):
+                    error.add_note(f"{name} was being asked, {_describe_interrupted_place(error)}")
+                raise
 
 
 def _check_text(name: str, error: Exception) -> None:
@@ -98,7 +99,7 @@ def _check_text(name: str, error: Exception) -> None:
 
 
 @contextmanager
-def _settings() -> Iterator[None]:
+def _restore_settings() -> Iterator[None]:
     """On exit of the context, restore PyTorch's global settings and the working directory."""
     dtype = torch.get_default_dtype()
     threads = torch.get_num_threads()
@@ -160,7 +161,7 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 
 
 @contextmanager
-def _streams() -> Iterator[None]:
+def _guard_streams() -> Iterator[None]:
     """While the context is open, replace the standard streams by ones that foreign code cannot close.
 
     All that the code prints goes to the error stream, because a program may read the run's own output (``--json``).
@@ -171,6 +172,7 @@ def _streams() -> Iterator[None]:
         # inside another wall the streams are safe already; a program without a console has None
         if isinstance(stream, _Unclosable) or error_stream is None:
             continue
+        # the name of the stream stays, although its text goes to the error stream
         setattr(sys, name, _Unclosable(error_stream, f"sys.{name}"))
     try:
         yield
@@ -180,7 +182,7 @@ def _streams() -> Iterator[None]:
 
 
 @contextmanager
-def _no_end() -> Iterator[None]:
+def _prevent_end() -> Iterator[None]:
     """While the context is open, let the functions in ENDS raise SystemExit instead of ending the process at once.
 
     A process that is forked inside the context may still end by them.
@@ -218,7 +220,7 @@ def _no_end() -> Iterator[None]:
 
 
 @contextmanager
-def _drawing(name: str, seed: int | None) -> Iterator[None]:
+def _seed_draws(name: str, seed: int | None) -> Iterator[None]:
     """Seed the random numbers of torch, Python and NumPy for the context, and restore their states on exit.
 
     Raises Refused if the code in the context drew numbers although ``seed`` is None.
@@ -266,7 +268,7 @@ def _generator_states() -> tuple[object, ...]:
 
 
 @contextmanager
-def _functions(name: str, with_code: bool) -> Iterator[None]:
+def _restore_functions(name: str, with_code: bool) -> Iterator[None]:
     """On exit of the context, put back functions that others compute with, and raise Refused if one was replaced.
 
     ``with_code`` also compares the code of functions. If the user ends the run, functions are put back silently.
@@ -277,24 +279,24 @@ def _functions(name: str, with_code: bool) -> Iterator[None]:
             yield
     except Exception as error:
         # a replaced function may have raised the error: then the refusal names its cause
-        replaced = functions.restored()
+        replaced = functions.restore()
         if replaced:
-            raise replacing(name, replaced) from error
+            raise build_refusal(name, replaced) from error
         raise
     except BaseException:
         # the user ends the run
-        functions.restored()
+        functions.restore()
         raise
-    replaced = functions.restored()
+    replaced = functions.restore()
     if replaced:
-        raise replacing(name, replaced)
+        raise build_refusal(name, replaced)
 
 
 # ---- signals of the user
 
 
 @contextmanager
-def _signals() -> Iterator[None]:
+def _restore_signals() -> Iterator[None]:
     """On exit of the context, restore the handlers of the signals by which a user ends a run: SIGINT and SIGTERM."""
     # Python lets only the main thread set handlers
     if threading.current_thread() is not threading.main_thread():
