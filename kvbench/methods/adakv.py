@@ -52,9 +52,9 @@ class AdaKV(SnapKV):
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         order = scores.sort(dim=-1, descending=True, stable=True).indices
-        return ops.select_first(cache, order, self._sizes(scores, budget))
+        return ops.select_first(cache, order, self._count_tokens(scores, budget))
 
-    def _sizes(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
+    def _count_tokens(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
         """Return how many tokens each head keeps [H]. The mean over heads is ``budget``.
 
         scores [H, n] are +inf for the tokens of the window, which always stay.
@@ -64,14 +64,18 @@ class AdaKV(SnapKV):
         window = int(scores[0].isposinf().sum())
         if self.floor_rule == "safe":
             # each head's floor * C best tokens stay, whatever the scores of other heads
-            scores = scores.scatter(-1, top_indices(scores, int(self.floor * budget)), torch.inf)
+            safe_tokens = top_indices(scores, int(self.floor * budget))
+            scores = scores.scatter(-1, safe_tokens, torch.inf)
         # the C * H best tokens of the layer: entry h n + j of the flattened scores is token j of head h
         best_of_layer = scores.flatten().sort(descending=True, stable=True).indices[: budget * heads]
-        # among them head h has B_h + w
+        # among them head h has B_h + w, its window included
         counts = torch.bincount(best_of_layer // n, minlength=heads)
         if self.floor_rule == "safe":
             return counts
         # algorithm 2: head h gets (1 - floor) * B_h + floor * B tokens beside its window, with B = C - w
-        beside_window = budget - window
-        shares = [(1 - self.floor) * (count - window) + self.floor * beside_window for count in counts.tolist()]
-        return window + torch.tensor(round_shares(shares, beside_window * heads), device=scores.device)
+        mean_beside_window = budget - window
+        shares = []
+        for count in counts.tolist():
+            won_beside_window = count - window
+            shares.append((1 - self.floor) * won_beside_window + self.floor * mean_beside_window)
+        return window + torch.tensor(round_shares(shares, mean_beside_window * heads), device=scores.device)

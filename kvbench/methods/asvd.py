@@ -77,13 +77,13 @@ class Asvd(LowRankStage):
         # ``shape`` has the fields of ProjectionShape in their order
         tensors = {"shape": torch.tensor([shape.layers, shape.heads, shape.head_dim, shape.hidden]), "mean_abs": sizes}
         if self.ranks_by == "sensitivity":
-            tensors["loss"] = self._losses(run, sizes, probes)
+            tensors["loss"] = self._measure_losses(run, sizes, probes)
         return tensors
 
     def calibration_steps(self, model: PreTrainedModel) -> int:
         if self.ranks_by == "uniform":
             return 0
-        # ``_losses`` takes one step for each projection, key and value, and each rank that is tried
+        # ``_measure_losses`` takes one step for each projection, key and value, and each rank that is tried
         return 2 * ProjectionShape.of(model).layers * len(FRACTIONS)
 
     @property
@@ -93,11 +93,13 @@ class Asvd(LowRankStage):
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        layers, even_rank = self.shape.layers, nearest_rank(self.full, self.ratio, self.multiple)
+        layers = self.shape.layers
+        even_rank = nearest_rank(self.full, self.ratio, self.multiple)
         # one rank for each projection: keys of layer 0, values of layer 0, keys of layer 1, ...
         flat_ranks = [even_rank] * (2 * layers)
         # with ratio 0 the even rank is the full rank already
         if self.ranks_by == "sensitivity" and self.ratio > 0:
+            # the losses of each projection, in the same order, at each of the tried ranks
             losses = self.tensor("loss").flatten(0, 1).tolist()
             # all ranks together must not be larger than if every projection had the even rank
             target = even_rank * 2 * layers
@@ -108,11 +110,13 @@ class Asvd(LowRankStage):
 
     def factors(self, model: PreTrainedModel) -> Pairs:
         pairs = []
-        spectra_by_layer = self._spectra(model, self.tensor("mean_abs"))
+        spectra_by_layer = self._decompose(model, self.tensor("mean_abs"))
         for (key_spectrum, value_spectrum), ranks in zip(spectra_by_layer, self.ranks, strict=True):
             # all heads are one group, so each projection has one rank
             (key_rank,), (value_rank,) = ranks
-            pairs.append((join_factors([key_spectrum.cut(key_rank)]), join_factors([value_spectrum.cut(value_rank)])))
+            key_factors = join_factors([key_spectrum.cut(key_rank)])
+            value_factors = join_factors([value_spectrum.cut(value_rank)])
+            pairs.append((key_factors, value_factors))
         return tuple(pairs)
 
     def scale(self, sizes: torch.Tensor) -> torch.Tensor:
@@ -125,7 +129,7 @@ class Asvd(LowRankStage):
         # ``nearest_rank`` takes the fraction to remove, FRACTIONS are those that stay
         return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
 
-    def _spectra(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
+    def _decompose(self, model: PreTrainedModel, sizes: torch.Tensor) -> Iterator[tuple[Spectrum, Spectrum]]:
         """Yield for each layer the decompositions W S = U diag(s) V^T of its key and its value projection.
 
         ``sizes`` [layers, d] are the means of |x_i| of the projections' inputs.
@@ -133,12 +137,12 @@ class Asvd(LowRankStage):
         heads = ProjectionShape.of(model).heads
         for attention, layer_sizes in zip(attention_modules(model), sizes, strict=True):
             # a projection is (weight, bias), and only the weight is factored
-            (k, _), (v, _) = key_value_weights(attention, heads)
+            (key_weight, _), (value_weight, _) = key_value_weights(attention, heads)
             # both projections read the same input
             scale = self.scale(layer_sizes)
-            yield Spectrum.of(k, scale), Spectrum.of(v, scale)
+            yield Spectrum.of(key_weight, scale), Spectrum.of(value_weight, scale)
 
-    def _losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
+    def _measure_losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
         """Return the model's losses [layers, 2, fractions], each the mean over the probes.
 
         For each loss one projection alone, key (0) or value (1), is cut to one of ``_tried_ranks``. All others are
@@ -150,11 +154,12 @@ class Asvd(LowRankStage):
         # exact_layers has the uncut projections in the form that ``mean_loss`` takes
         exact_layers: list[tuple[Factors, Factors]] = []
         for attention in attention_modules(model):
-            (k, _), (v, _) = key_value_weights(attention, shape.heads)
-            exact_layers.append((_uncut(k), _uncut(v)))
+            (key_weight, _), (value_weight, _) = key_value_weights(attention, shape.heads)
+            exact_layers.append((_keep_exact(key_weight), _keep_exact(value_weight)))
         losses = torch.zeros(shape.layers, 2, len(FRACTIONS))
-        for layer, spectra in enumerate(self._spectra(model, sizes)):
+        for layer, spectra in enumerate(self._decompose(model, sizes)):
             exact_keys, exact_values = exact_layers[layer]
+            # half 0 is the key projection, half 1 the value projection
             for half, spectrum in enumerate(spectra):
                 for j, rank in enumerate(self._tried_ranks(full)):
                     # only this projection is cut, and all others stay exact
@@ -169,6 +174,6 @@ class Asvd(LowRankStage):
         return losses
 
 
-def _uncut(weight: torch.Tensor) -> Factors:
+def _keep_exact(weight: torch.Tensor) -> Factors:
     """Return a weight [Hk D, d] as the factors of one group of full rank, whose latents are its outputs."""
     return Factors(down=weight.detach(), ups=(None,), ranks=(weight.shape[0],))

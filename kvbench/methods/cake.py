@@ -106,6 +106,7 @@ class Cake(EvictingSelector):
         window = self.capacity(obs.n).window
         # A [Hq, w, n], the attention of the last w queries
         rows = window_rows(cache, obs, window)
+        # numbers that are stored with the tokens: the newest row for decoding, the scores for ``rebalance``
         state: dict[str, torch.Tensor] = {}
         if self.decode_evict:
             # the row of the prompt's last query; a view of it would keep all rows in memory
@@ -117,10 +118,11 @@ class Cake(EvictingSelector):
             earlier_rows = rows[:, :, : obs.n - window]
             variance = variance_over_queries(earlier_rows)
             weight = self.preference(earlier_rows, variance)
-            # score[j] = mean_i A[i, j] + gamma * var_i A[i, j], over the queries i of the window
-            mixed = group_mean(earlier_rows.mean(dim=1) + self.gamma * variance, cache.heads)
+            # mean_i A[h, i, j] + gamma * var_i A[h, i, j], over the queries i of the window
+            by_query_head = earlier_rows.mean(dim=1) + self.gamma * variance
+            pooled = pool(group_mean(by_query_head, cache.heads), self.kernel, "avg")
             # the window itself always stays
-            state["score"] = torch.nn.functional.pad(pool(mixed, self.kernel, "avg"), (0, window), value=torch.inf)
+            state["score"] = torch.nn.functional.pad(pooled, (0, window), value=torch.inf)
         segment = replace(ops.only_segment(cache), state=state)
         # all tokens stay until ``rebalance`` knows the weights of the other layers
         return replace(cache, segments=(segment,), weight=weight)
@@ -135,10 +137,11 @@ class Cake(EvictingSelector):
         weighted_logs = rows * (rows + 1e-10).log()
         # disp = -sum_hij A[h, i, j] log A[h, i, j]; a weight that rounding puts above 1 must not make it negative,
         # because its powers would not be real
-        dispersion = -weighted_logs.sum(dtype=torch.float64).clamp(max=0)
+        dispersion = float(-weighted_logs.sum(dtype=torch.float64).clamp(max=0))
         # var = sum_hj var_i A[h, i, j]
-        total_variance = variance.sum(dtype=torch.float64)
-        preference = float(dispersion) ** (1 / self.tau1) * float(total_variance) ** (1 / self.tau2)
+        total_variance = float(variance.sum(dtype=torch.float64))
+        # P = disp^(1/tau1) * var^(1/tau2)
+        preference = dispersion ** (1 / self.tau1) * total_variance ** (1 / self.tau2)
         return preference if math.isfinite(preference) else 0.0
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
@@ -150,10 +153,11 @@ class Cake(EvictingSelector):
         is_last_call = len(caches) == n_layers
         n = caches[0].prompt_tokens
         capacity = self.capacity(n)
-        layers_to_come = sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
-        # B_l = (C - w) L * P_l / (sum of P), at most n - w, over the L layers that share the budget; P is the weight
+        # L, the layers that share the budget: those so far, and those to come that are not frozen
+        sharing = len(weights) + sum(i not in self.frozen_layers for i in range(len(caches), n_layers))
+        # B_l = (C - w) L * P_l / (sum of P), at most n - w; P_l is the weight of layer l
         most = n - capacity.window
-        total = (capacity.tokens - capacity.window) * (len(weights) + layers_to_come)
+        total = (capacity.tokens - capacity.window) * sharing
         shares = proportional_shares(list(weights.values()), total, most)
         if is_last_call:
             sizes = round_shares(shares, total)

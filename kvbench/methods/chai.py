@@ -192,6 +192,33 @@ def merge_clusters(
     Return (the lowest head of each head's cluster [Hq], the distances at which clusters merged, ascending). There are
     Hq - ``count`` such distances. Everything is computed in fp64 on the CPU, so that all devices give the same result.
     """
+    distance = _measure_head_distances(first_q, first_k, scale)
+    heads = len(distance)
+    # each head begins as a cluster of its own; a cluster has the row and the column of its lowest head
+    lead = torch.arange(heads)
+    merges: list[float] = []
+    for _ in range(heads - count):
+        # argmin counts entries row by row, and takes the first of equals
+        row_of_nearest, column_of_nearest = divmod(int(distance.argmin()), heads)
+        a, b = sorted((row_of_nearest, column_of_nearest))
+        merges.append(float(distance[a, b]))
+        # average linkage: d(a + b, x) = (|a| d(a, x) + |b| d(b, x)) / (|a| + |b|)
+        a_heads, b_heads = int((lead == a).sum()), int((lead == b).sum())
+        merged_row = (a_heads * distance[a] + b_heads * distance[b]) / (a_heads + b_heads)
+        # a cluster does not merge with itself
+        merged_row[[a, b]] = torch.inf
+        distance[a], distance[:, a] = merged_row, merged_row
+        # b joins a, which is lower, and takes part in no further merge
+        distance[b], distance[:, b] = torch.inf, torch.inf
+        lead[lead == b] = a
+    return lead.to(first_q.device), merges
+
+
+def _measure_head_distances(first_q: torch.Tensor, first_k: torch.Tensor, scale: float) -> torch.Tensor:
+    """Return the distances [Hq, Hq] in fp64 of the attention maps of heads, with infinity on the diagonal.
+
+    The arguments are those of ``merge_clusters``.
+    """
     q = first_q.detach().to("cpu", torch.float64).contiguous()
     k = first_k.detach().to("cpu", torch.float64).contiguous()
     # maps are softmax(q k' * scale) [Hq, m, m] without a causal mask, each flattened to one vector
@@ -199,23 +226,7 @@ def merge_clusters(
     maps = capped(logits, scale).softmax(dim=-1).flatten(1)
     unit = maps / maps.norm(dim=1, keepdim=True)
     # the distance is 1 - cosine, and rounding must not make it negative; infinity keeps a head from merging with itself
-    distance = (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
-    lead = torch.arange(len(q))
-    merges: list[float] = []
-    for _ in range(len(q) - count):
-        # a cluster has its lowest head's row and column; argmin counts entries row by row, the first of equals
-        nearest = int(distance.argmin())
-        a, b = sorted(divmod(nearest, len(q)))
-        merges.append(float(distance[a, b]))
-        # average linkage: d(a + b, x) = (|a| d(a, x) + |b| d(b, x)) / (|a| + |b|)
-        a_heads, b_heads = int((lead == a).sum()), int((lead == b).sum())
-        row = (a_heads * distance[a] + b_heads * distance[b]) / (a_heads + b_heads)
-        row[[a, b]] = torch.inf
-        distance[a], distance[:, a] = row, row
-        # b joins a, which is lower, and takes part in no further merge
-        distance[b], distance[:, b] = torch.inf, torch.inf
-        lead[lead == b] = a
-    return lead.to(first_q.device), merges
+    return (1 - unit @ unit.T).clamp(min=0).fill_diagonal_(torch.inf)
 
 
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
@@ -229,9 +240,11 @@ def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
     if heads == 1:
         # a single head has nothing to merge with
         return [1] * layers
-    # each merge leaves one leading head less, so L Hq - share * L Hq merges happen over all layers; there are no more
-    # merges than distances, because every layer keeps one cluster
-    merge_count = min(layers * heads - round(share * layers * heads), distances.numel())
+    # each merge leaves one leading head less, so L Hq - share * L Hq merges happen over all layers
+    all_heads = layers * heads
+    merge_count = all_heads - round(share * all_heads)
+    # there are no more merges than distances, because every layer keeps one cluster
+    merge_count = min(merge_count, distances.numel())
     by_distance = distances.flatten().sort(stable=True).indices
     # the layer of each merge that happens: a layer has heads - 1 consecutive entries
     merged_layers = by_distance[:merge_count] // (heads - 1)
@@ -250,8 +263,8 @@ def measure_distances(run: CalibrationRun) -> torch.Tensor:
         _, merges = merge_clusters(obs.first_q[:, :OBSERVED], k[:, :OBSERVED], obs.scale, count=1)
         total[obs.layer] += torch.tensor(merges, dtype=torch.float64)
 
-    count = 0
+    windows = 0
     for window in run.windows():
         run.observe(window, Needs(first_q=OBSERVED), on_layer)
-        count += 1
-    return (total / count).float()
+        windows += 1
+    return (total / windows).float()

@@ -63,9 +63,10 @@ class ChunkKV(SnapKV):
         """Return (chunks that stay, all chunks that compete) of a prompt of n tokens, for variants of whole chunks."""
         capacity, length = self.capacity(n), self.length(n)
         if self.variant == "paper":
-            # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks
-            return (capacity.tokens - capacity.window) // length, ceil_div(n - capacity.window, length)
-        # max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
+            # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks, beside the window
+            staying = (capacity.tokens - capacity.window) // length
+            return staying, ceil_div(n - capacity.window, length)
+        # ``code``: max(1, floor(chunks * C / n)) of ceil(n / chunk) chunks
         total = ceil_div(n, length)
         share = self.kv_ratio
         if share is None:
@@ -76,46 +77,49 @@ class ChunkKV(SnapKV):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if not self.whole or self.budget(n, layer, n_layers) >= n:
             return super().expected(n, layer, n_layers, heads)
-        count, total = self.chunks(n)
+        staying, total = self.chunks(n)
         window, length = self.capacity(n).window, self.length(n)
-        if not count or (n - window) % length == 0:
+        most = staying * length
+        if not staying or (n - window) % length == 0:
             # no chunk stays, or all chunks are of one length
-            return Expected.exactly(window + count * length, heads)
-        # the last chunk lacks ``short_by`` tokens, and its score decides whether it is among those that stay
-        short_by = total * length - (n - window)
-        least = max(0, count * length - short_by)
-        # if all chunks stay, the last one does
-        most = least if count == total else count * length
+            return Expected.exactly(window + most, heads)
+        # the last chunk lacks ``missing`` tokens, and its score decides whether it is among those that stay
+        missing = total * length - (n - window)
+        least = max(0, staying * length - missing)
+        if staying == total:
+            # all chunks stay, the last one included
+            most = least
         return Expected(low=(window + least,) * heads, high=(window + most,) * heads)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        window = capacity.window
-        if self.variant == "code":
-            # no window is protected here, but its queries score all the tokens before it, at least one
-            window = min(self.window, obs.n - 1)
-        # SnapKV's scores [H, n] are 0 for the window
-        received = super().scores(cache, obs, replace(capacity, window=window))
-        # the tokens before ``end`` are cut into chunks
-        end = obs.n - window
-        if self.variant == "code":
-            # the window's tokens get the highest score, and are cut into chunks like all others; the clone is needed
-            # because other chains share SnapKV's scores
-            received = received.clone()
-            received[:, end:] = received.max()
-            end = obs.n
+        token_scores = self._score_tokens(cache, obs, capacity)
+        chunked = len(token_scores)
         length = self.length(obs.prompt_tokens)
-        # all heads keep the same chunks, so scores are averaged over heads
-        token_scores = received[:, :end].mean(dim=0)
         # the score of a chunk is the sum over its tokens / chunk length, with zeros padding the last chunk
-        missing = -end % length
+        missing = -chunked % length
         sums = F.pad(token_scores, (0, missing)).view(-1, length).sum(dim=1)
         sizes = torch.full_like(sums, length)
         if self.variant != "paper":
             # only the paper divides a shorter last chunk by the full length as well
             sizes[-1] -= missing
         # each token gets the score of its chunk, and the window, which always stays, gets 0
-        by_token = (sums / sizes).repeat_interleave(length)[:end]
-        return F.pad(by_token, (0, obs.n - end))[None]
+        by_token = (sums / sizes).repeat_interleave(length)[:chunked]
+        return F.pad(by_token, (0, obs.n - chunked))[None]
+
+    def _score_tokens(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
+        """Return SnapKV's scores of the tokens that are cut into chunks, averaged over heads.
+
+        These tokens are all n under ``code``, and otherwise the n - w tokens before the window.
+        """
+        if self.variant != "code":
+            received = super().scores(cache, obs, capacity)
+            return received[:, : obs.n - capacity.window].mean(dim=0)
+        # no window is protected here, but its queries score all the tokens before it, at least one
+        window = min(self.window, obs.n - 1)
+        # the clone is needed because other chains share SnapKV's scores, which are 0 for the window
+        received = super().scores(cache, obs, replace(capacity, window=window)).clone()
+        received[:, obs.n - window :] = received.max()
+        return received.mean(dim=0)
 
     def pick(self, cache: LayerCache, scores: torch.Tensor, budget: int) -> LayerCache:
         if not self.whole:
@@ -126,9 +130,10 @@ class ChunkKV(SnapKV):
         length = self.length(n)
         count, _ = self.chunks(n)
         # every ``length``-th token is the first of a chunk, and carries the chunk's score
-        best = top_indices(scores[:, : n - window : length], count)[0]
+        chunk_scores = scores[:, : n - window : length]
+        best_chunks = top_indices(chunk_scores, count)[0]
         chunk_of_token = torch.arange(n, device=scores.device) // length
-        staying = torch.isin(chunk_of_token, best)
+        staying = torch.isin(chunk_of_token, best_chunks)
         # the window stays in any case; the last chunk's number may reach into it, which changes nothing
         staying[n - window :] = True
         index = staying.nonzero()[:, 0]

@@ -51,15 +51,16 @@ class ExpectedAttention(Selector):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         segment, sinks = ops.only_segment(cache), capacity.sinks
 
-        def compute() -> tuple[Segment, torch.Tensor]:
+        def score_segment() -> tuple[Segment, torch.Tensor]:
             """Return (the segment that was scored, its scores)."""
             return segment, self._score_tokens(segment, cache.heads, obs, sinks)
 
-        # budgets of one prompt share the scores, as long as they choose among the same keys and values
+        # chains that differ in their budget alone share the scores; ``once`` returns those of the first chain
         settings = (sinks, self.future, self.covariance, self.vnorm, self.epsilon, cache.heads)
-        scored, scores = obs.once(("expected scores", *settings), compute)
-        if scored.k is segment.k and scored.v is segment.v:
+        scored_segment, scores = obs.once(("expected scores", *settings), score_segment)
+        if scored_segment.k is segment.k and scored_segment.v is segment.v:
             return scores
+        # another stage has changed the keys or values of one of the two chains
         return self._score_tokens(segment, cache.heads, obs, sinks)
 
     def _score_tokens(self, segment: Segment, heads: int, obs: Observation, sinks: int) -> torch.Tensor:
@@ -70,7 +71,8 @@ class ExpectedAttention(Selector):
         # log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2: first the mean of the logit, then half its variance
         logits = (keys @ mean[:, :, None])[..., 0] * obs.scale
         if self.covariance:
-            logits += ((keys @ cov) * keys).sum(dim=-1) * (obs.scale**2 / 2)
+            quadratic_forms = ((keys @ cov) * keys).sum(dim=-1)
+            logits += quadratic_forms * (obs.scale**2 / 2)
         scores = group_mean(logits.softmax(dim=-1), heads)
         if self.vnorm:
             # s_j = (a_j + epsilon) * ||v_j||_2
@@ -90,11 +92,13 @@ class ExpectedAttention(Selector):
         q = obs.queries(obs.n)[:, sinks:].float()
         # turned to position 0, queries are as before their rotation
         unrotated = rotary.turn(q, start=obs.token_positions(q.device)[sinks:], end=0)
+        # mean and covariance of these queries, over the tokens
         mean = unrotated.mean(dim=1)
         centred = unrotated - mean[:, None]
         cov = centred.transpose(1, 2) @ centred / centred.shape[1]
+        # R [D, D] is the average rotation to the next ``future`` positions: its row i is the image of axis i
         future_positions = torch.arange(obs.prompt_tokens, obs.prompt_tokens + self.future, device=q.device)
-        # R is the average rotation to future positions: its row i is the image of axis i. Mean and covariance become
-        # mean R and R^T cov R
-        rotation = rotary.mean_turn(torch.eye(q.shape[2], device=q.device), future_positions)
+        axes = torch.eye(q.shape[2], device=q.device)
+        rotation = rotary.mean_turn(axes, future_positions)
+        # queries q become q R, so m = mean R and S = R^T cov R
         return mean @ rotation, rotation.T @ cov @ rotation

@@ -57,15 +57,15 @@ class H2O(EvictingSelector):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
-        self.require("heavy_ratio", paired, "given together with recent_ratio")
+        both_or_none = (self.heavy_ratio is None) == (self.recent_ratio is None)
+        self.require("heavy_ratio", both_or_none, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             self.require("heavy_ratio", self.variant == "orig", "an option of variant=orig only")
             self.require("heavy_ratio", 0 <= self.heavy_ratio <= 1, "a fraction of the prompt")
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
-        for name in ("code_mask", "evict_after"):
-            self.require(name, not getattr(self, name) or self.variant == "orig", "an option of variant=orig only")
+        self.require("code_mask", not self.code_mask or self.variant == "orig", "an option of variant=orig only")
+        self.require("evict_after", not self.evict_after or self.variant == "orig", "an option of variant=orig only")
         self.require("evict_after", not (self.evict_after and self.code_mask), "not together with code_mask")
         # this fills in a default kv_ratio, which ``require_one_budget`` then takes back
         super().check()
@@ -95,7 +95,7 @@ class H2O(EvictingSelector):
         if not self.evicts:
             return super().capacity(n)
         heavy, recent = self.parts(n)
-        # without heavy hitters nothing is left to choose: only recent tokens stay
+        # without heavy hitters nothing is left to choose: only recent tokens stay, as in a budget that was too small
         no_choice = self.variant == "uncomp" and heavy == 0 and recent < n
         return Capacity(tokens=min(heavy + recent, n), sinks=0, window=min(recent, n), shrunk=no_choice)
 
@@ -139,6 +139,7 @@ class H2O(EvictingSelector):
 
     @property
     def state_bytes(self) -> int:
+        # each slot has one fp32 number, its S
         return 4 if self.evicts else 0
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:

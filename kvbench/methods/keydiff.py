@@ -56,6 +56,7 @@ class KeyDiff(Selector, BlockReader):
             return at_heads(scores, cache.heads)
         # tokens are chosen for each kv head, or for all of them at once if latents are stored as one head
         choosing_heads = min(cache.heads, len(keys))
+        # the last pair has the tokens that stay in the end
         blocks = list(self.iterate_blocks(keys, choosing_heads, capacity.tokens))
         _, kept_tokens = blocks[-1]
         # tokens that are kept after the last block score 1, all others 0
@@ -80,9 +81,11 @@ class KeyDiff(Selector, BlockReader):
             new = torch.arange(start, min(start + self.block, n), device=keys.device)
             kept_tokens = torch.cat([kept_tokens, new.expand(heads, -1)], dim=1)
             if kept_tokens.shape[1] > budget:
-                # the anchor is the mean of the kept and new keys only, [Hk, m, D]
+                # [Hk, m, D]: the anchor is the mean of the kept and new keys only
                 index = per_head(kept_tokens, len(keys))[..., None].expand(-1, -1, keys.shape[2])
-                scores = at_heads(distance_from_anchor(keys.gather(1, index)), heads)
+                candidate_keys = keys.gather(1, index)
+                scores = at_heads(distance_from_anchor(candidate_keys), heads)
+                # ``top_indices`` counts among the candidates, which have their own indices in the prompt
                 kept_tokens = kept_tokens.gather(1, top_indices(scores, budget))
         yield n, kept_tokens
 
@@ -94,8 +97,8 @@ class KeyDiff(Selector, BlockReader):
             return []
         # tokens are chosen for each kv head, or for all of them at once if latents are stored as one head
         choosing_heads = min(heads, len(keys))
-        # the last entry is the end of the prompt and begins no block
-        blocks = list(self.iterate_blocks(keys, choosing_heads, budget))[:-1]
+        # the last pair is the end of the prompt and begins no block
+        *blocks, _ = self.iterate_blocks(keys, choosing_heads, budget)
         return [(start, per_head(kept_tokens, len(keys))) for start, kept_tokens in blocks]
 
 

@@ -36,6 +36,7 @@ class KeyNorm(Selector):
         if obs.partial:
             # While decoding, equal tokens of the text have equal norms in the first layer but for rounding, which
             # differs between batches. Norms are rounded to 12 bits, so that these errors decide nothing.
+            # norm = mantissa * 2^exponent with a mantissa from 0.5 to 1
             mantissa, exponent = torch.frexp(norms)
             norms = torch.ldexp((mantissa * 2**12).round() / 2**12, exponent)
         return at_heads(-norms, cache.heads)

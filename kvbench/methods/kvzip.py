@@ -101,13 +101,14 @@ class KVzip(ReplayingSelector):
             return None
         sinks = self.capacity(n).sinks
         frozen_tokens = frozen * heads * n
-        sink_tokens = sharing * heads * sinks
+        sharing_heads = sharing * heads
+        sink_tokens = sharing_heads * sinks
         if self.level == "head":
             # some heads keep all n tokens, and the others keep only their sinks
-            full_heads = self.count_staying(sharing * heads, n)
+            full_heads = self.count_staying(sharing_heads, n)
             return frozen_tokens + sink_tokens + full_heads * (n - sinks)
         if self.level == "pair":
-            return frozen_tokens + max(self.count_staying(sharing * heads * n, n), sink_tokens)
+            return frozen_tokens + max(self.count_staying(sharing_heads * n, n), sink_tokens)
         # under the levels ``layer`` and ``uniform``, ``expected`` fixes the tokens of each layer
         return None
 
@@ -116,12 +117,16 @@ class KVzip(ReplayingSelector):
         return cache
 
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
-        scored = [i for i, c in enumerate(caches) if "score" in ops.only_segment(c).state]
+        # the layers that the passes of ``replay`` have scored; a prompt within the budget needs no passes
+        scored = [i for i, cache in enumerate(caches) if "score" in ops.only_segment(cache).state]
         # scores are final after the passes of ``replay``, and pairs compete over all layers
         if not scored or len(caches) < n_layers:
             return list(caches)
         # nothing reads the scores after this choice
-        without_scores = [replace(c, segments=(replace(ops.only_segment(c), state={}),)) for c in caches]
+        without_scores = []
+        for cache in caches:
+            segment = replace(ops.only_segment(cache), state={})
+            without_scores.append(replace(cache, segments=(segment,)))
         sharing = [i for i in scored if i not in self.frozen_layers]
         if not sharing:
             return without_scores
@@ -129,37 +134,62 @@ class KVzip(ReplayingSelector):
         # scores are [L, H, n] over the L layers that share the budget
         scores = torch.stack([ops.only_segment(caches[i]).state["score"] for i in sharing])
         trimmed = list(without_scores)
-        for i, staying in zip(sharing, self.staying_pairs(scores, capacity), strict=True):
+        for i, staying in zip(sharing, self.mark_staying(scores, capacity), strict=True):
             # the staying pairs of a head come first, in order of position
             order = (~staying).int().sort(dim=-1, stable=True).indices
             trimmed[i] = ops.select_first(without_scores[i], order, staying.sum(dim=-1))
         return trimmed
 
-    def staying_pairs(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+    def mark_staying(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
         """Return a mask [L, H, n] of the pairs that stay, by their scores [L, H, n] over the L layers that compress."""
-        layers, heads, n = scores.shape
         # the sinks always stay; the caller's scores are left as they are
         scores = scores.clone()
         scores[..., : capacity.sinks] = torch.inf
         if self.count == "paper":
-            # of the N' pairs behind the sinks, those strictly above the pair of rank max(floor(r N') - 1, 0) stay
-            ranked = scores[..., capacity.sinks :].flatten().sort(descending=True).values
-            return scores > ranked[max(self.count_staying(len(ranked), n) - 1, 0)]
+            return self._mark_above_threshold(scores, capacity.sinks)
         if self.level == "head":
-            # a head's score is the highest score of its tokens; the floor(r L H) best heads keep all tokens
-            head_scores = scores[..., capacity.sinks :].amax(dim=-1).flatten()
-            best_heads = head_scores.sort(descending=True, stable=True).indices
-            keeps_all = torch.zeros_like(best_heads, dtype=torch.bool)
-            keeps_all[best_heads[: self.count_staying(len(best_heads), n)]] = True
-            return keeps_all.view(layers, heads, 1) | scores.isposinf()
+            return self._mark_best_heads(scores, capacity.sinks)
+        return self._mark_best_pairs(scores, capacity)
+
+    def _mark_above_threshold(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
+        """Return the mask [L, H, n] under ``count=paper``: the pairs that score above a threshold.
+
+        scores: [L, H, n], with +inf for the first ``sinks`` tokens.
+        """
+        # of the N' pairs behind the sinks, those strictly above the pair of rank max(floor(r N') - 1, 0) stay
+        ranked = scores[..., sinks:].flatten().sort(descending=True).values
+        rank = max(self.count_staying(len(ranked), n=scores.shape[2]) - 1, 0)
+        return scores > ranked[rank]
+
+    def _mark_best_heads(self, scores: torch.Tensor, sinks: int) -> torch.Tensor:
+        """Return the mask [L, H, n] under ``level=head``: all pairs of the best heads, and the sinks of the others.
+
+        scores: [L, H, n], with +inf for the first ``sinks`` tokens.
+        """
+        layers, heads, n = scores.shape
+        # a head's score is the highest score of its tokens; the floor(r L H) best heads keep all tokens
+        head_scores = scores[..., sinks:].amax(dim=-1).flatten()
+        by_score = head_scores.sort(descending=True, stable=True).indices
+        best_heads = by_score[: self.count_staying(layers * heads, n)]
+        keeps_all = torch.zeros_like(by_score, dtype=torch.bool)
+        keeps_all[best_heads] = True
+        return keeps_all.view(layers, heads, 1) | scores.isposinf()
+
+    def _mark_best_pairs(self, scores: torch.Tensor, capacity: Capacity) -> torch.Tensor:
+        """Return the mask [L, H, n] under the other levels: the best of the pairs that compete for each budget.
+
+        scores: [L, H, n], with +inf for the sinks of ``capacity``.
+        """
+        layers, heads, n = scores.shape
         # each row has the pairs that compete for one budget: all pairs, a layer's pairs, or a head's pairs
         rows = {"pair": 1, "layer": layers, "uniform": layers * heads}[self.level]
         competing = scores.view(rows, -1)
-        total = self.count_staying(competing.shape[1], n)
         if self.level == "uniform":
-            total = capacity.tokens
+            budget = capacity.tokens
+        else:
+            budget = self.count_staying(competing.shape[1], n)
         # a budget must at least hold the sinks of the heads that share it
         heads_per_row = layers * heads // rows
-        total = max(total, heads_per_row * capacity.sinks)
-        best = competing.sort(dim=-1, descending=True, stable=True).indices[:, :total]
+        budget = max(budget, heads_per_row * capacity.sinks)
+        best = competing.sort(dim=-1, descending=True, stable=True).indices[:, :budget]
         return torch.zeros_like(competing, dtype=torch.bool).scatter_(1, best, True).view_as(scores)

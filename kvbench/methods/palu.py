@@ -78,39 +78,50 @@ class Palu(LowRankStage):
 
     @cached_property
     def ranks(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        shape, heads = self.shape, self.heads_per_group
-        # the full rank of a group's weight, and the number of groups
-        full, groups = min(heads * shape.head_dim, shape.hidden), shape.heads // heads
+        shape, heads_per_group = self.shape, self.heads_per_group
+        groups = shape.heads // heads_per_group
+        # a group's weight has a row for each channel of its heads, and a column for each hidden channel
+        full_rank = min(heads_per_group * shape.head_dim, shape.hidden)
         if self.ranks_by == "uniform":
-            even = (nearest_rank(full, self.ratio, self.multiple),) * groups
-            return ((even, even),) * shape.layers
+            even_ranks = (nearest_rank(full_rank, self.ratio, self.multiple),) * groups
+            return ((even_ranks, even_ranks),) * shape.layers
         # [layers, 2, groups], the mean over the heads of a group
-        fisher = self.tensor("fisher").double().unflatten(2, (groups, heads)).mean(dim=3)
+        fisher = self.tensor("fisher").double().unflatten(2, (groups, heads_per_group)).mean(dim=3)
         if self.ranks_by == "fisher_uniform":
             # one rank for each projection, [layers * 2], which all groups of the projection get
             weights = fisher.mean(dim=2).flatten().tolist()
-            projection_ranks = torch.tensor(divided_ranks(weights, full, self.ratio, self.multiple))
+            projection_ranks = torch.tensor(divided_ranks(weights, full_rank, self.ratio, self.multiple))
             ranks = projection_ranks.repeat_interleave(groups)
         else:
-            ranks = torch.tensor(divided_ranks(fisher.flatten().tolist(), full, self.ratio, self.multiple))
+            # one rank for each group of each projection, [layers * 2 * groups]
+            weights = fisher.flatten().tolist()
+            ranks = torch.tensor(divided_ranks(weights, full_rank, self.ratio, self.multiple))
         by_layer = ranks.view(shape.layers, 2, groups).tolist()
         return tuple((tuple(key_ranks), tuple(value_ranks)) for key_ranks, value_ranks in by_layer)
 
     def factors(self, model: PreTrainedModel) -> Pairs:
-        # a group's weight has one row for each channel of its heads
-        shape, rows = self.shape, self.heads_per_group * self.shape.head_dim
         pairs = []
         for i, attention in enumerate(attention_modules(model)):
             # S, with S S^T = mean of x x^T (Cholesky), section 3.2
             moments, damping = self.tensor("moments")[i], float(self.tensor("damping")[i])
             whitening = whitening_factor(moments.to(model.device), damping)
-            pair: list[Factors] = []
-            # first the key projection, then the value projection
-            for (weight, _), ranks in zip(key_value_weights(attention, shape.heads), self.ranks[i], strict=True):
-                group_weights = weight.split(rows)
-                # W S = U diag(s) V^T, truncated to r, for each group of heads
-                cuts = [Spectrum.of(w, whitening).cut(r) for w, r in zip(group_weights, ranks, strict=True)]
-                pair.append(join_factors(cuts))
-            key_factors, value_factors = pair
+            # a projection is (weight, bias), and only the weight is factored
+            (key_weight, _), (value_weight, _) = key_value_weights(attention, self.shape.heads)
+            key_ranks, value_ranks = self.ranks[i]
+            key_factors = self._factor_groups(key_weight, whitening, key_ranks)
+            value_factors = self._factor_groups(value_weight, whitening, value_ranks)
             pairs.append((key_factors, value_factors))
         return tuple(pairs)
+
+    def _factor_groups(self, weight: torch.Tensor, whitening: torch.Tensor, ranks: tuple[int, ...]) -> Factors:
+        """Return the factors of a projection's ``weight`` [Hk D, d], each group of heads cut to its rank.
+
+        whitening: S [d, d] of the projection's inputs.
+        """
+        # a group's weight has one row for each channel of its heads
+        group_weights = weight.split(self.heads_per_group * self.shape.head_dim)
+        cuts = []
+        for group_weight, rank in zip(group_weights, ranks, strict=True):
+            # W S = U diag(s) V^T, truncated to r
+            cuts.append(Spectrum.of(group_weight, whitening).cut(rank))
+        return join_factors(cuts)

@@ -40,27 +40,30 @@ class PyramidKV(SnapKV):
             return capacity.tokens
         # high = 2 (C - w) - (C - w) / beta (section 4), but no more than the tokens before the window
         high = min(2 * mean - mean // self.beta, n - capacity.window)
+        # high and low have the mean C - w
         low = 2 * mean - high
         i = layer - sum(frozen < layer for frozen in self.frozen_layers)
         steps = compressing - 1
         if self.exact_total:
-            return capacity.window + _rounded_step(high, low, i, steps)
+            return capacity.window + _round_on_line(high, low, i, steps)
         # w + high - i * floor((high - low) / (L - 1)), as KVCache-Factory rounds
-        return capacity.window + high - i * ((high - low) // steps)
+        step = (high - low) // steps
+        return capacity.window + high - i * step
 
 
-def _rounded_step(high: int, low: int, rank: int, steps: int) -> int:
-    """Return the number at ``rank`` on a line from ``high`` (rank 0) to ``low`` (rank ``steps``), as a whole number.
+def _round_on_line(high: int, low: int, place: int, steps: int) -> int:
+    """Return the number at ``place`` on a line from ``high`` (place 0) to ``low`` (place ``steps``), as a whole number.
 
-    Each number is rounded down first. The units that the sum over all ranks then lacks go to the ranks with the largest
-    fractions, the lower rank first among equals.
+    Each number is rounded down first. The units that the sum over all places then lacks go to the places with the
+    largest fractions, the lower place first among equals.
     """
-    # at rank i the line is high - i (high - low) / steps, and its fraction in units of 1 / steps is the remainder below
-    fractions = [(high * steps - i * (high - low)) % steps for i in range(steps + 1)]
-    # the sum of all fractions is a whole number of units, which are dealt out one by one
-    order = sorted(range(steps + 1), key=lambda i: -fractions[i])
-    rounded_up = order[: sum(fractions) // steps]
-    rounded_down = (high * steps - rank * (high - low)) // steps
-    if rank in rounded_up:
+    # at place i the line is high - i (high - low) / steps; times ``steps`` it is a whole number
+    whole_and_fractions = [divmod(high * steps - i * (high - low), steps) for i in range(steps + 1)]
+    # fractions are in units of 1 / steps, and their sum is a whole number of ones
+    fractions = [fraction for _, fraction in whole_and_fractions]
+    lacking = sum(fractions) // steps
+    by_fraction = sorted(range(steps + 1), key=lambda i: -fractions[i])
+    rounded_down, _ = whole_and_fractions[place]
+    if place in by_fraction[:lacking]:
         return rounded_down + 1
     return rounded_down

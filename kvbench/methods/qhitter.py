@@ -66,8 +66,8 @@ class QHitter(EvictingSelector, Packer):
     evict_after: bool | None = None
 
     def check(self) -> None:
-        paired = (self.heavy_ratio is None) == (self.recent_ratio is None)
-        self.require("heavy_ratio", paired, "given together with recent_ratio")
+        both_or_none = (self.heavy_ratio is None) == (self.recent_ratio is None)
+        self.require("heavy_ratio", both_or_none, "given together with recent_ratio")
         if self.heavy_ratio is not None and self.recent_ratio is not None:
             least = self.attention_share
             inside = least <= self.heavy_ratio <= 1
@@ -117,14 +117,17 @@ class QHitter(EvictingSelector, Packer):
 
     def parts(self, n: int) -> tuple[int, int, int]:
         """Return (tokens kept by attention alone, tokens kept by score, recent tokens) after a prompt of n tokens."""
-        share = self.attention_share
+        first_ratio = self.attention_share
         if self.heavy_ratio is not None and self.recent_ratio is not None:
+            by_attention = int(first_ratio * n)
+            by_score = int((self.heavy_ratio - first_ratio) * n)
             # the newest token is always a recent one
-            return int(share * n), int((self.heavy_ratio - share) * n), max(1, int(self.recent_ratio * n))
+            return by_attention, by_score, max(1, int(self.recent_ratio * n))
         total = self.generation_budget(n)
         heavy = total * HEAVY // PARTS
         # first_ratio * n tokens, but at most the share first_ratio / 0.15 of the heavy hitters (our choice)
-        by_attention = min(int(share * n), int(share / PUBLISHED_HEAVY * heavy), heavy)
+        most_by_attention = int(first_ratio / PUBLISHED_HEAVY * heavy)
+        by_attention = min(int(first_ratio * n), most_by_attention, heavy)
         return by_attention, heavy - by_attention, total - heavy
 
     def competing(self, n: int) -> int:
@@ -141,30 +144,32 @@ class QHitter(EvictingSelector, Packer):
         return {"first": by_attention, "recent": recent + self.spare}
 
     def layout(self, blocks: list[Block], head_dim: int, itemsize: int) -> list[Block]:
+        # no other stage divides a head's block
         (block,) = blocks
-        # all channels of a token are one group
-        size = block.slots * run_bytes(head_dim, self.bits, group=head_dim)
+        # all channels of a token are one group; keys and values take equally many bytes
+        packed_bytes = block.slots * run_bytes(head_dim, self.bits, group=head_dim)
         # fp32 numbers for each slot: S and the friendliness, or S, e_K and e_V
         numbers = 2 if self.variant == "code" else 3
-        return [replace(block, key_bytes=size, value_bytes=size, slot_overhead=4 * numbers)]
+        return [replace(block, key_bytes=packed_bytes, value_bytes=packed_bytes, slot_overhead=4 * numbers)]
 
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         segment = ops.only_segment(cache)
         state = {"mass": group_mean(obs.received(), cache.heads)}
         # released code normalises the prompt's errors [Hk, n] over all heads and tokens
-        for name, values in self._token_state(segment.k, segment.v, dims=(0, 1)).items():
-            state[name] = per_head(values, cache.heads).clone()
+        for name, errors in self._measure_errors(segment.k, segment.v, dims=(0, 1)).items():
+            state[name] = per_head(errors, cache.heads).clone()
         return state
 
     def new_token_state(self, k: torch.Tensor, v: torch.Tensor) -> Mapping[str, torch.Tensor]:
         # released code normalises the errors [B, H, T] of new tokens over the heads of each token
-        return self._token_state(k, v, dims=(1,))
+        return self._measure_errors(k, v, dims=(1,))
 
     def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]
         cache = ops.expand(super().choose(cache, obs, modifiers))
-        s = ops.only_segment(cache)
+        segment = ops.only_segment(cache)
         # every token that stays is stored as Q(k) and Q(v), recent ones included
-        return replace(cache, segments=(s.holding(self.pack_keys(s.k), self.pack_values(s.v)),))
+        packed = segment.holding(self.pack_keys(segment.k), self.pack_values(segment.v))
+        return replace(cache, segments=(packed,))
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         # the prompt is a batch of one: [1, H, n]
@@ -172,7 +177,8 @@ class QHitter(EvictingSelector, Packer):
         positions = torch.arange(obs.n, device=state["mass"].device).expand_as(state["mass"])
         older = positions < obs.n - capacity.window
         by_attention, _, _ = self.parts(obs.prompt_tokens)
-        scores = self._scores(
+        # a prompt has no free slots
+        scores = self._score_slots(
             state,
             valid=torch.ones_like(older),
             older=older,
@@ -183,7 +189,7 @@ class QHitter(EvictingSelector, Packer):
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
         older = ~recent_slots(slots, "recent")
-        scores = self._scores(
+        scores = self._score_slots(
             slots.state,
             valid=slots.valid,
             older=older & slots.valid,
@@ -196,7 +202,7 @@ class QHitter(EvictingSelector, Packer):
         # S[h, j] += sum over the new queries i of A[h, i, j]
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
-    def _token_state(self, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    def _measure_errors(self, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> dict[str, torch.Tensor]:
         """Return {name: state [...]} of tokens with exact k, v [..., D].
 
         Under ``paper`` the state is e_K and e_V. Under ``code`` it is the friendliness (2 - e_K - e_V) / 2, with errors
@@ -211,9 +217,10 @@ class QHitter(EvictingSelector, Packer):
         if self.variant == "paper":
             return {"k_loss": k_loss, "v_loss": v_loss}
         # (2 - e_K - e_V) / 2
-        return {"friendly": 1 - (_normalise(k_loss, dims) + _normalise(v_loss, dims)) / 2}
+        mean_loss = (_normalise(k_loss, dims) + _normalise(v_loss, dims)) / 2
+        return {"friendly": 1 - mean_loss}
 
-    def _scores(
+    def _score_slots(
         self,
         state: Mapping[str, torch.Tensor],
         valid: torch.Tensor,
@@ -250,18 +257,17 @@ class QHitter(EvictingSelector, Packer):
         return torch.where(by_attention, 2 + attention, scores)
 
 
-def _normalise(x: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
-    """Return (x - min) / (max - min) with minimum and maximum along ``dims``, or 0 where these are equal.
+def _normalise(numbers: torch.Tensor, dims: tuple[int, ...], among: torch.Tensor | None = None) -> torch.Tensor:
+    """Return (x - min) / (max - min) of the numbers x, with minimum and maximum along ``dims``.
 
-    Minimum and maximum are those of the entries marked in ``among``, by default of all.
+    The result is 0 where the two are equal. They are those of the entries marked in ``among``, by default of all.
     """
     # ``among`` restricts the minimum and the maximum, not the result
-    for_minimum, for_maximum = x, x
+    for_minimum, for_maximum = numbers, numbers
     if among is not None:
         # an entry of +inf is never the minimum, and one of -inf never the maximum
-        for_minimum = x.masked_fill(~among, torch.inf)
-        for_maximum = x.masked_fill(~among, -torch.inf)
+        for_minimum = numbers.masked_fill(~among, torch.inf)
+        for_maximum = numbers.masked_fill(~among, -torch.inf)
     low = for_minimum.amin(dim=dims, keepdim=True)
     high = for_maximum.amax(dim=dims, keepdim=True)
-    # (x - min) / (max - min)
-    return torch.where(high > low, (x - low) / (high - low), 0.0)
+    return torch.where(high > low, (numbers - low) / (high - low), 0.0)

@@ -41,7 +41,8 @@ class Random(Selector):
     keep_prompt: bool | None = None
 
     def check(self) -> None:
-        # a default that the user writes out becomes None, so that it does not change the identity
+        # a default that the user writes out becomes None, so that it does not change the identity; a frozen dataclass
+        # can set its own fields only by object.__setattr__
         if not self.keep_window or self.keep_prompt:
             # a prompt that stays whole keeps its last tokens anyway
             object.__setattr__(self, "keep_window", None)
@@ -63,7 +64,9 @@ class Random(Selector):
 
     def while_decoding(self) -> Selector:
         # the copy has no ``decode_budget``, and ``check`` refuses keep_prompt without one
-        plain = super(Random, replace(self, keep_prompt=None)).while_decoding()
+        without_prompt = replace(self, keep_prompt=None)
+        # the base class's method, because this one would call itself
+        plain = super(Random, without_prompt).while_decoding()
         if not self.keep_prompt and not self.keep_window:
             return plain
         # the same fields, in a class that also protects tokens of the prompt
@@ -103,6 +106,7 @@ class _RandomAgain(Random):
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         noise = super().scores(cache, obs, capacity)
+        # the window here is that of the prompt: its last ``keep_window`` tokens
         window = self.keep_window or 0
         if capacity.tokens <= window:
             # a share of all tokens may be too small for the window, which then gets half of it, as after the prompt

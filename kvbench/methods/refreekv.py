@@ -91,16 +91,20 @@ class ReFreeKV(TokenSelector):
         if self.keeps_all(obs.n, obs.layer):
             return cache
         count = self.query_count(obs.n)
-        order = self._order(obs, ops.only_segment(cache).k.device)
+        order = self._rank_tokens(obs, ops.only_segment(cache).k.device)
         # the queries j .. n - 1 see token j, and the last ``count`` of them are read
         seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)
         # a[h, j] = mean over these queries i of A[h, i, j]
         attention = window_sums(cache, obs, count) / seen_by
-        counts = self._counts(attention[:, order].double(), cache.heads)
+        attention = attention[:, order].double()
+        if self.mode == "code":
+            counts = self._count_by_code(attention)
+        else:
+            counts = self._count_by_equation(attention, cache.heads)
         # one order for all heads; a single count keeps the same tokens in all of them
         return ops.select_first(cache, order.expand(len(counts), -1), counts)
 
-    def _order(self, obs: Observation, device: torch.device) -> torch.Tensor:
+    def _rank_tokens(self, obs: Observation, device: torch.device) -> torch.Tensor:
         """Return the indices [n] of all tokens in the order of the ranking. Those that come first are kept first."""
         if self.ranking == "position":
             # from the newest token back to token m
@@ -112,20 +116,26 @@ class ReFreeKV(TokenSelector):
             after_first = self.m + received[self.m :].sort(descending=True, stable=True).indices
         return torch.cat([torch.arange(self.m, device=device), after_first])
 
-    def _counts(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return how many tokens are kept: one number for the layer [1], or one for each stored head [heads].
+    def _count_by_code(self, attention: torch.Tensor) -> torch.Tensor:
+        """Return how many tokens are kept under mode ``code``: one number for the layer [1].
 
-        attention [Hq, n] is in the order of the ranking, with n above m.
+        attention: [Hq, n], in the order of the ranking, with n above m.
+        """
+        # norms[i - 1] = ||a_1..i||_2 of the first i tokens behind the first m, the mean over heads
+        norms = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
+        # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
+        losses = (norms[-1] - norms) / norms[-1]
+        too_few = losses > self.T
+        # losses fall with i, so the sum is the largest number that is too few; beside the first m, one more stays
+        return self.m + 1 + too_few.sum()[None]
+
+    def _count_by_equation(self, attention: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return how many tokens are kept under mode ``eq1``: one number for the layer [1], or one a head [heads].
+
+        attention: [Hq, n], in the order of the ranking, with n above m.
+        heads: the number of stored heads.
         """
         n = attention.shape[1]
-        if self.mode == "code":
-            # norms[i - 1] = ||a_1..i||_2 of the first i tokens behind the first m, the mean over heads
-            norms = attention[:, self.m :].square().cumsum(dim=1).sqrt().mean(dim=0)
-            # i tokens are too few while their loss (||a||_2 - ||a_1..i||_2) / ||a||_2 is above T
-            losses = (norms[-1] - norms) / norms[-1]
-            too_few = losses > self.T
-            # losses fall with i, so the sum is the largest number that is too few; beside the first m, one more stays
-            return self.m + 1 + too_few.sum()[None]
         if self.reduce == "mean_heads":
             attention = attention.mean(dim=0, keepdim=True)
         elif self.reduce == "per_head":
@@ -133,12 +143,14 @@ class ReFreeKV(TokenSelector):
         if self.order == "sinks_last":
             # the first m tokens move behind all others
             attention = attention.roll(-self.m, dims=1)
-        # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
-        squares = attention.square().cumsum(dim=1)
-        losses = 1 - (squares / squares[:, -1:]).sqrt()
+        # squared_norms[i - 1] = ||a_1..i||_2^2 of the first i tokens
+        squared_norms = attention.square().cumsum(dim=1)
+        losses = 1 - (squared_norms / squared_norms[:, -1:]).sqrt()
+        # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1; the sum is the largest number that is too few,
+        # which is also the 0-based place of the last token that is needed
         counts = (losses >= self.T).sum(dim=1)
         if self.order == "sinks_first":
-            # the number of tokens is one more than the 0-based place of the last of them
+            # the number of tokens is one more than the place of the last of them
             counts = counts + 1
         # ``sinks_last`` may count 0, but at least one token stays
         counts = counts.clamp(1, n)

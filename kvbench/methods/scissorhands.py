@@ -72,7 +72,7 @@ class Scissorhands(EvictingSelector):
             tokens = max(2, 2 * int(self.half_ratio * n + 1e-9))
         if tokens > self.recent:
             return Capacity(tokens=min(tokens, n), sinks=0, window=self.recent)
-        # without room for all recent tokens, they get half of the budget
+        # without room for all recent tokens, they get half of the budget; a prompt within the budget loses none anyway
         return Capacity(tokens=min(tokens, n), sinks=0, window=tokens // 2, shrunk=tokens < n)
 
     def token_counts(self, n: int) -> Mapping[str, int]:

@@ -37,15 +37,32 @@ class ThinkV(Think):
         return self.count_channels(self.value_ratio, head_dim)
 
     def value_scores(self, cache: LayerCache, obs: Observation, counted: torch.Tensor) -> torch.Tensor:
-        segment = ops.only_segment(cache)
-        heads, q = cache.heads, obs.queries(self.observed)
-        k, v, positions = (pad_heads(t, segment.lengths, heads) for t in (segment.k, segment.v, segment.positions))
+        segment, heads = ops.only_segment(cache), cache.heads
+        v = pad_heads(segment.v, segment.lengths, heads)
+        # A [H, group, w, L], of which only the tokens ``counted`` have a weight; this also clears the NaN of queries
+        # that see no retained token
+        attention, visible = self._attention_rows(cache, obs)
+        attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
+        # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]
+        outputs = attention.flatten(1, 2) @ v.float()
+        return outputs.norm(dim=1)
+
+    def _attention_rows(self, cache: LayerCache, obs: Observation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (the attention rows A [H, group, w, L] of the last w queries, the tokens that they see [H, w, L]).
+
+        A query that sees no token has a row of NaN.
+        """
+        segment, heads = ops.only_segment(cache), cache.heads
+        q = obs.queries(self.observed)
+        k = pad_heads(segment.k, segment.lengths, heads)
+        positions = pad_heads(segment.positions, segment.lengths, heads)
         # filled [H, L]: slots behind the last token of a ragged head are padding
         slots = torch.arange(k.shape[1], device=k.device)
         token_counts = torch.tensor(head_lengths(cache), device=k.device)
         filled = slots < token_counts[:, None]
-        # visible [H, w, L]: the retained tokens that each of the w queries sees; the queries are the layer's last ones
+        # the queries are those of the layer's last w tokens
         query_positions = obs.token_positions(k.device)[obs.n - q.shape[1] :]
+        # visible [H, w, L]: the retained tokens that each query sees, because they do not come after it
         visible = (positions[:, None] <= query_positions[:, None]) & filled[:, None]
         # A = softmax(scale q k^T) over the tokens seen, [H, group, w, L]
         scaled = (q.float() * obs.scale).reshape(heads, -1, q.shape[2])
@@ -53,8 +70,4 @@ class ThinkV(Think):
         masked_logits = logits.masked_fill(~visible[:, None], -torch.inf)
         # [H, group, w, L] becomes [Hq, w, L], because each query head has its own sink
         attention = softmax(masked_logits.flatten(0, 1), sinks_of(obs.scale)).view(masked_logits.shape)
-        # only the tokens ``counted`` have a weight; this also clears the NaN of queries that see no retained token
-        attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
-        # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]
-        outputs = attention.flatten(1, 2) @ v.float()
-        return outputs.norm(dim=1)
+        return attention, visible

@@ -63,12 +63,15 @@ class Twilight(Mask):
             return weights > 0
         # the set takes the largest weights until their sum reaches p; its smallest weight is the threshold
         ordered = weights.sort(dim=-1, descending=True).values
-        # if an attention sink takes a part of the weights, p is a share of what is left for tokens; without a sink
-        # the weights of tokens add up to 1 but for rounding
+        # without an attention sink the weights of tokens add up to 1 but for rounding; if a sink takes a part of them,
+        # p is a share of what is left for tokens
         total = weights.sum(dim=-1, keepdim=True)
-        reached = torch.where(total < 1 - SUM_ROUNDS, self.p * total, torch.full_like(total, self.p))
-        too_small = ordered.cumsum(dim=-1) < reached
+        has_sink = total < 1 - SUM_ROUNDS
+        mass = torch.where(has_sink, self.p * total, torch.full_like(total, self.p))
+        # the i + 1 largest weights are too few while their sum is below the mass, so this counts the place of the last
+        # weight that is taken
+        too_few = ordered.cumsum(dim=-1) < mass
         # rounding may leave even the sum of all weights below p: then the smallest of all weights is the threshold
-        threshold_index = too_small.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
+        threshold_index = too_few.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
         threshold = ordered.gather(-1, threshold_index)
         return (weights >= threshold) & (weights > 0)

@@ -84,7 +84,8 @@ class UNCompGroup(EvictingSelector):
     tokens: int | None = knob(None, at_least(2, null=True))
 
     def check(self) -> None:
-        self.require("high", (self.high is None) == (self.low is None), "given together with low")
+        both_or_none = (self.high is None) == (self.low is None)
+        self.require("high", both_or_none, "given together with low")
         if self.high is not None and self.low is not None:
             self.require("low", self.low > self.window, f"above the window {self.window}")
             self.require("high", self.high >= self.low, "a whole number, at least low")
@@ -124,8 +125,9 @@ class UNCompGroup(EvictingSelector):
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return HeadBudgets(high=high, low=low, mean=(high + low) // 2)
         mean = int(self.scale * self.generation_budget(n))
-        # low = 2/3 C, rounded to the nearest number, and at least one token beside the window
-        low = min(mean, max((2 * mean + 1) // 3, self.token_counts(n)["window"] + 1))
+        # low = 2/3 C, rounded to the nearest number, with at least one token beside the window
+        two_thirds = (2 * mean + 1) // 3
+        low = min(mean, max(two_thirds, self.token_counts(n)["window"] + 1))
         # high = 2 C - low = 4/3 C, so that their mean is C
         return HeadBudgets(high=2 * mean - low, low=low, mean=mean)
 
@@ -141,8 +143,8 @@ class UNCompGroup(EvictingSelector):
                 head_sizes[head] = 0
             return head_sizes
         count = min(self.groups, heads)
-        group_sizes = interpolate_sizes(budgets.high, budgets.low, count)
-        return [group_sizes[group] for group in self.group_of_heads(layer, heads, count)]
+        size_of_group = interpolate_sizes(budgets.high, budgets.low, count)
+        return [size_of_group[group] for group in self.group_of_heads(layer, heads, count)]
 
     def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many of a prompt's n tokens each head keeps; 0: the head is not stored."""
@@ -212,24 +214,27 @@ class UNCompGroup(EvictingSelector):
         keys = ops.only_segment(cache).k
         # A [Hq, w, n], the attention of the last w queries
         attention = window_rows(cache, obs, self.window)
+        # decoding goes on from these rows, which are stored with the tokens
         ring = ring_of_rows(group_mean(attention, cache.heads), obs.prompt_tokens, self.window)
         cache = ops.with_state(cache, ring=ring)
         sizes = torch.tensor(self.after_prompt(obs.prompt_tokens, obs.layer, cache.heads), device=ring.device)
         # budgets refer to the whole prompt, of which this layer may have read fewer tokens
         sizes = sizes.clamp(max=obs.n)
         if self.delete and obs.layer not in self.frozen_layers:
-            cache = replace(cache, copy_from=self.output_sources(attention.sum(dim=1), keys, obs.layer))
+            received = attention.sum(dim=1)
+            cache = replace(cache, copy_from=self.find_output_sources(received, keys, obs.layer))
         if int(sizes.min()) >= obs.n:
             return cache
         # score[h, j] = max over j's neighbours of (sum over the window queries i of A[h, i, .])
         window = min(self.capacity(obs.prompt_tokens).window, obs.n)
-        pooled = pool(ring[:, : obs.n - window].sum(dim=-1), self.kernel, "max")
+        sums = ring[:, : obs.n - window].sum(dim=-1)
+        pooled = pool(sums, self.kernel, "max")
         # the window itself always stays
         scores = F.pad(pooled, (0, window), value=torch.inf)
         order = scores.sort(dim=-1, descending=True, stable=True).indices
         return ops.select_first(cache, order, sizes)
 
-    def output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:
+    def find_output_sources(self, received: torch.Tensor, keys: torch.Tensor, layer: int) -> torch.Tensor:
         """Return, for each head, the head whose attention output it takes: [H] int16.
 
         A stored head takes its own. A deleted head takes that of the stored head with the most similar features
@@ -294,14 +299,14 @@ def interpolate_sizes(high: int, low: int, count: int) -> list[int]:
     """
     if count == 1:
         return [(high + low) // 2]
-    # the upper half, with the middle: high - i (high - low) / (count - 1), rounded to the nearest number
+    # the upper half: high - i (high - low) / (count - 1), rounded to the nearest number
     steps = count - 1
     upper = []
-    for i in range((count + 1) // 2):
+    for i in range(count // 2):
         fall = (i * (high - low) + steps // 2) // steps
         upper.append(high - fall)
-    if count % 2:
-        # the middle number is half of high + low, rounded down
-        upper[-1] = (high + low) // 2
+    # an odd count has a middle number, half of high + low rounded down
+    middle = [(high + low) // 2] if count % 2 else []
     # the lower half mirrors the upper one, so that each pair adds up to high + low whatever was rounded
-    return upper + [high + low - size for size in reversed(upper[: count // 2])]
+    lower = [high + low - size for size in reversed(upper)]
+    return upper + middle + lower

@@ -130,14 +130,14 @@ def test_counts_by_hand():
     scores = torch.tensor([[[9.0, 8, 7, 6, 5, 4, 3, 2, 1, 0]]])
     five = Capacity(5, 0, 0)
     counts = ("exact", "paper", "code")
-    kept = {c: KVzip(kv_ratio=0.5, count=c).staying_pairs(scores, five)[0, 0].tolist() for c in counts}
+    kept = {c: KVzip(kv_ratio=0.5, count=c).mark_staying(scores, five)[0, 0].tolist() for c in counts}
     assert kept["exact"] == kept["code"] == [True] * 5 + [False] * 5
     assert kept["paper"] == [True] * 4 + [False] * 6
     assert [int(KVzip(kv_ratio=r).count_staying(1000, 1000)) for r in (0.9, 0.3, 0.1)] == [900, 300, 100]
     thousand = torch.arange(1000.0).view(1, 1, 1000)
     for share, tokens in ((0.9, 899), (0.3, 299), (0.1, 99)):
         stage = KVzip(kv_ratio=share, count="paper")
-        assert int(stage.staying_pairs(thousand, Capacity(int(1000 * share), 0, 0)).sum()) == tokens
+        assert int(stage.mark_staying(thousand, Capacity(int(1000 * share), 0, 0)).sum()) == tokens
     # N - int(N (1 - r)), where that differs: 21 pairs at a half
     assert (
         KVzip(kv_ratio=0.5, count="code").count_staying(21, 21) == 11
@@ -148,7 +148,7 @@ def test_counts_by_hand():
 def test_whole_heads_by_hand():
     """Of four heads half stay: those with the highest single score, the others hold their first token alone."""
     scores = torch.tensor([[[9.0, 1, 2, 0], [0, 0, 0, 5]], [[0, 4, 4, 4], [0, 3, 0, 6]]])
-    kept = KVzip(kv_ratio=0.5, sinks=1, level="head").staying_pairs(scores, Capacity(2, 1, 0))
+    kept = KVzip(kv_ratio=0.5, sinks=1, level="head").mark_staying(scores, Capacity(2, 1, 0))
     assert kept.sum(dim=-1).tolist() == [[1, 4], [1, 4]] and kept[..., 0].all()
     model = build("llama")
     (cache,) = kvbench.prefill(model, prompt(70), [{"method": "kvzip", "kv_size": 24, "level": "head"}])
@@ -162,10 +162,10 @@ def test_whole_heads_by_hand():
 def test_ties_go_to_the_lower_layer_head_and_position_and_first_tokens_stay():
     scores = torch.zeros(2, 2, 6)
     scores[1, 1, 5] = 1.0
-    kept = KVzip(kv_size=3, sinks=1).staying_pairs(scores, Capacity(3, 1, 0))  # 12 of 24 pairs, 4 of them first tokens
+    kept = KVzip(kv_size=3, sinks=1).mark_staying(scores, Capacity(3, 1, 0))  # 12 of 24 pairs, 4 of them first tokens
     assert kept[..., 0].all() and kept[1, 1, 5]
     assert kept.view(4, 6).sum(1).tolist() == [6, 3, 1, 2]
-    ties = KVzip(kv_size=3, sinks=1, count="paper").staying_pairs(scores, Capacity(3, 1, 0))
+    ties = KVzip(kv_size=3, sinks=1, count="paper").mark_staying(scores, Capacity(3, 1, 0))
     assert ties.view(4, 6).sum(1).tolist() == [1, 1, 1, 2]
 
 

@@ -69,8 +69,8 @@ def test_a_row_that_a_sink_dominates():
 
 def test_a_loss_of_exactly_t_is_tolerated_by_the_code_and_not_by_the_papers_equation():
     attention = torch.tensor([[3.0, 4.0]], dtype=torch.float64)  # norms 3 and 5: the first alone loses 2/5
-    assert ReFreeKV(T=0.4, m=0)._counts(attention, 1).tolist() == [1]
-    assert ReFreeKV(T=0.4, m=0, mode="eq1")._counts(attention, 1).tolist() == [2]
+    assert ReFreeKV(T=0.4, m=0)._count_by_code(attention).tolist() == [1]
+    assert ReFreeKV(T=0.4, m=0, mode="eq1")._count_by_equation(attention, 1).tolist() == [2]
 
 
 # spec 5, ReFreeKV: the first m always stay
