@@ -225,22 +225,22 @@ class Server:
             return EngineError(f"{place} refused the key ({error.status_code}): set {KEYS[0]} in the environment")
         if isinstance(error, openai.NotFoundError):
             return EngineError(
-                f"{place} knows no such page or model ({_server_message(error)}): url= usually ends in /v1, and "
+                f"{place} knows no such page or model ({_read_message(error)}): url= usually ends in /v1, and "
                 "served= names the model"
             )
         if isinstance(error, openai.RateLimitError):
             return EngineError(
-                f"{place} was asked too often ({_server_message(error)}), also after "
+                f"{place} was asked too often ({_read_message(error)}), also after "
                 f"{self.client.max_retries + 1} tries: lower parallel="
             )
         # some servers refuse log-probabilities with a status that means a failure of their own
         if isinstance(error, openai.APIStatusError) and "logprob" in str(error).lower():
             return NoChoices(str(error))
         if isinstance(error, (openai.BadRequestError, openai.UnprocessableEntityError)):
-            return EngineError(f"{place} refused a prompt ({_server_message(error)})", ends_run=False)
+            return EngineError(f"{place} refused a prompt ({_read_message(error)})", ends_run=False)
         if isinstance(error, openai.APIStatusError):
             return EngineError(
-                f"{place} failed ({error.status_code}: {_server_message(error)}), also after "
+                f"{place} failed ({error.status_code}: {_read_message(error)}), also after "
                 f"{self.client.max_retries + 1} tries: see the server's log"
             )
         return EngineError(f"{place} answered something else than JSON of OpenAI's form: {_shorten(error)}")
@@ -278,7 +278,7 @@ def _read_token_count(response: Any) -> int | None:
     return None
 
 
-def _server_message(error: Any) -> str:
+def _read_message(error: Any) -> str:
     """Return the server's own message about an error."""
     return _shorten(getattr(error, "message", "") or error)
 

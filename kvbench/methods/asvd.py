@@ -59,7 +59,7 @@ class Asvd(LowRankStage):
         if self.ranks_by == "sensitivity":
             # only the losses depend on these knobs; float() because alpha=1 and alpha=1.0 are the same measurement
             knobs.update(alpha=float(self.alpha), probes=self.probes, multiple=self.multiple)
-        return self.projection_recipe("asvd", knobs)
+        return self.make_projection_recipe("asvd", knobs)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)
@@ -103,7 +103,7 @@ class Asvd(LowRankStage):
             losses = self.tensor("loss").flatten(0, 1).tolist()
             # all ranks together must not be larger than if every projection had the even rank
             target = even_rank * 2 * layers
-            flat_ranks = searched_ranks(losses, self._tried_ranks(self.full), self.full, target)
+            flat_ranks = searched_ranks(losses, self._list_tried_ranks(self.full), self.full, target)
         key_ranks, value_ranks = flat_ranks[::2], flat_ranks[1::2]
         # each projection has a tuple of ranks, one for each group of heads; here all heads are one group
         return tuple(((key,), (value,)) for key, value in zip(key_ranks, value_ranks, strict=True))
@@ -119,12 +119,12 @@ class Asvd(LowRankStage):
             pairs.append((key_factors, value_factors))
         return tuple(pairs)
 
-    def scale(self, sizes: torch.Tensor) -> torch.Tensor:
+    def compute_scale(self, sizes: torch.Tensor) -> torch.Tensor:
         """Return the diagonal of S [..., d] in fp64. ``sizes`` [..., d] has the mean of |x_i| of each channel i."""
         # S_ii = (mean of |x_i|)^alpha, at least 1e-6: ``Spectrum`` divides by S
         return sizes.double().pow(self.alpha).clamp(min=1e-6)
 
-    def _tried_ranks(self, full: int) -> list[int]:
+    def _list_tried_ranks(self, full: int) -> list[int]:
         """Return the ranks to try for a projection of the full rank ``full``: those at each of FRACTIONS, ascending."""
         # ``nearest_rank`` takes the fraction to remove, FRACTIONS are those that stay
         return [nearest_rank(full, 1 - fraction, self.multiple) for fraction in FRACTIONS]
@@ -139,13 +139,13 @@ class Asvd(LowRankStage):
             # a projection is (weight, bias), and only the weight is factored
             (key_weight, _), (value_weight, _) = key_value_weights(attention, heads)
             # both projections read the same input
-            scale = self.scale(layer_sizes)
+            scale = self.compute_scale(layer_sizes)
             yield Spectrum.of(key_weight, scale), Spectrum.of(value_weight, scale)
 
     def _measure_losses(self, run: CalibrationRun, sizes: torch.Tensor, probes: list[torch.Tensor]) -> torch.Tensor:
         """Return the model's losses [layers, 2, fractions], each the mean over the probes.
 
-        For each loss one projection alone, key (0) or value (1), is cut to one of ``_tried_ranks``. All others are
+        For each loss one projection alone, key (0) or value (1), is cut to one of ``_list_tried_ranks``. All others are
         exact. ``sizes`` [layers, d] are the means of |x_i|, ``probes`` the windows of token ids.
         """
         model, shape = run.model, ProjectionShape.of(run.model)
@@ -161,7 +161,7 @@ class Asvd(LowRankStage):
             exact_keys, exact_values = exact_layers[layer]
             # half 0 is the key projection, half 1 the value projection
             for half, spectrum in enumerate(spectra):
-                for j, rank in enumerate(self._tried_ranks(full)):
+                for j, rank in enumerate(self._list_tried_ranks(full)):
                     # only this projection is cut, and all others stay exact
                     cut = join_factors([spectrum.cut(rank)])
                     tried_layers = list(exact_layers)

@@ -73,13 +73,13 @@ class Cake(EvictingSelector):
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window)
 
-    def trigger(self, n: int) -> int:
+    def longest_kept_whole(self, n: int) -> int:
         """Return C + w for a prompt of n tokens, which is kept whole unless it is longer (as in released code)."""
         return self.generation_budget(n) + self.capacity(n).window
 
     def keeps_all(self, n: int, layer: int) -> bool:
         """Return True if the layer keeps all n tokens of the prompt."""
-        return layer in self.frozen_layers or n <= self.trigger(n)
+        return layer in self.frozen_layers or n <= self.longest_kept_whole(n)
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.keeps_all(n, layer):
@@ -116,8 +116,8 @@ class Cake(EvictingSelector):
         if not self.keeps_all(obs.n, obs.layer):
             # [Hq, w, m]: the window's attention to the m = n - w tokens before it
             earlier_rows = rows[:, :, : obs.n - window]
-            variance = variance_over_queries(earlier_rows)
-            weight = self.preference(earlier_rows, variance)
+            variance = compute_variance(earlier_rows)
+            weight = self.compute_preference(earlier_rows, variance)
             # mean_i A[h, i, j] + gamma * var_i A[h, i, j], over the queries i of the window
             by_query_head = earlier_rows.mean(dim=1) + self.gamma * variance
             pooled = pool(group_mean(by_query_head, cache.heads), self.kernel, "avg")
@@ -127,7 +127,7 @@ class Cake(EvictingSelector):
         # all tokens stay until ``rebalance`` knows the weights of the other layers
         return replace(cache, segments=(segment,), weight=weight)
 
-    def preference(self, rows: torch.Tensor, variance: torch.Tensor) -> float:
+    def compute_preference(self, rows: torch.Tensor, variance: torch.Tensor) -> float:
         """Return the preference P = disp^(1/tau1) * var^(1/tau2) of a layer. A P that is not finite counts as 0.
 
         rows: [Hq, w, m], the attention of the window to the m tokens before it.
@@ -190,7 +190,7 @@ class Cake(EvictingSelector):
         if layer in self.frozen_layers or not self.keeps_all(n, layer):
             return super().decode_limit(n, layer)
         # a prompt that was kept whole may grow to C + w tokens
-        return self.trigger(n)
+        return self.longest_kept_whole(n)
 
     def layer_budget(self, cache: LayerCache, layer: int) -> int:
         if self.keeps_all(cache.prompt_tokens, layer):
@@ -213,7 +213,7 @@ class Cake(EvictingSelector):
         return {"row": group_rows(probs[:, :, -1:], slots.positions.shape[1])[:, :, 0]}
 
 
-def variance_over_queries(rows: torch.Tensor) -> torch.Tensor:
+def compute_variance(rows: torch.Tensor) -> torch.Tensor:
     """Return the unbiased variance [H, m] of fp32 rows [H, w, m] over their queries, or 0 for a single query.
 
     It equals ``rows.var(dim=1)``, which takes more than ten times as long on a CPU.

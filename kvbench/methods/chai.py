@@ -101,15 +101,15 @@ class Chai(HeadSharer):
         return Needs(first_q=OBSERVED)
 
     def check_layers(self, n_layers: int) -> None:
-        counts, name = self.listed_clusters()
+        counts, name = self.read_listed_clusters()
         # without a list there is nothing to check
         self.require(name, not counts or len(counts) == n_layers, f"the model has {n_layers} layers")
 
     def check_heads(self, stored_heads: int, query_heads: int) -> None:
-        counts, name = self.listed_clusters()
+        counts, name = self.read_listed_clusters()
         self.require(name, max(counts, default=0) <= query_heads, f"the model has {query_heads} query heads")
 
-    def listed_clusters(self) -> tuple[Sequence[int], str]:
+    def read_listed_clusters(self) -> tuple[Sequence[int], str]:
         """Return (the numbers of clusters, one for each layer, as a knob lists them; the name of that knob).
 
         The numbers are () if no knob lists any; the name is then "clusters".
@@ -122,9 +122,9 @@ class Chai(HeadSharer):
         if n <= OBSERVED:
             # such a prompt is left unchanged: every head leads
             return query_heads
-        return self.cluster_counts(n_layers, query_heads, kv_heads)[layer]
+        return self.count_clusters(n_layers, query_heads, kv_heads)[layer]
 
-    def cluster_counts(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
+    def count_clusters(self, n_layers: int, query_heads: int, kv_heads: int) -> Sequence[int]:
         """Return how many clusters each layer has (the paper's c), for a model of these numbers of layers and heads.
 
         Raises UsageError if c follows from a calibration that the stage does not have.
@@ -138,7 +138,7 @@ class Chai(HeadSharer):
         name = self.like
         # without any knob, the model's shape decides
         if name is None and self.share is None:
-            name = list_for_shape(n_layers, query_heads, kv_heads)
+            name = choose_list(n_layers, query_heads, kv_heads)
         if name is not None:
             return LISTS[name]
         # c = share * Hq in every layer, at least 1
@@ -169,7 +169,7 @@ class Chai(HeadSharer):
         return replace(cache, segments=(ops.share_keys(ops.only_segment(cache), leads),))
 
 
-def list_for_shape(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
+def choose_list(n_layers: int, query_heads: int, kv_heads: int) -> str | None:
     """Return the name in LISTS of the list for a model of this shape, or None if UNComp has no such list."""
     if (n_layers, query_heads) == (40, 40):
         return "llama2-13b"

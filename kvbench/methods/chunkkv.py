@@ -55,13 +55,13 @@ class ChunkKV(SnapKV):
         # kvpress protects the window only through its scores
         return 0 if self.variant == "code" else self.window
 
-    def length(self, n: int) -> int:
+    def chunk_length(self, n: int) -> int:
         """Return how many tokens a chunk has in a prompt of n tokens: ``chunk``, or 1 if the prompt is shorter."""
         return self.chunk if n >= self.chunk else 1
 
-    def chunks(self, n: int) -> tuple[int, int]:
+    def count_chunks(self, n: int) -> tuple[int, int]:
         """Return (chunks that stay, all chunks that compete) of a prompt of n tokens, for variants of whole chunks."""
-        capacity, length = self.capacity(n), self.length(n)
+        capacity, length = self.capacity(n), self.chunk_length(n)
         if self.variant == "paper":
             # floor((C - w) / chunk) of ceil((n - w) / chunk) chunks, beside the window
             staying = (capacity.tokens - capacity.window) // length
@@ -77,8 +77,8 @@ class ChunkKV(SnapKV):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if not self.whole or self.budget(n, layer, n_layers) >= n:
             return super().expected(n, layer, n_layers, heads)
-        staying, total = self.chunks(n)
-        window, length = self.capacity(n).window, self.length(n)
+        staying, total = self.count_chunks(n)
+        window, length = self.capacity(n).window, self.chunk_length(n)
         most = staying * length
         if not staying or (n - window) % length == 0:
             # no chunk stays, or all chunks are of one length
@@ -94,7 +94,7 @@ class ChunkKV(SnapKV):
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
         token_scores = self._score_tokens(cache, obs, capacity)
         chunked = len(token_scores)
-        length = self.length(obs.prompt_tokens)
+        length = self.chunk_length(obs.prompt_tokens)
         # the score of a chunk is the sum over its tokens / chunk length, with zeros padding the last chunk
         missing = -chunked % length
         sums = F.pad(token_scores, (0, missing)).view(-1, length).sum(dim=1)
@@ -127,8 +127,8 @@ class ChunkKV(SnapKV):
         n = scores.shape[1]
         # the window is at +inf; scores [1, n] have one row, as all heads keep the same chunks
         window = int(scores[0].isposinf().sum())
-        length = self.length(n)
-        count, _ = self.chunks(n)
+        length = self.chunk_length(n)
+        count, _ = self.count_chunks(n)
         # every ``length``-th token is the first of a chunk, and carries the chunk's score
         chunk_scores = scores[:, : n - window : length]
         best_chunks = top_indices(chunk_scores, count)[0]
@@ -140,12 +140,12 @@ class ChunkKV(SnapKV):
         return replace(ops.select(cache, index[None]), decided=(len(index),) * cache.heads)
 
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
-        if self._leader(obs.layer) == obs.layer:
+        if self._find_leader(obs.layer) == obs.layer:
             return super().compress(cache, obs)
         # ``rebalance`` later gives this layer the chunks of its leader
         return cache
 
-    def _leader(self, layer: int) -> int:
+    def _find_leader(self, layer: int) -> int:
         """Return the layer whose chunks this layer keeps: the first of its group that is not frozen."""
         if layer in self.frozen_layers:
             return layer
@@ -157,7 +157,7 @@ class ChunkKV(SnapKV):
     def rebalance(self, caches: Sequence[LayerCache], n_layers: int) -> list[LayerCache]:
         trimmed = list(caches)
         for i, cache in enumerate(caches):
-            leader = caches[self._leader(i)]
+            leader = caches[self._find_leader(i)]
             # a layer that has the chunks of its leader already, or is its own leader, holds equally many tokens
             if cache.tokens > leader.tokens:
                 # this layer still holds the whole prompt, in which a token's index is its position

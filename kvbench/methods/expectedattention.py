@@ -65,7 +65,7 @@ class ExpectedAttention(Selector):
 
     def _score_tokens(self, segment: Segment, heads: int, obs: Observation, sinks: int) -> torch.Tensor:
         """Return the scores [heads, n] of all tokens. The first ``sinks`` tokens, which always stay, get 0."""
-        mean, cov = obs.once(("expected query", sinks, self.future), lambda: self._expected_query(obs, sinks))
+        mean, cov = obs.once(("expected query", sinks, self.future), lambda: self._estimate_queries(obs, sinks))
         query_heads = len(mean)
         keys = per_head(segment.k[:, sinks:].float(), query_heads)
         # log E[exp(scale q.k)] = scale m.k + scale^2 k' S k / 2: first the mean of the logit, then half its variance
@@ -80,7 +80,7 @@ class ExpectedAttention(Selector):
             scores = (scores + self.epsilon) * at_heads(value_norms, heads)
         return torch.nn.functional.pad(scores, (sinks, 0))
 
-    def _expected_query(self, obs: Observation, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _estimate_queries(self, obs: Observation, sinks: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean m [Hq, D] and the covariance S [Hq, D, D] of future queries.
 
         They are estimated from the prompt's queries after its first ``sinks`` tokens. Raises ValueError for a model

@@ -111,7 +111,7 @@ class H2O(EvictingSelector):
         # half of the budget each; of an odd budget the recent tokens have one more
         return total // 2, total - total // 2
 
-    def competing(self, n: int) -> int:
+    def count_competing(self, n: int) -> int:
         return sum(self.parts(n))
 
     @property
@@ -123,7 +123,7 @@ class H2O(EvictingSelector):
         if not self.evicts:
             return {}
         # S[h, j] = sum over all queries i >= j of the prompt of A[h, i, j]
-        return {"mass": group_mean(self.received(cache, obs, obs.n), cache.heads)}
+        return {"mass": group_mean(self.sum_received(cache, obs, obs.n), cache.heads)}
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         _, recent = self.parts(n)
@@ -159,9 +159,9 @@ class H2O(EvictingSelector):
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        return group_mean(self.received(cache, obs, capacity.window), cache.heads)
+        return group_mean(self.sum_received(cache, obs, capacity.window), cache.heads)
 
-    def received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
+    def sum_received(self, cache: LayerCache, obs: Observation, window: int) -> torch.Tensor:
         """Return S [Hq, n], the attention that each token received from the queries that the variant counts.
 
         ``win`` counts the last ``window`` queries. All other variants count all queries.

@@ -52,7 +52,7 @@ class KeyDiff(Selector, BlockReader):
         keys = ops.only_segment(cache).k
         if self.variant == "once":
             # all chains that see this layer share the scores
-            scores = obs.once(KeyDiff, lambda: distance_from_anchor(keys))
+            scores = obs.once(KeyDiff, lambda: compute_anchor_scores(keys))
             return at_heads(scores, cache.heads)
         # tokens are chosen for each kv head, or for all of them at once if latents are stored as one head
         choosing_heads = min(cache.heads, len(keys))
@@ -84,7 +84,7 @@ class KeyDiff(Selector, BlockReader):
                 # [Hk, m, D]: the anchor is the mean of the kept and new keys only
                 index = per_head(kept_tokens, len(keys))[..., None].expand(-1, -1, keys.shape[2])
                 candidate_keys = keys.gather(1, index)
-                scores = at_heads(distance_from_anchor(candidate_keys), heads)
+                scores = at_heads(compute_anchor_scores(candidate_keys), heads)
                 # ``top_indices`` counts among the candidates, which have their own indices in the prompt
                 kept_tokens = kept_tokens.gather(1, top_indices(scores, budget))
         yield n, kept_tokens
@@ -102,7 +102,7 @@ class KeyDiff(Selector, BlockReader):
         return [(start, per_head(kept_tokens, len(keys))) for start, kept_tokens in blocks]
 
 
-def distance_from_anchor(keys: torch.Tensor) -> torch.Tensor:
+def compute_anchor_scores(keys: torch.Tensor) -> torch.Tensor:
     """Return the scores -cos(k_j, a) [Hk, n] of keys [Hk, n, D], with the anchor a of these keys."""
     # k_j / ||k_j||
     unit = normalize(keys.float(), dim=-1)

@@ -50,7 +50,7 @@ class Palu(LowRankStage):
 
     def recipe(self) -> Recipe | None:
         # both ways of ``fisher`` read the same statistics
-        return self.projection_recipe("palu", {"fisher": self.ranks_by != "uniform"})
+        return self.make_projection_recipe("palu", {"fisher": self.ranks_by != "uniform"})
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         shape = ProjectionShape.of(run.model)

@@ -130,7 +130,7 @@ class QHitter(EvictingSelector, Packer):
         by_attention = min(int(first_ratio * n), most_by_attention, heavy)
         return by_attention, heavy - by_attention, total - heavy
 
-    def competing(self, n: int) -> int:
+    def count_competing(self, n: int) -> int:
         return sum(self.parts(n))
 
     @property

@@ -63,7 +63,7 @@ class ReFreeKV(TokenSelector):
         if self.frozen_layers != (0, 1):
             super().check_layers(n_layers)
 
-    def query_count(self, n: int) -> int:
+    def count_queries(self, n: int) -> int:
         """Return how many last queries of a prompt of n tokens have their attention averaged."""
         if isinstance(self.k, int):
             return min(n, self.k)
@@ -71,7 +71,7 @@ class ReFreeKV(TokenSelector):
         return max(1, int(self.k * n + 1e-9))
 
     def needs(self, n: int) -> Needs:
-        return Needs(last_q=self.query_count(n), colsums=self.ranking == "attention")
+        return Needs(last_q=self.count_queries(n), colsums=self.ranking == "attention")
 
     def keeps_all(self, n: int, layer: int) -> bool:
         """Return True if the layer keeps all n tokens whatever their attention.
@@ -90,7 +90,7 @@ class ReFreeKV(TokenSelector):
     def compress(self, cache: LayerCache, obs: Observation) -> LayerCache:
         if self.keeps_all(obs.n, obs.layer):
             return cache
-        count = self.query_count(obs.n)
+        count = self.count_queries(obs.n)
         order = self._rank_tokens(obs, ops.only_segment(cache).k.device)
         # the queries j .. n - 1 see token j, and the last ``count`` of them are read
         seen_by = torch.arange(obs.n, 0, -1, device=order.device).clamp(max=count)

@@ -96,10 +96,10 @@ class Scissorhands(EvictingSelector):
         return 4 * self.window
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        return self._received(ops.only_segment(cache).state)
+        return self._sum_received(ops.only_segment(cache).state)
 
     def keep_scores(self, slots: Slots) -> torch.Tensor:
-        return self._received(slots.state).masked_fill(recent_slots(slots, "recent"), torch.inf)
+        return self._sum_received(slots.state).masked_fill(recent_slots(slots, "recent"), torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
         if self.variant == "paper":
@@ -107,7 +107,7 @@ class Scissorhands(EvictingSelector):
         # S[h, j] += sum over the new queries i of A[h, i, j], not divided by w
         return {"mass": slots.state["mass"] + group_rows(probs, slots.positions.shape[1]).sum(dim=2)}
 
-    def _received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _sum_received(self, state: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return S, the attention that each token has received, from the variant's running ``state``.
 
         S is [heads, n] for the tokens of a prompt and [B, H, S] for slots.

@@ -37,7 +37,7 @@ class SnapKV(Selector):
         return Needs(last_q=self.window)
 
     def scores(self, cache: LayerCache, obs: Observation, capacity: Capacity) -> torch.Tensor:
-        def pooled() -> torch.Tensor:
+        def score_tokens() -> torch.Tensor:
             """Return the scores [heads, n], with 0 for the window."""
             # S[h, j] = sum over the w window queries i of A[h, i, j], for the tokens before the window
             received = window_rows(cache, obs, capacity.window).sum(dim=1)[:, : obs.n - capacity.window]
@@ -45,4 +45,4 @@ class SnapKV(Selector):
             return torch.nn.functional.pad(smooth, (0, capacity.window))
 
         # chains of other budgets share the scores, which depend on nothing but the layer and this key
-        return obs.once((SnapKV, capacity.window, self.kernel, self.pooling, cache.heads), pooled)
+        return obs.once((SnapKV, capacity.window, self.kernel, self.pooling, cache.heads), score_tokens)

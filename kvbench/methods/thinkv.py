@@ -12,7 +12,7 @@ from kvbench.kv.observation import Observation
 from kvbench.kv.scale import capped, sinks_of, softmax
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.knobs import knob
-from kvbench.methods.core.pruner import head_lengths, pad_heads, removed_fraction
+from kvbench.methods.core.pruner import count_head_tokens, pad_heads, make_fraction_rule
 from kvbench.methods.think import Think
 
 
@@ -31,7 +31,7 @@ class ThinkV(Think):
     id: ClassVar[str] = "thinkv"
 
     ratio: float = 0.3
-    value_ratio: float = knob(0.3, removed_fraction("value"))
+    value_ratio: float = knob(0.3, make_fraction_rule("value"))
 
     def kept_values(self, head_dim: int) -> int:
         return self.count_channels(self.value_ratio, head_dim)
@@ -41,13 +41,13 @@ class ThinkV(Think):
         v = pad_heads(segment.v, segment.lengths, heads)
         # A [H, group, w, L], of which only the tokens ``counted`` have a weight; this also clears the NaN of queries
         # that see no retained token
-        attention, visible = self._attention_rows(cache, obs)
+        attention, visible = self._compute_attention(cache, obs)
         attention = attention.masked_fill(~(visible & counted[:, None])[:, None], 0)
         # ||A V[:, j]||_2, eq. 3, with the queries of a group stacked: [H, group * w, D]
         outputs = attention.flatten(1, 2) @ v.float()
         return outputs.norm(dim=1)
 
-    def _attention_rows(self, cache: LayerCache, obs: Observation) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compute_attention(self, cache: LayerCache, obs: Observation) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (the attention rows A [H, group, w, L] of the last w queries, the tokens that they see [H, w, L]).
 
         A query that sees no token has a row of NaN.
@@ -58,7 +58,7 @@ class ThinkV(Think):
         positions = pad_heads(segment.positions, segment.lengths, heads)
         # filled [H, L]: slots behind the last token of a ragged head are padding
         slots = torch.arange(k.shape[1], device=k.device)
-        token_counts = torch.tensor(head_lengths(cache), device=k.device)
+        token_counts = torch.tensor(count_head_tokens(cache), device=k.device)
         filled = slots < token_counts[:, None]
         # the queries are those of the layer's last w tokens
         query_positions = obs.token_positions(k.device)[obs.n - q.shape[1] :]

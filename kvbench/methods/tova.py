@@ -42,7 +42,7 @@ class TOVA(EvictingSelector):
     def initial_state(self, cache: LayerCache, obs: Observation) -> Mapping[str, torch.Tensor]:
         # A[h, n, :], the attention of the prompt's last query; [None] makes the prompt a batch of one
         rows = window_rows(cache, obs, window=1)[None]
-        return {"row": self._newest_row(rows, cache.heads)[0]}
+        return {"row": self._average_newest_row(rows, cache.heads)[0]}
 
     @property
     def state_bytes(self) -> int:
@@ -59,14 +59,12 @@ class TOVA(EvictingSelector):
         return slots.state["row"].masked_fill(newest, torch.inf)
 
     def fold(self, slots: Slots, probs: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"row": self._newest_row(probs, slots.positions.shape[1])}
+        return {"row": self._average_newest_row(probs, slots.positions.shape[1])}
 
-    def _newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
-        """Return the row of the newest query, the last of ``rows`` [B, Hq, T, S], averaged over query heads.
+    def _average_newest_row(self, rows: torch.Tensor, heads: int) -> torch.Tensor:
+        """Return the row [B, heads, S] of the newest query, the last of ``rows`` [B, Hq, T, S], for each stored head.
 
-        The result is [B, heads, S], with a row for each of ``heads`` stored heads.
-
-        The mean is over all heads of the layer, or under ``per_head`` over those that share a stored head.
+        It is the mean over all query heads of the layer, or under ``per_head`` over those that share a stored head.
         """
         # A[h, n, :], with the axis of queries kept for ``group_rows``
         newest_row = rows[:, :, -1:]

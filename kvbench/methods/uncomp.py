@@ -13,7 +13,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache, per_head
 from kvbench.methods.core.contract import Capacity, Expected
-from kvbench.methods.core.entropy import assign_groups, entropy_recipe, measure_entropy
+from kvbench.methods.core.entropy import assign_groups, make_entropy_recipe, measure_entropy
 from kvbench.methods.core.evicting import NO_LIMIT, EvictingSelector
 from kvbench.methods.core.knobs import ODD, Rule, at_least, knob, one_of
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
@@ -98,7 +98,7 @@ class UNCompGroup(EvictingSelector):
         # random groups need no entropy
         if self.grouping == "random":
             return None
-        return entropy_recipe(self.top, self.samples, self.tokens)
+        return make_entropy_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         return measure_entropy(run)
@@ -116,7 +116,7 @@ class UNCompGroup(EvictingSelector):
         capacity = super().capacity(n)
         return replace(capacity, tokens=min(int(self.scale * capacity.tokens), n))
 
-    def extremes(self, n: int) -> HeadBudgets:
+    def compute_budgets(self, n: int) -> HeadBudgets:
         """Return the budgets while decoding of the first and the last group of heads, and their mean.
 
         n is the number of the prompt's tokens. With a single group, or with ``delete``, every stored head has the mean.
@@ -125,31 +125,31 @@ class UNCompGroup(EvictingSelector):
             high, low = int(self.scale * self.high), int(self.scale * self.low)
             return HeadBudgets(high=high, low=low, mean=(high + low) // 2)
         mean = int(self.scale * self.generation_budget(n))
-        # low = 2/3 C, rounded to the nearest number, with at least one token beside the window
+        # low = 2/3 C, rounded to the nearest number, with at least one token beside the window where C has room for it
         two_thirds = (2 * mean + 1) // 3
         low = min(mean, max(two_thirds, self.token_counts(n)["window"] + 1))
         # high = 2 C - low = 4/3 C, so that their mean is C
         return HeadBudgets(high=2 * mean - low, low=low, mean=mean)
 
-    def head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
+    def compute_head_sizes(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many tokens each head may hold while decoding after a prompt of n tokens; 0: it is not stored."""
         if layer in self.frozen_layers:
             return [NO_LIMIT] * heads
-        budgets = self.extremes(n)
+        budgets = self.compute_budgets(n)
         if self.delete:
             # all heads that are stored keep the mean budget
             head_sizes = [budgets.mean] * heads
-            for head in self.deleted_heads(layer, heads):
+            for head in self.find_deleted_heads(layer, heads):
                 head_sizes[head] = 0
             return head_sizes
         count = min(self.groups, heads)
         size_of_group = interpolate_sizes(budgets.high, budgets.low, count)
-        return [size_of_group[group] for group in self.group_of_heads(layer, heads, count)]
+        return [size_of_group[group] for group in self.assign_heads(layer, heads, count)]
 
-    def after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
+    def compute_sizes_after_prompt(self, n: int, layer: int, heads: int) -> list[int]:
         """Return how many of a prompt's n tokens each head keeps; 0: the head is not stored."""
-        sizes = self.head_sizes(n, layer, heads)
-        if n > self.extremes(n).mean:
+        sizes = self.compute_head_sizes(n, layer, heads)
+        if n > self.compute_budgets(n).mean:
             return [min(n, size) for size in sizes]
         # a prompt of up to ``mean`` tokens is kept whole by all heads that are stored
         return [n if size > 0 else 0 for size in sizes]
@@ -157,34 +157,34 @@ class UNCompGroup(EvictingSelector):
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         if self.unbound:
             # any grouping gives the same bounds and the same sum, so they are known before the calibration
-            sizes = tuple(replace(self, grouping="random").after_prompt(n, layer, heads))
+            sizes = tuple(replace(self, grouping="random").compute_sizes_after_prompt(n, layer, heads))
             return Expected(low=(min(sizes),) * heads, high=(max(sizes),) * heads, total=sum(sizes))
-        sizes = tuple(self.after_prompt(n, layer, heads))
+        sizes = tuple(self.compute_sizes_after_prompt(n, layer, heads))
         return Expected(low=sizes, high=sizes, total=sum(sizes))
 
-    def group_of_heads(self, layer: int, heads: int, count: int) -> list[int]:
+    def assign_heads(self, layer: int, heads: int, count: int) -> list[int]:
         """Return the group of each stored head, out of ``count`` groups. Group 0 has the largest budget."""
-        groups = assign_groups(self.head_rank(layer, heads, count), count)
+        groups = assign_groups(self.rank_stored_heads(layer, heads, count), count)
         if self.grouping == "reversed":
             return [count - 1 - group for group in groups]
         return groups
 
-    def deleted_heads(self, layer: int, heads: int) -> list[int]:
+    def find_deleted_heads(self, layer: int, heads: int) -> list[int]:
         """Return the indices of the heads that are not stored, ascending."""
         # the heads rank as for two groups
-        order = self.head_rank(layer, heads, count=2).sort(descending=True, stable=True).indices.tolist()
+        order = self.rank_stored_heads(layer, heads, count=2).sort(descending=True, stable=True).indices.tolist()
         if self.grouping == "reversed":
             # under this ablation those that rank highest are deleted
             return sorted(order[: self.delete])
         return sorted(order[heads - self.delete :])
 
-    def head_rank(self, layer: int, heads: int, count: int) -> torch.Tensor:
+    def rank_stored_heads(self, layer: int, heads: int, count: int) -> torch.Tensor:
         """Return the numbers [heads] by which the stored heads of a layer rank for ``count`` groups, the largest first.
 
         Raises UsageError if the groups are to be calibrated and the stage is not.
         """
         if self.grouping == "random":
-            # every layer has a draw of its own; the prime keeps (seed, layer) pairs apart
+            # every layer has a draw of its own; the large factor keeps (seed, layer) pairs apart
             generator = torch.Generator().manual_seed(1_000_003 * self.seed + layer)
             return torch.randperm(heads, generator=generator).float()
         # each tensor is [L, Hq], see ``measure_entropy``
@@ -217,9 +217,9 @@ class UNCompGroup(EvictingSelector):
         # decoding goes on from these rows, which are stored with the tokens
         ring = ring_of_rows(group_mean(attention, cache.heads), obs.prompt_tokens, self.window)
         cache = ops.with_state(cache, ring=ring)
-        sizes = torch.tensor(self.after_prompt(obs.prompt_tokens, obs.layer, cache.heads), device=ring.device)
+        head_sizes = self.compute_sizes_after_prompt(obs.prompt_tokens, obs.layer, cache.heads)
         # budgets refer to the whole prompt, of which this layer may have read fewer tokens
-        sizes = sizes.clamp(max=obs.n)
+        sizes = torch.tensor(head_sizes, device=ring.device).clamp(max=obs.n)
         if self.delete and obs.layer not in self.frozen_layers:
             received = attention.sum(dim=1)
             cache = replace(cache, copy_from=self.find_output_sources(received, keys, obs.layer))
@@ -252,7 +252,7 @@ class UNCompGroup(EvictingSelector):
         unit = F.normalize(features, dim=-1)
         cosine = unit @ unit.T
         # a head that is not stored has no output to copy
-        deleted = self.deleted_heads(layer, heads)
+        deleted = self.find_deleted_heads(layer, heads)
         cosine[:, deleted] = -torch.inf
         sources = torch.arange(heads, device=cosine.device)
         # of equally similar heads, the stable sort takes the lowest
@@ -262,7 +262,8 @@ class UNCompGroup(EvictingSelector):
     def decode_limit(self, n: int, layer: int) -> int:
         if layer in self.frozen_layers:
             return NO_LIMIT
-        budgets = self.extremes(n)
+        budgets = self.compute_budgets(n)
+        # with a single group, or with ``delete``, every stored head has the mean budget
         if self.delete or self.groups == 1:
             return budgets.mean
         return budgets.high
@@ -270,14 +271,14 @@ class UNCompGroup(EvictingSelector):
     def max_chunk(self, n: int, n_layers: int) -> int:
         if all(layer in self.frozen_layers for layer in range(n_layers)):
             return NO_LIMIT
-        budgets = self.extremes(n)
+        budgets = self.compute_budgets(n)
         if self.delete:
             return budgets.mean
         # a step must fit into the heads that hold fewest tokens
         return budgets.low
 
     def head_budgets(self, cache: LayerCache, layer: int) -> list[int]:
-        return self.head_sizes(cache.prompt_tokens, layer, cache.heads)
+        return self.compute_head_sizes(cache.prompt_tokens, layer, cache.heads)
 
     def token_counts(self, n: int) -> Mapping[str, int]:
         return {"window": self.capacity(n).window}

@@ -13,7 +13,7 @@ from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.contract import top_indices
-from kvbench.methods.core.entropy import entropy_recipe, find_erank_drops, measure_entropy
+from kvbench.methods.core.entropy import make_entropy_recipe, find_erank_drops, measure_entropy
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import HiddenPruner
 from kvbench.methods.core.recipe import CalibrationRun, Recipe
@@ -67,7 +67,9 @@ class UncompStage(HiddenPruner):
         ascends_from_0 = False
         if is_list_of_layers:
             starts = list(self.starts)
-            ascends_from_0 = starts == sorted(set(starts)) and (not starts or starts[0] == 0)
+            ascends = starts == sorted(set(starts))
+            # an empty list leaves the groups to other knobs
+            ascends_from_0 = ascends and (not starts or starts[0] == 0)
         self.require("starts", ascends_from_0, "an ascending list of layers that starts with 0")
         # YAML gives a list; a frozen dataclass can set its own fields only by object.__setattr__
         object.__setattr__(self, "starts", tuple(self.starts))
@@ -88,7 +90,7 @@ class UncompStage(HiddenPruner):
         # only ``epsilon`` needs the effective ranks of a model
         if self.epsilon is None:
             return None
-        return entropy_recipe(self.top, self.samples, self.tokens)
+        return make_entropy_recipe(self.top, self.samples, self.tokens)
 
     def calibrate(self, run: CalibrationRun) -> dict[str, torch.Tensor]:
         return measure_entropy(run)
@@ -96,7 +98,7 @@ class UncompStage(HiddenPruner):
     def needs(self, n: int) -> Needs:
         return Needs(last_q=self.window)
 
-    def first_layers(self, n_layers: int) -> tuple[int, ...]:
+    def find_first_layers(self, n_layers: int) -> tuple[int, ...]:
         """Return the number of the first layer of each group, in a model of ``n_layers`` layers.
 
         Raises UsageError if ``epsilon`` decides the groups and the stage is not calibrated.
@@ -106,16 +108,15 @@ class UncompStage(HiddenPruner):
         if self.starts:
             return self.starts
         if self.epsilon is not None:
-            # erank_k [3, L]: row 0 has the effective ranks of the queries
-            eranks = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")["erank_k"][0]
-            starts = [0]
-            starts += find_erank_drops(eranks.tolist(), self.epsilon)
-            return tuple(starts)
+            measured = self.measured(f"with epsilon={self.epsilon} its groups", "epsilon")
+            # [L] each: the effective ranks of queries, keys and values
+            query_eranks, _, _ = measured["erank_k"]
+            return (0, *find_erank_drops(query_eranks.tolist(), self.epsilon))
         # group i of g begins at ceil(i * L / g)
         groups = min(self.groups, n_layers)
         return tuple(ceil_div(i * n_layers, groups) for i in range(groups))
 
-    def group_tokens(self, n: int, groups: int) -> list[int]:
+    def count_group_tokens(self, n: int, groups: int) -> list[int]:
         """Return for each of ``groups`` groups of layers how many of a prompt's n tokens these layers read.
 
         ``sizes`` then limits the numbers to at least ``last`` and at most n.
@@ -142,8 +143,8 @@ class UncompStage(HiddenPruner):
         return tokens
 
     def sizes(self, n: int, n_layers: int) -> list[int]:
-        starts = self.first_layers(n_layers)
-        tokens = self.group_tokens(n, len(starts))
+        starts = self.find_first_layers(n_layers)
+        tokens = self.count_group_tokens(n, len(starts))
         sizes = []
         for layer in range(n_layers):
             # the layer's group is the last one that begins at or before the layer

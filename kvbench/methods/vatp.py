@@ -43,14 +43,14 @@ class Vatp(Modifier):
     def sink_size(self) -> int:
         return self.sinks
 
-    def norms(self, values: torch.Tensor) -> torch.Tensor:
+    def compute_norms(self, values: torch.Tensor) -> torch.Tensor:
         """Return the norms ||v|| [...] of values [..., D], in fp32."""
         # ||v||_p with p = 1 in the paper
         return torch.linalg.vector_norm(values.float(), ord=NORMS[self.norm], dim=-1)
 
     def modify(self, scores: torch.Tensor, cache: LayerCache, obs: Observation) -> torch.Tensor:
         # I[h, j] = S[h, j] * ||v_j||, section 3
-        return scores * at_heads(self.norms(ops.only_segment(cache).v), cache.heads)
+        return scores * at_heads(self.compute_norms(ops.only_segment(cache).v), cache.heads)
 
     def slot_bytes(self, itemsize: int) -> int:
         # one norm, in the precision of the values
@@ -59,11 +59,11 @@ class Vatp(Modifier):
     def initial_state(self, cache: LayerCache) -> Mapping[str, torch.Tensor]:
         # the norms take the precision of the values, and 1 / D of their size
         values = ops.only_segment(cache).v
-        return {"norm": per_head(self.norms(values), cache.heads).to(values.dtype)}
+        return {"norm": per_head(self.compute_norms(values), cache.heads).to(values.dtype)}
 
     def reweigh(self, scores: torch.Tensor, slots: Slots) -> torch.Tensor:
         # I[h, j] = S[h, j] * ||v_j||; tokens that always stay are at +inf, which a norm of 0 would turn into NaN
         return torch.where(scores.isinf(), scores, scores * slots.state["norm"].float())
 
     def new_token_state(self, values: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"norm": self.norms(values).to(values.dtype)}
+        return {"norm": self.compute_norms(values).to(values.dtype)}

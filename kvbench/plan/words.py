@@ -458,7 +458,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         names = {"preset"} | set(GROUPS) | set(top_level())
         for known in holders.values():
             names |= {name for name in known if not name.startswith("_")}
-        raise registry.unknown_knob(knob, value, names, methods)
+        raise registry.explain_unknown_knob(knob, value, names, methods)
     default = holders[owners[0]][knob]
     if owners[0].startswith("method."):
         # resolve decides which stages take it

@@ -257,7 +257,7 @@ def test_kvbenchs_own_methods_are_those_of_its_files_and_go_by_their_revision():
         target = registry.defaults(method).get("_target_", "")
         if target.rpartition(".")[0].removeprefix("kvbench.methods.") in foreign.OWN:
             stage = registry.make_stage(method, choose_by_size(registry.defaults(method)))
-            assert foreign.code_of(stage) is None
+            assert foreign.hash_source(stage) is None
 
 
 def exit_now(*parts):

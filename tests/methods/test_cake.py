@@ -20,7 +20,7 @@ from kvbench.engine.step import step
 from kvbench.kv import ops
 from kvbench.kv.apportion import proportional_shares, round_shares
 from kvbench.kv.exact_attention import causal_softmax
-from kvbench.methods.cake import SLACK, Cake, variance_over_queries
+from kvbench.methods.cake import SLACK, Cake, compute_variance
 from kvbench.methods.core.resolve import chain_of as resolved
 from kvbench.models.interface import attached, cache_shape
 
@@ -142,8 +142,8 @@ def test_budgets_add_up_and_their_bounds_only_fall(seed):
 def test_the_variance_over_queries_is_that_of_pytorch(seed):
     generator = torch.Generator().manual_seed(seed)
     rows = (torch.randn(3, 2 + seed, 65, generator=generator) * (1 + seed % 7)).softmax(dim=-1)[:, :, :60]
-    assert torch.equal(variance_over_queries(rows), rows.var(dim=1))
-    assert variance_over_queries(rows[:, :1]).eq(0).all()
+    assert torch.equal(compute_variance(rows), rows.var(dim=1))
+    assert compute_variance(rows[:, :1]).eq(0).all()
 
 
 def test_shares_by_hand():

@@ -28,8 +28,8 @@ from kvbench.models.interface import cache_shape
 )
 def test_the_lists_are_uncomps(name, layers, heads, total):
     assert len(LISTS[name]) == layers and sum(LISTS[name]) == total
-    by_shape = Chai().cluster_counts(layers, heads, 8 if name == "llama3" else heads)
-    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).cluster_counts(layers, heads, 8))
+    by_shape = Chai().count_clusters(layers, heads, 8 if name == "llama3" else heads)
+    assert tuple(by_shape) == LISTS[name] == tuple(Chai(like=name).count_clusters(layers, heads, 8))
 
 
 def test_llama_2_holds_77_54_percent_of_the_keys():
@@ -38,10 +38,10 @@ def test_llama_2_holds_77_54_percent_of_the_keys():
 
 
 def test_other_models_have_llama_2s_mean_or_the_share_asked_for():
-    assert Chai().cluster_counts(3, 16, 16) == [12] * 3
-    assert Chai(share=0.5).cluster_counts(32, 32, 32) == [16] * 32
-    assert Chai(share=0.01).cluster_counts(2, 4, 4) == [1] * 2
-    assert Chai(clusters=(3, 4)).cluster_counts(2, 4, 4) == (3, 4)
+    assert Chai().count_clusters(3, 16, 16) == [12] * 3
+    assert Chai(share=0.5).count_clusters(32, 32, 32) == [16] * 32
+    assert Chai(share=0.01).count_clusters(2, 4, 4) == [1] * 2
+    assert Chai(clusters=(3, 4)).count_clusters(2, 4, 4) == (3, 4)
 
 
 def test_two_identical_heads_merge_first():

@@ -39,8 +39,8 @@ def slow_entropy(eigenvalues, top):
 @pytest.mark.parametrize(("d", "k"), [(128, 32), (64, 32), (32, 32), (16, 5)])
 def test_flat_spectra_follow_the_law(d, k):
     flat = torch.full((d,), 1 / d, dtype=torch.float64)
-    assert float(entropy.truncated_entropy(flat)) == pytest.approx(math.log(d))
-    actual = float(entropy.truncated_entropy(flat, k).exp())
+    assert float(entropy.compute_truncated_entropy(flat)) == pytest.approx(math.log(d))
+    actual = float(entropy.compute_truncated_entropy(flat, k).exp())
     assert actual == pytest.approx(d ** (k / d))
     if (d, k) == (128, 32):
         assert round(actual, 3) == 3.364
@@ -57,7 +57,7 @@ def test_rank_one_has_an_effective_rank_of_one():
     rows = torch.linspace(-1, 2, 24)[:, None] * torch.tensor([3.0, 4.0, 0.0, 1.0])
     eigenvalues = entropy.measure_spectrum(rows[None])
     torch.testing.assert_close(eigenvalues[0].float(), torch.tensor([1.0, 0, 0, 0]), atol=1e-5, rtol=0)
-    assert float(entropy.truncated_entropy(eigenvalues).exp()) == pytest.approx(1, abs=1e-4)
+    assert float(entropy.compute_truncated_entropy(eigenvalues).exp()) == pytest.approx(1, abs=1e-4)
 
 
 def test_rows_at_the_mean_count_as_zero():
@@ -96,7 +96,7 @@ def captured(model, ids):
 
 
 def measure(model, windows, top, tick=lambda: None):
-    recipe = entropy.entropy_recipe(top, samples=3, tokens=20)
+    recipe = entropy.make_entropy_recipe(top, samples=3, tokens=20)
     return entropy.measure_entropy(CalibrationRun(model, windows, recipe, tick, make_observer(model)))
 
 

@@ -63,9 +63,9 @@ def test_win_is_snapkv_without_pooling(per, seed):
 # spec 5, H2O: a scoring window of n
 def test_a_window_of_all_queries_makes_win_equal_to_all():
     dense, obs = ref.make_layer(ref.grid(4, 40, 8, seed=1), ref.grid(2, 40, 8, seed=2))
-    win, every = (H2O(variant=v).received(dense, obs, 40) for v in ("win", "all"))
+    win, every = (H2O(variant=v).sum_received(dense, obs, 40) for v in ("win", "all"))
     torch.testing.assert_close(win, every)
-    narrow = H2O(variant="win").received(dense, obs, 8)
+    narrow = H2O(variant="win").sum_received(dense, obs, 8)
     assert not torch.allclose(narrow, every)
 
 

@@ -10,7 +10,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of
-from kvbench.methods.keydiff import KeyDiff, distance_from_anchor
+from kvbench.methods.keydiff import KeyDiff, compute_anchor_scores
 from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
 
@@ -18,7 +18,7 @@ from kvbench.models.releases import named_cache
 def test_the_specifications_example_by_hand():
     keys = torch.tensor([[[1.0, 0], [0, 1], [1, 1]]])
     # a = ((1, 0) + (0, 1) + (.7071, .7071)) / 3 = (.569036, .569036): the third key has its direction
-    torch.testing.assert_close(distance_from_anchor(keys), torch.tensor([[-(0.5**0.5), -(0.5**0.5), -1.0]]))
+    torch.testing.assert_close(compute_anchor_scores(keys), torch.tensor([[-(0.5**0.5), -(0.5**0.5), -1.0]]))
     layer = ref.make_layer(torch.zeros(1, 3, 2), keys)
     assert ref.kept(KeyDiff(kv_size=2).compress(*layer)) == [[0, 1]]
     assert ref.kept(KeyDiff(kv_size=1).compress(*layer)) == [[0]]

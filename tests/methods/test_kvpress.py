@@ -253,7 +253,7 @@ def test_a_share_is_told_so_that_every_budget_comes_back():
     """C13: int(n * (1 - r)) is C for the r that a press is told."""
     stage = chain_of({"method": "kvpress:first", "kv_size": 15}).stages[0]
     for n in (*range(2, 60), 997, 1000, 3937, 5000):
-        assert all(int(n * (1 - stage._ratio_removed(n, n, budget))) == budget for budget in range(1, n))
+        assert all(int(n * (1 - stage._compute_ratio(n, n, budget))) == budget for budget in range(1, n))
 
 
 def test_a_share_removed_is_rounded_as_kvpress_rounds():

@@ -144,8 +144,8 @@ def test_every_mode_keeps_the_tokens_of_its_reference(mode, ranking, data, hq, h
 
 
 def test_query_counts_by_hand():
-    assert [ReFreeKV(k=0.05).query_count(n) for n in (10, 100, 219)] == [1, 5, 10]
-    assert [ReFreeKV(k=7).query_count(n) for n in (3, 100)] == [3, 7]
+    assert [ReFreeKV(k=0.05).count_queries(n) for n in (10, 100, 219)] == [1, 5, 10]
+    assert [ReFreeKV(k=7).count_queries(n) for n in (3, 100)] == [3, 7]
     assert ReFreeKV(k=0.1, ranking="attention").needs(200) == Needs(last_q=20, colsums=True)
 
 

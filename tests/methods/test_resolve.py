@@ -80,7 +80,7 @@ def test_an_alias_is_a_method_with_knobs_settled():
     assert [c.stages[0].lam for c in (alias, other)] == [1, 0.5] and alias.stages[0].bits == 3
     alias, other = chains_of(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
     assert [(c.stages[0].lam, c.stages[0].variant) for c in (alias, other)] == [(1, "paper"), (0.25, "paper")]
-    assert registry.split("h2o+think") == ("h2o", "think") and registry.implied_knobs("h2o") == {}
+    assert registry.split("h2o+think") == ("h2o", "think") and registry.list_implied_knobs("h2o") == {}
 
 
 @pytest.mark.parametrize("key", ["lam", "qhitter.lam", "method.qhitter.lam"])
@@ -109,7 +109,7 @@ def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_lo
 
 
 def test_what_words_of_kvpress_are_called_here_is_there():
-    words = registry.kvpress_words()
+    words = registry.read_kvpress_words()
     assert all(registry.split(method) for method in words["methods"].values())
     assert not {*words["methods"], *words["missing"]} & set(registry.available())
     assert set(words["knobs"].values()) <= {knob for m in registry.available() for knob in registry.knob_names(m)}

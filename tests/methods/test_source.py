@@ -37,7 +37,7 @@ def test_knobs_of_the_source_are_those_of_the_class(method):
     module = registry.defaults(method)["_target_"].rpartition(".")[0]
     path = Path(import_module(module).__file__)
     about, knobs = describe(path, method)
-    entry = loading.entry_of_class(path, method)
+    entry = loading.read_class_entry(path, method)
     del entry["_target_"]
     assert knobs == entry and about != UNDESCRIBED
 

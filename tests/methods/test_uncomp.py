@@ -45,12 +45,12 @@ def slow_sizes(content, layer, heads, count, high, low):
 
 # spec 5, UNComp: budgets 256 / 512, mean 384; spec 2.11: the code's 3/2 and the paper's 96 / 32
 def test_budgets_by_hand():
-    assert stage(kv_size=384).extremes(9000) == (512, 256, 384)
-    assert stage(kv_size=384, scale=1.5).extremes(9000) == (768, 384, 576)
-    assert stage(high=96, low=32).extremes(9000) == (96, 32, 64)
-    assert stage(high=512, low=12).extremes(9000) == (512, 12, 262)
-    assert stage(kv_ratio=0.25).extremes(1000) == (333, 167, 250)
-    assert stage(kv_size=9).extremes(1000) == (9, 9, 9)
+    assert stage(kv_size=384).compute_budgets(9000) == (512, 256, 384)
+    assert stage(kv_size=384, scale=1.5).compute_budgets(9000) == (768, 384, 576)
+    assert stage(high=96, low=32).compute_budgets(9000) == (96, 32, 64)
+    assert stage(high=512, low=12).compute_budgets(9000) == (512, 12, 262)
+    assert stage(kv_ratio=0.25).compute_budgets(1000) == (333, 167, 250)
+    assert stage(kv_size=9).compute_budgets(1000) == (9, 9, 9)
     assert [interpolate_sizes(512, 256, m) for m in (1, 2, 3, 5)] == [
         [384],
         [512, 256],
@@ -68,36 +68,36 @@ def test_the_mean_over_heads_is_the_budget(mean, groups, heads):
     content = calibrations.uncomp(LAYERS, heads)
     (calibrated,) = bound(Chain((stage(kv_size=mean, groups=groups),)), LAYERS, heads).stages
     for layer in range(LAYERS):
-        sizes = calibrated.head_sizes(10_000, layer, heads)
+        sizes = calibrated.compute_head_sizes(10_000, layer, heads)
         assert sum(sizes) == mean * heads
         if groups == 2:
-            high, low, _ = calibrated.extremes(10_000)
+            high, low, _ = calibrated.compute_budgets(10_000)
             assert sizes == slow_sizes(content, layer, heads, 2, high, low)
 
 
 def test_groups_of_grouped_heads_follow_the_mean_entropy():
     content = calibrations.uncomp(LAYERS, 8)
     (calibrated,) = bound(Chain((stage(high=90, low=30),)), LAYERS, 8).stages
-    assert calibrated.head_sizes(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
-    assert calibrated.head_sizes(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
+    assert calibrated.compute_head_sizes(1000, 1, 4) == slow_sizes(content, 1, 4, 2, 90, 30)
+    assert calibrated.compute_head_sizes(1000, 1, 8) == slow_sizes(content, 1, 8, 2, 90, 30)
     four = replace(calibrated, groups=8)
-    assert four.head_sizes(1000, 0, 8) == slow_sizes(content, 0, 8, 8, 90, 30)
-    assert calibrated.head_sizes(1000, 1, 1) == [60]
+    assert four.compute_head_sizes(1000, 0, 8) == slow_sizes(content, 0, 8, 8, 90, 30)
+    assert calibrated.compute_head_sizes(1000, 1, 1) == [60]
 
 
 def test_reversed_turns_the_groups_and_random_needs_no_calibration():
     (calibrated,) = bound(Chain((stage(kv_size=384),)), LAYERS, 8).stages
     turned = replace(calibrated, grouping="reversed")
     for layer in range(LAYERS):
-        pairs = zip(calibrated.head_sizes(9000, layer, 8), turned.head_sizes(9000, layer, 8), strict=True)
+        pairs = zip(calibrated.compute_head_sizes(9000, layer, 8), turned.compute_head_sizes(9000, layer, 8), strict=True)
         assert {a + b for a, b in pairs} == {768}
     chance = stage(kv_size=384, grouping="random")
     assert chance.recipe() is None and not chance.unbound
-    drawn = [tuple(chance.head_sizes(9000, layer, 8)) for layer in range(12)]
+    drawn = [tuple(chance.compute_head_sizes(9000, layer, 8)) for layer in range(12)]
     assert len(set(drawn)) > 6 and all(sorted(d) == [256] * 4 + [512] * 4 for d in drawn)
-    assert drawn == [tuple(stage(kv_size=384, grouping="random").head_sizes(9000, layer, 8)) for layer in range(12)]
+    assert drawn == [tuple(stage(kv_size=384, grouping="random").compute_head_sizes(9000, layer, 8)) for layer in range(12)]
     other = stage(kv_size=384, grouping="random", seed=1)
-    assert drawn != [tuple(other.head_sizes(9000, layer, 8)) for layer in range(12)]
+    assert drawn != [tuple(other.compute_head_sizes(9000, layer, 8)) for layer in range(12)]
 
 
 def slow_kept(attn, sizes, window, kernel):
@@ -338,7 +338,7 @@ def test_what_holds_before_calibration_is_the_sum_and_the_bounds():
     (calibrated,) = bound(Chain((loose,)), LAYERS, 8).stages
     before, after = (s.expected(200, 1, LAYERS, 8) for s in (loose, calibrated))
     assert (set(before.low), set(before.high), before.total) == ({30}, {90}, 480)
-    assert after.low == after.high == tuple(calibrated.head_sizes(200, 1, 8)) and after.total == before.total
+    assert after.low == after.high == tuple(calibrated.compute_head_sizes(200, 1, 8)) and after.total == before.total
     assert loose.max_chunk(200, LAYERS) == 30
     assert replace(loose, frozen_layers=(0,)).max_chunk(200, LAYERS) == 30
     assert replace(loose, frozen_layers=tuple(range(LAYERS))).max_chunk(200, LAYERS) == NO_LIMIT

@@ -48,9 +48,9 @@ def test_the_papers_sizes_of_32_layers():
 
 
 def test_the_papers_and_the_codes_sizes_of_llama_3():
-    paper = UncompStage(schedule="paper", most=8096).group_tokens(8192, 5)
+    paper = UncompStage(schedule="paper", most=8096).count_group_tokens(8192, 5)
     assert paper == [8096, 6456, 4816, 3176, 1536]
-    assert UncompStage(schedule="code", most=8192).group_tokens(8192, 5) == [8192, 6528, 4864, 3200, 1536]
+    assert UncompStage(schedule="code", most=8192).count_group_tokens(8192, 5) == [8192, 6528, 4864, 3200, 1536]
     assert {a - b for a, b in itertools.pairwise(paper)} == {1640}
 
 
@@ -59,7 +59,7 @@ def test_the_papers_and_the_codes_sizes_of_40_layers():
     layers = [1, 2, 12, 8, 8, 4, 2, 3]
     sizes = UncompStage(schedule="paper").sizes(4096, 40)
     assert sizes == [s for s, count in zip(printed, layers, strict=True) for _ in range(count)]
-    code = UncompStage(schedule="code").group_tokens(4096, 8)
+    code = UncompStage(schedule="code").count_group_tokens(4096, 8)
     assert code == [4096, *(s - 5 for s in printed[1:7]), 1536]
 
 
@@ -287,7 +287,7 @@ def test_expected_attention_behind_the_stage_undoes_the_rotation_of_the_true_pos
 def test_groups_begin_where_the_effective_rank_of_the_queries_falls(eranks, epsilon, starts):
     tensors = {"erank_k": torch.tensor([eranks, [9.0, 0.0] * 3, [0.0, 9.0] * 3])}
     stage = UncompStage(epsilon=epsilon).calibrated(Calibration("uncomp", digest(tensors), "none", tensors))
-    assert stage.first_layers(6) == starts
+    assert stage.find_first_layers(6) == starts
     assert stage.sizes(100, 6) == UncompStage(starts=starts).sizes(100, 6)
     assert UncompStage().recipe() is None and UncompStage(epsilon=1.0).unbound
 
@@ -301,7 +301,7 @@ def test_an_effective_rank_that_falls_as_llama_2s_makes_the_papers_schedule():
         eranks.append(now)
     tensors = {"erank_k": torch.tensor([eranks] * 3)}
     stage = UncompStage(epsilon=1.0, least=0.375).calibrated(Calibration("uncomp", digest(tensors), "none", tensors))
-    assert stage.first_layers(32) == UncompStage(schedule="paper").first_layers(32) == (0, 2, 15, 26, 31)
+    assert stage.find_first_layers(32) == UncompStage(schedule="paper").find_first_layers(32) == (0, 2, 15, 26, 31)
     # 0.375 of 4096 tokens are the paper's 1536
     assert stage.sizes(4096, 32) == UncompStage(schedule="paper").sizes(4096, 32)
 

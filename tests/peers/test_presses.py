@@ -15,7 +15,7 @@ import kvbench
 from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
-from kvbench.methods.core.kvpress_package import explain_refusal, presses_by_name, wraps_another
+from kvbench.methods.core.kvpress_package import explain_refusal, find_presses, wraps_another
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models.interface import cache_shape
 from kvbench.models.releases import named_cache
@@ -97,7 +97,7 @@ def test_a_press_that_scores_keeps_the_same_tokens(model, name, removed):
         pytest.skip("its scores are ranks within parts of the prompt, which tie at these budgets")
     if name == "observedattention":
         model.set_attn_implementation("eager")
-    theirs_kept = theirs(model, prompt(N), presses_by_name()[name](compression_ratio=removed, **SCORERS[name]))
+    theirs_kept = theirs(model, prompt(N), find_presses()[name](compression_ratio=removed, **SCORERS[name]))
     entry = {"method": f"kvpress:{name}", "compression_ratio": removed, **SCORERS[name]}
     assert ours(model, entry) == theirs_kept
     by_size = {"method": f"kvpress:{name}", "kv_size": max(2, int(N * (1 - removed))), **SCORERS[name]}
@@ -108,7 +108,7 @@ def test_a_press_that_scores_keeps_the_same_tokens(model, name, removed):
 @pytest.mark.parametrize("inner", INSIDE)
 @pytest.mark.parametrize("outer", ["adakv", "criticalkv", "criticaladakv"])
 def test_a_wrapper_keeps_the_same_tokens(model, outer, inner):
-    press = presses_by_name()[outer](press=presses_by_name()[inner](compression_ratio=0.6, **INSIDE[inner]))
+    press = find_presses()[outer](press=find_presses()[inner](compression_ratio=0.6, **INSIDE[inner]))
     kept = (theirs if outer == "criticalkv" else unmasked)(model, prompt(N), press)
     assert ours(model, {"method": f"kvpress:{outer}:{inner}", "compression_ratio": 0.6, **INSIDE[inner]}) == kept
 
@@ -116,7 +116,7 @@ def test_a_wrapper_keeps_the_same_tokens(model, outer, inner):
 @pytest.mark.parametrize("removed", REMOVED)
 @pytest.mark.parametrize("outer", SIZES)
 def test_a_press_that_chooses_blocks_keeps_the_same_tokens(model, outer, removed):
-    press = presses_by_name()[outer](press=kvpress.KnormPress(removed), **SIZES[outer])
+    press = find_presses()[outer](press=kvpress.KnormPress(removed), **SIZES[outer])
     entry = {"method": f"kvpress:{outer}:knorm", "compression_ratio": removed, **SIZES[outer]}
     assert ours(model, entry) == theirs(model, prompt(N), press)
 
@@ -136,14 +136,14 @@ def test_snapkv_of_kvpress_and_ours_keep_the_same_tokens(model):
     assert ours(model, press) == ours(model, own)
 
 
-@pytest.mark.parametrize("name", presses_by_name())
+@pytest.mark.parametrize("name", find_presses())
 def test_every_press_runs_or_says_why_not(model, name):
-    reason = explain_refusal(name, presses_by_name()[name])
+    reason = explain_refusal(name, find_presses()[name])
     if reason:
         with pytest.raises(UsageError, match=r"does not run here: \w+"):
             chain_of(f"kvpress:{name}")
         return
-    inner = ":knorm" if wraps_another(presses_by_name()[name]) else ""
+    inner = ":knorm" if wraps_another(find_presses()[name]) else ""
     entry = {"method": f"kvpress:{name}{inner}", **SCORERS.get(name, {})}
     if name == "perlayercompression":
         entry["compression_ratios"] = [0.5] * 3

@@ -7,7 +7,7 @@ from peers.test_kvpress import kvpress, ours, theirs
 from support.data import data_path
 
 import kvbench
-from kvbench.methods.core.kvpress_package import presses_by_name
+from kvbench.methods.core.kvpress_package import find_presses
 
 N = 1024
 SNAPKV = {"window": 64, "kernel": 5, "pooling": "avg"}
@@ -81,4 +81,4 @@ def pressed(loaded):
 def test_a_press_as_a_method_keeps_its_own_tokens(loaded, pressed, name):
     model, ids = loaded
     kept = [[p.tolist() for p in layer.kept_positions()] for layer in pressed[name].layers]
-    assert kept == theirs(model, ids, presses_by_name()[name](compression_ratio=0.75))
+    assert kept == theirs(model, ids, find_presses()[name](compression_ratio=0.75))

@@ -124,8 +124,7 @@ class Selector(TokenSelector):
         if self.kv_size is None and self.kv_ratio is None:
             # a frozen dataclass can fill in its own fields only in this way
             object.__setattr__(self, "kv_ratio", DEFAULT_RATIO)
-        if self.kv_size is not None:
-            self._require_room("kv_size", self.kv_size)
+        self._require_room("kv_size", self.kv_size)
         if self.kv_ratio is not None:
             self.require("kv_ratio", 0 < self.kv_ratio <= 1, "a fraction of the prompt kept, above 0 and at most 1")
 
@@ -136,8 +135,7 @@ class Selector(TokenSelector):
                 f"method.{self.id}: decode_budget={self.decode_budget} and decode_ratio={self.decode_ratio} are two "
                 "ways to say one budget while decoding: give one of them"
             )
-        if self.decode_budget is not None:
-            self._require_room("decode_budget", self.decode_budget)
+        self._require_room("decode_budget", self.decode_budget)
         if self.chooses_again:
             # the knob's rule allows no 0, so only null is replaced
             object.__setattr__(self, "decode_every", self.decode_every or DECODE_EVERY)
@@ -145,14 +143,15 @@ class Selector(TokenSelector):
         allowed = self.decode_every is None or self.chooses_again
         self.require("decode_every", allowed, "given together with decode_budget or decode_ratio")
 
-    def _require_room(self, knob: str, budget: int) -> None:
-        """Raise UsageError unless a ``budget`` in tokens leaves one to choose beside those that always stay.
+    def _require_room(self, knob: str, budget: int | None) -> None:
+        """Raise UsageError if a ``budget`` in tokens leaves none to choose beside those that always stay.
 
-        ``knob`` is the knob that has this budget, for the error.
+        knob: the knob that has this budget, for the error.
+        budget: None if the knob is not set.
         """
         sinks, window = self.protected()
         above_protected = f"a whole number of tokens above {sinks + window} (sinks {sinks} + window {window})"
-        self.require(knob, budget > sinks + window, above_protected)
+        self.require(knob, budget is None or budget > sinks + window, above_protected)
 
     @property
     def chooses_again(self) -> bool:
@@ -267,7 +266,7 @@ class Selector(TokenSelector):
         if budget >= obs.n:
             return cache
         capacity = with_sinks(self.capacity(n), count_sinks(modifiers), n)
-        scores = self._modified_scores(cache, obs, capacity, modifiers)
+        scores = self._compute_scores(cache, obs, capacity, modifiers)
         # +inf makes the protected tokens the best of every head
         scores[:, : capacity.sinks] = torch.inf
         scores[:, obs.n - capacity.window :] = torch.inf
@@ -287,7 +286,7 @@ class Selector(TokenSelector):
         # the state is stored with the tokens even if all of them stay, because decoding continues from it
         return ops.with_state(cache, **state)
 
-    def _modified_scores(
+    def _compute_scores(
         self, cache: LayerCache, obs: Observation, capacity: Capacity, modifiers: Sequence[Modifier]
     ) -> torch.Tensor:
         """Return the scores [heads, n] or [1, n] in fp32 after ``modifiers``, as a tensor that the caller may change.

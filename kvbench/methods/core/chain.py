@@ -24,7 +24,7 @@ from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector, c
 from kvbench.methods.core.contract import Block, Capacity, Expected, with_sinks
 from kvbench.methods.core.decode_budget import DecodeBudget, explain_refusal
 from kvbench.methods.core.evicting import EvictingSelector, Modified
-from kvbench.methods.core.foreign import code_of
+from kvbench.methods.core.foreign import hash_source
 from kvbench.methods.core.formats import StorageFormat
 from kvbench.methods.core.legal_sets import AS_SET, check_set, refuse_conflicts
 from kvbench.methods.core.lowrank import LowRankStage
@@ -95,8 +95,8 @@ class Chain:
     @cached_property
     def foreign_stages(self) -> tuple[str, ...]:
         """The ids of the stages that are not kvbench's own."""
-        # ``code_of`` gives a hash for foreign code only
-        return tuple(s.id for s in self.stages if code_of(s) is not None)
+        # ``hash_source`` gives a hash for foreign code only
+        return tuple(s.id for s in self.stages if hash_source(s) is not None)
 
     @property
     def foreign(self) -> bool:
@@ -310,7 +310,7 @@ class Chain:
         stored_heads = self.heads(model.shape.kv_heads, model.shape.query_heads)
         for stage in self.stages:
             stage.check_heads(stored_heads, model.shape.query_heads)
-            reason = _why_unsupported(stage, model)
+            reason = _explain_conflict(stage, model)
             if reason is not None:
                 raise UsageError(f"method {stage.id} does not support the model family {model.family!r}: {reason}")
 
@@ -322,7 +322,7 @@ class Chain:
                 "share one latent a token, which would be stored once for each of them. Leave per out"
             )
         for stage in self.stages:
-            reason = _unsupported_by_shape(stage, shape)
+            reason = _explain_shape_conflict(stage, shape)
             if reason is not None:
                 raise UsageError(f"method {stage.id} is not possible on this model: {reason}")
 
@@ -454,7 +454,7 @@ def _reads_modules(stage: Stage) -> bool:
     return stage.needs(1).call or isinstance(stage, ReplayingSelector)
 
 
-def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
+def _explain_shape_conflict(stage: Stage, shape: Shape) -> str | None:
     """Return why a stage cannot run on any model whose cache has this shape, or None."""
     # these stages reach into the model's own layers, but kvbench leaves local (sliding-window) layers alone
     reaches_into_layers = stage.adapts or stage.role == "hidden" or _reads_modules(stage)
@@ -486,10 +486,10 @@ def _unsupported_by_shape(stage: Stage, shape: Shape) -> str | None:
     return None
 
 
-def _why_unsupported(stage: Stage, model: ModelTraits) -> str | None:
+def _explain_conflict(stage: Stage, model: ModelTraits) -> str | None:
     """Return why a stage cannot run on any model with these traits, or None."""
     reads_modules = _reads_modules(stage)
-    reason = _unsupported_by_shape(stage, model.shape)
+    reason = _explain_shape_conflict(stage, model.shape)
     if reason is not None:
         return reason
     if model.paired and stage.role == "hidden":

@@ -35,9 +35,10 @@ class Expected:
         low = tuple(min(tokens, rows) for tokens in self.low)
         if self.total is None:
             return Expected(low, high)
-        total = min(self.total, sum(high))
+        most_of_all = sum(high)
+        total = min(self.total, most_of_all)
         # if the sum is as large as the upper bounds allow, every head must hold its upper bound
-        if total == sum(high):
+        if total == most_of_all:
             return Expected(low=high, high=high, total=total)
         return Expected(low, high, total)
 
@@ -82,11 +83,12 @@ def with_sinks(capacity: Capacity, least: int, n: int) -> Capacity:
     sinks = max(capacity.sinks, least)
     if sinks == capacity.sinks:
         return capacity
-    # room: the budget beside the window
-    room = capacity.tokens - capacity.window
-    if sinks < room or capacity.tokens >= n:
+    room_beside_window = capacity.tokens - capacity.window
+    leaves_a_choice = sinks < room_beside_window
+    keeps_all = capacity.tokens >= n
+    if leaves_a_choice or keeps_all:
         return replace(capacity, sinks=sinks)
-    sinks = min(sinks, max(room, capacity.tokens // 2))
+    sinks = min(sinks, max(room_beside_window, capacity.tokens // 2))
     window = min(capacity.window, capacity.tokens - sinks)
     return replace(capacity, sinks=sinks, window=window, shrunk=True)
 

@@ -39,7 +39,7 @@ def measure_spectrum(rows: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(sigma.double()).flip(-1).clamp(min=0)
 
 
-def truncated_entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
+def compute_truncated_entropy(eigenvalues: Tensor, top: int | None = None) -> Tensor:
     """Return the truncated entropy H_k [...] of eigenvalues [..., D], largest first. ``top`` is k; None takes all D."""
     # H_k = -sum over the k largest s of s ln s, eq. 9; entr(s) = -s ln s
     return torch.special.entr(eigenvalues[..., :top]).sum(dim=-1)
@@ -53,7 +53,7 @@ def rank_heads(values: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, rank_of_place)
 
 
-def entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
+def make_entropy_recipe(top: int, samples: int, tokens: int | None) -> Recipe:
     """Return the calibration recipe by which UNComp groups heads and layers: H_k with k = ``top``."""
     return Recipe("uncomp", revision=1, samples=samples, tokens=tokens, knobs={"top": top})
 
@@ -73,7 +73,7 @@ class _LayerSums:
 
 
 def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
-    """Measure the tensors that ``entropy_recipe`` asks for, over windows that are read one at a time.
+    """Measure the tensors that ``make_entropy_recipe`` asks for, over windows that are read one at a time.
 
     Raises UsageError for windows of fewer than D tokens.
 
@@ -93,7 +93,7 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
         """Add the statistics of one layer of one window."""
         query_spectra = measure_spectrum(obs.queries(obs.n))
-        entropies = truncated_entropy(query_spectra, top)
+        entropies = compute_truncated_entropy(query_spectra, top)
         ranks = rank_heads(entropies)
         sums.add("entropy", obs.layer, entropies)
         # the half of the heads with the largest H_k counts 1 (appendix A.4); a middle head is in the lower half
@@ -103,8 +103,8 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
         sums.add("spectra", obs.layer, query_spectra)
         # [3] for queries, keys and values
         all_spectra = (query_spectra, measure_spectrum(k), measure_spectrum(v))
-        sums.add("erank", obs.layer, torch.stack([_mean_rank(spectra) for spectra in all_spectra]))
-        sums.add("erank_k", obs.layer, torch.stack([_mean_rank(spectra, top) for spectra in all_spectra]))
+        sums.add("erank", obs.layer, torch.stack([_average_rank(spectra) for spectra in all_spectra]))
+        sums.add("erank_k", obs.layer, torch.stack([_average_rank(spectra, top) for spectra in all_spectra]))
 
     samples = 0
     for window in run.windows():
@@ -121,10 +121,10 @@ def measure_entropy(run: CalibrationRun) -> dict[str, Tensor]:
     return measured
 
 
-def _mean_rank(eigenvalues: Tensor, top: int | None = None) -> Tensor:
+def _average_rank(eigenvalues: Tensor, top: int | None = None) -> Tensor:
     """Return the mean over heads, a scalar, of the effective ranks by eigenvalues [H, D]. ``top`` truncates them."""
     # erank = exp(H), eq. 10
-    return truncated_entropy(eigenvalues, top).exp().mean()
+    return compute_truncated_entropy(eigenvalues, top).exp().mean()
 
 
 def count_group_heads(heads: int, groups: int) -> list[int]:
@@ -134,12 +134,13 @@ def count_group_heads(heads: int, groups: int) -> list[int]:
     head left goes to the middle group, or to the later one of two middle groups.
     """
     sizes = [heads // groups] * groups
-    pairs, odd = divmod(heads % groups, 2)
+    # heads beyond equal sizes, as pairs and perhaps a single one
+    pairs, single = divmod(heads % groups, 2)
     # the pairs go to both ends, from the outside inwards
     for i in range(pairs):
         sizes[i] += 1
         sizes[groups - 1 - i] += 1
-    if odd:
+    if single:
         sizes[groups // 2] += 1
     return sizes
 

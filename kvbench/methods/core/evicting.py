@@ -86,9 +86,9 @@ class EvictingSelector(Selector, Evictor):
         """Return how many tokens a head of this layer may hold while decoding after a prompt of n tokens."""
         if layer in self.frozen_layers:
             return NO_LIMIT
-        return self.competing(n) + self.spare
+        return self.count_competing(n) + self.spare
 
-    def competing(self, n: int) -> int:
+    def count_competing(self, n: int) -> int:
         """Return how many tokens per head compete to stay while decoding after a prompt of n tokens.
 
         These are the tokens of the budget, without the ``spare`` one.

@@ -64,7 +64,7 @@ OWN = (
 """The files in kvbench.methods that are kvbench's own. Users may put their files beside them."""
 
 
-def code_of(stage: Knobs) -> str | None:
+def hash_source(stage: Knobs) -> str | None:
     """Return a hash of a stage's source, or None for kvbench's own stages.
 
     The source covers the files of its classes, and the files beside them that they import. Code without a source, such
@@ -72,11 +72,11 @@ def code_of(stage: Knobs) -> str | None:
     """
     # the annotation is Any, because mypy confuses the hash of a dataclass's instances with the class's
     cls: Any = type(stage)
-    return _code_of(cls)
+    return _hash_source(cls)
 
 
 @cache
-def _code_of(cls: type[Knobs]) -> str | None:
+def _hash_source(cls: type[Knobs]) -> str | None:
     """Return the hash of the source of a class and its base classes, or None if all are kvbench's own."""
     foreign_classes = [c for c in cls.__mro__ if issubclass(c, Knobs) and not is_own(c.__module__)]
     if not foreign_classes:

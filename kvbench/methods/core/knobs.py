@@ -128,7 +128,7 @@ class Knobs:
             if rule is not None and not is_null:
                 self.require(f.name, rule.holds(value), rule.allowed)
         self.check()
-        # this limit is checked last, because the knob's rule and ``check`` give better reasons
+        # the limit MOST is checked last, because the knob's rule and ``check`` give better reasons
         for f in fields(self):
             value = getattr(self, f.name)
             too_large = is_knob(f) and is_whole(value) and abs(value) > MOST

@@ -32,12 +32,12 @@ from kvbench.methods.core.kvpress_package import (
     BY_LAYER,
     MASKS,
     REMOVES,
-    canonical_name,
+    canonicalise_name,
     count_kept,
-    fields_of,
+    list_fields,
     installed_version,
-    short_name,
-    types_of,
+    shorten_name,
+    find_types,
 )
 from kvbench.methods.core.statistics import at_heads
 from kvbench.models.releases import CACHE_NAMES
@@ -80,7 +80,7 @@ class PressSelector(Selector):
     @property
     def kind(self) -> str:
         """The outermost press by its name in ``kvpress:NAME``, such as ``adakv``."""
-        return short_name(self.types[0].__name__)
+        return shorten_name(self.types[0].__name__)
 
     def check(self) -> None:
         super().check()
@@ -101,11 +101,11 @@ class PressSelector(Selector):
     def check_layers(self, n_layers: int) -> None:
         super().check_layers(n_layers)
         if self.kind == BY_LAYER:
-            ratios = self._layer_ratios()
+            ratios = self._read_layer_ratios()
             fits = len(ratios) == n_layers and all(0 <= r < 1 for r in ratios)
             self.require("compression_ratios", fits, f"a list of {n_layers} shares removed, one for each layer")
 
-    def _layer_ratios(self) -> tuple[float, ...]:
+    def _read_layer_ratios(self) -> tuple[float, ...]:
         """Return the share removed from each layer under the wrapper ``BY_LAYER``, or () if none are set."""
         # only this wrapper has the field, so that the base class declares none
         return tuple(getattr(self, "compression_ratios", ()))
@@ -133,9 +133,9 @@ class PressSelector(Selector):
         return press
 
     def capacity(self, n: int) -> Capacity:
-        if self.kind == BY_LAYER and self._layer_ratios():
+        if self.kind == BY_LAYER and self._read_layer_ratios():
             # each layer has a budget of its own, see ``budget``; the capacity is their mean
-            tokens = [count_kept(n, ratio) for ratio in self._layer_ratios()]
+            tokens = [count_kept(n, ratio) for ratio in self._read_layer_ratios()]
             return Capacity(round(fmean(tokens)), sinks=0, window=0)
         if self.compression_ratio is not None:
             return Capacity(count_kept(n, self.compression_ratio), sinks=0, window=0)
@@ -145,12 +145,12 @@ class PressSelector(Selector):
         if layer in self.frozen_layers or self.capacity(n).tokens >= n:
             return n
         if self.kind == BY_LAYER:
-            return count_kept(n, self._layer_ratios()[layer])
+            return count_kept(n, self._read_layer_ratios()[layer])
         # a press whose layers have different budgets, such as PyramidKVPress, has this method
         if hasattr(self.types[0], "get_layer_budget"):
             # the press asks the module for its layer and the number of layers
             module = SimpleNamespace(layer_idx=layer, config=SimpleNamespace(num_hidden_layers=n_layers))
-            # 1 - C / n, without the half token of ``_ratio_removed``: the press rounds its sizes to the nearest number
+            # 1 - C / n, without the half token of ``_compute_ratio``: the press rounds its sizes to the nearest number
             ratio = self.compression_ratio
             if ratio is None:
                 ratio = 1 - self.capacity(n).tokens / n
@@ -169,12 +169,12 @@ class PressSelector(Selector):
             least = int(size * getattr(self, "alpha_safeguard", 0))
             most = min(n, size * heads)
             return Expected(low=(least,) * heads, high=(most,) * heads, total=size * heads)
-        return self._expected_of_remover(n, size, heads)
+        return self._expect_of_remover(n, size, heads)
 
-    def _expected_of_remover(self, n: int, size: int, heads: int) -> Expected:
+    def _expect_of_remover(self, n: int, size: int, heads: int) -> Expected:
         """Return how many tokens of n each head holds under a press in REMOVES, at a budget of ``size`` tokens."""
         # the share removed, as the press takes it
-        ratio = self._ratio_removed(n, read=n, budget=size)
+        ratio = self._compute_ratio(n, read=n, budget=size)
         # two of these presses choose by chunks of ``chunk_length`` tokens
         length = getattr(self, "chunk_length", n)
         if self.kind == "chunk":
@@ -195,11 +195,11 @@ class PressSelector(Selector):
         return Expected.exactly(size, heads)
 
     def needs(self, n: int) -> Needs:
-        reads_attention = any(short_name(t.__name__) == WITH_ATTENTION for t in self.types)
+        reads_attention = any(shorten_name(t.__name__) == WITH_ATTENTION for t in self.types)
         # the attention matrix has a row for each query of the prompt
         return Needs(hidden=True, call=True, last_q=n if reads_attention else 0)
 
-    def _ratio_removed(self, n: int, read: int, budget: int) -> float:
+    def _compute_ratio(self, n: int, read: int, budget: int) -> float:
         """Return the compression ratio, the share removed, at which a press keeps ``budget`` tokens of a layer.
 
         n is the length of the prompt, and ``read`` the tokens that the layer read: fewer than n behind a stage that
@@ -239,7 +239,7 @@ class PressSelector(Selector):
         """
         assert obs.call is not None and obs.hidden is not None
         budget = self.budget(obs.prompt_tokens, obs.layer, obs.n_layers)
-        press = self.press(self._ratio_removed(obs.prompt_tokens, read=obs.n, budget=budget))
+        press = self.press(self._compute_ratio(obs.prompt_tokens, read=obs.n, budget=budget))
         module = obs.call.module
         attention = self._compute_attention(keys[0], obs)
         arguments = (module, obs.hidden[None], keys, values, attention, self._build_kwargs(obs))
@@ -330,9 +330,9 @@ def stage_class(method: str) -> type[PressSelector]:
     Raises UsageError for a press that kvpress lacks, or that does not run here.
     """
     # other spellings of the name share the class of the canonical name
-    if method != canonical_name(method):
-        return stage_class(canonical_name(method))
-    types = types_of(method)
+    if method != canonicalise_name(method):
+        return stage_class(canonicalise_name(method))
+    types = find_types(method)
     # the dataclass fields of the class: (name, type, default) of each knob
     knobs: list[tuple[str, str, Any]] = []
     used_names: set[str] = set()
@@ -340,7 +340,7 @@ def stage_class(method: str) -> type[PressSelector]:
     knobs_by_press: list[dict[str, str]] = []
     for press in types:
         knob_of_field: dict[str, str] = {}
-        for field_name, declared, default in fields_of(press):
+        for field_name, declared, default in list_fields(press):
             # a field of an inner press that is called like one of an outer press gets a name of its own
             knob = f"press_{field_name}" if field_name in used_names else field_name
             knob_of_field[field_name] = knob

@@ -74,26 +74,26 @@ def import_package() -> ModuleType:
     return module
 
 
-def presses_by_name() -> dict[str, type]:
+def find_presses() -> dict[str, type]:
     """Return kvpress's presses by the names that they have here: ``snapkv`` for SnapKVPress."""
     base, scorer = import_package().BasePress, import_package().ScorerPress
     classes = {}
     for value in vars(import_package()).values():
         # the two base classes score nothing themselves
         if isinstance(value, type) and issubclass(value, base) and value not in (base, scorer):
-            classes[short_name(value.__name__)] = value
+            classes[shorten_name(value.__name__)] = value
     return classes
 
 
-def short_name(name: str) -> str:
+def shorten_name(name: str) -> str:
     """Return the short name of a press, such as ``snapkv`` for ``SnapKVPress``, ``snap-kv`` or ``Snap_KV``."""
     return name.lower().replace("_", "").replace("-", "").removesuffix("press")
 
 
-def canonical_name(method: str) -> str:
+def canonicalise_name(method: str) -> str:
     """Return the canonical name of a method of kvpress, however it is typed: kvpress:SnapKVPress is kvpress:snapkv."""
     words = ["kvpress"]
-    words += [short_name(name) for name in method.split(":")[1:]]
+    words += [shorten_name(name) for name in method.split(":")[1:]]
     return ":".join(words)
 
 
@@ -123,7 +123,7 @@ def _read_facts() -> _PressFacts:
 def press_records() -> list[PressRecord]:
     """Return a record of every press of kvpress, in the order of their names."""
     records: list[PressRecord] = []
-    for name, press in sorted(presses_by_name().items()):
+    for name, press in sorted(find_presses().items()):
         there = "removed"
         if name in _read_facts()["masked"]:
             there = "masked"
@@ -136,7 +136,7 @@ def press_records() -> list[PressRecord]:
         if reason:
             here = f"does not run: {reason}"
         else:
-            knobs = {field: default for field, _, default in fields_of(press)}
+            knobs = {field: default for field, _, default in list_fields(press)}
             if wraps_another(press):
                 press_id += ":NAME"
         about = f"{press.__name__}; in kvpress {there}; here {here}"
@@ -144,13 +144,13 @@ def press_records() -> list[PressRecord]:
     return records
 
 
-def types_of(method: str) -> tuple[type, ...]:
+def find_types(method: str) -> tuple[type, ...]:
     """Return the classes of a method's presses, the outermost first, such as two for ``kvpress:adakv:snapkv``.
 
     Raises UsageError, with the reason, for a press that kvpress lacks, one that does not run here, and presses that
     cannot stand inside each other.
     """
-    known, names = presses_by_name(), canonical_name(method).split(":")[1:]
+    known, names = find_presses(), canonicalise_name(method).split(":")[1:]
     for name in names:
         if name not in known:
             raise unknown("press of kvpress", name, known, listed_by="kvbench list kvpress")
@@ -175,7 +175,7 @@ def wraps_another(press: type) -> bool:
     return "press" in inspect.signature(press).parameters
 
 
-def fields_of(press: type) -> Iterator[tuple[str, str, Any]]:
+def list_fields(press: type) -> Iterator[tuple[str, str, Any]]:
     """Yield (name, type, default) of each field of a press that a user may set, as kvbench's knobs declare theirs."""
     for parameter in inspect.signature(press).parameters.values():
         name, default = parameter.name, parameter.default

@@ -133,7 +133,7 @@ def _evicts_latents(selector: Stage, lowrank: Stage) -> str:
 
 def _rolls_thin_keys(selector: Stage, pruner: Stage) -> str:
     """Return the reason against rolled positions of keys that lack channels."""
-    knob = _rolling_knob(selector)
+    knob = _name_rolling_knob(selector)
     return (
         f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {pruner.id} stores them "
         f"without some of the channels that turn together: leave out {knob}"
@@ -159,7 +159,7 @@ def _evicts_packed_groups(selector: Stage, quantiser: Stage) -> str:
 
 def _rolls_packed_keys(selector: Stage, quantiser: Stage) -> str:
     """Return the reason against rolled positions of packed keys."""
-    knob = _rolling_knob(selector)
+    knob = _name_rolling_knob(selector)
     return (
         f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {quantiser.id} stores them "
         f"packed: leave out {knob}"
@@ -186,7 +186,7 @@ def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
 def _prunes_exact_half(pruner: Stage, quantiser: Stage) -> str:
     """Return the reason against a pruner beside a quantiser that packs only keys or only values."""
     return (
-        f"{pruner.id} drops channels of what {quantiser.id} packs, and {_only_knob(quantiser)} leaves half of the "
+        f"{pruner.id} drops channels of what {quantiser.id} packs, and {_name_only_knob(quantiser)} leaves half of the "
         "cache exact: leave out one of the two"
     )
 
@@ -211,11 +211,11 @@ def _evicts_half_packed(selector: Stage, quantiser: Stage) -> str:
     """Return the reason against eviction where only keys or only values are packed."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, from a cache of one format: leave out "
-        f"{_only_knob(quantiser)}"
+        f"{_name_only_knob(quantiser)}"
     )
 
 
-def _rolling_knob(selector: Stage) -> str:
+def _name_rolling_knob(selector: Stage) -> str:
     """Return the knob that rolls positions, as the user may have typed it."""
     if getattr(selector, "mode", "") == "rolled":
         # StreamingLLM has a knob of its own for it
@@ -223,7 +223,7 @@ def _rolling_knob(selector: Stage) -> str:
     return "positions=rolled"
 
 
-def _only_knob(quantiser: Stage) -> str:
+def _name_only_knob(quantiser: Stage) -> str:
     """Return the knob by which a quantiser packs only keys or only values."""
     return f"method.{quantiser.id}.only={getattr(quantiser, 'only', '')}"
 

@@ -22,7 +22,7 @@ MACHINERY = ("importlib", "dataclasses.py", "abc.py")
 """Parts of the names of Python's own files that import modules and make classes. Their frames are not the author's."""
 
 
-def entry_of_class(path: Path, method: str) -> dict[str, Any]:
+def read_class_entry(path: Path, method: str) -> dict[str, Any]:
     """Import the file ``path`` of kvbench/methods and return the entry of its class with the id ``method``.
 
     An entry is ``_target_`` and the knobs with their defaults. Raises UsageError if the file is not one of a method.

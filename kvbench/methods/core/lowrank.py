@@ -68,7 +68,7 @@ class LowRankStage(Stage):
         calibration_hash = self.calibration.sha256[:16] if self.calibration is not None else ""
         return f"{self.id}({self.knobs()}, {calibration_hash})"
 
-    def projection_recipe(self, kind: str, knobs: Mapping[str, object]) -> Recipe:
+    def make_projection_recipe(self, kind: str, knobs: Mapping[str, object]) -> Recipe:
         """Return the recipe of a calibration whose statistics need all windows together.
 
         kind: the name of the calibration, such as ``palu``.

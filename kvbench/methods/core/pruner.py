@@ -22,7 +22,7 @@ Channels = tuple[torch.Tensor | None, torch.Tensor | None]
 """(The channels of keys that stay, the channels of values that stay): each [H, T], ascending, or None for all."""
 
 
-def removed_fraction(kind: str) -> Rule:
+def make_fraction_rule(kind: str) -> Rule:
     """Return the rule for a fraction of channels to remove, such that some channels stay. ``kind``: key or value."""
     return Rule(f"a fraction of the {kind} channels removed, at least 0 and below 1", lambda ratio: 0 <= ratio < 1)
 
@@ -42,7 +42,7 @@ class ChannelPruner(Stage):
     role: ClassVar[Role] = "prune"
     on_latents: ClassVar[str] = "it removes channels of keys alone, and a latent is key and value at once"
 
-    ratio: float = knob(0.4, removed_fraction("key"))
+    ratio: float = knob(0.4, make_fraction_rule("key"))
     recent: int = knob(32, at_least(0, "tokens"))
     rounding: str = knob("code", one_of("code", "paper"))
 
@@ -145,14 +145,14 @@ class ChannelPruner(Stage):
         if segment.tokens <= self.recent:
             return cache
         # all tokens decide which channels stay, also the newest, although these keep all of their own channels
-        lengths = head_lengths(cache)
+        lengths = count_head_tokens(cache)
         key_channels, value_channels = self.choose_channels(cache, obs, scored_keys=lengths, scored_values=lengths)
         if key_channels is None and value_channels is None:
             return cache
         return ops.prune(cache, key_channels, value_channels, self.recent)
 
 
-def head_lengths(cache: LayerCache) -> list[int]:
+def count_head_tokens(cache: LayerCache) -> list[int]:
     """Return how many tokens each stored head of a cache of one segment holds."""
     segment = ops.only_segment(cache)
     if segment.lengths is not None:

@@ -125,14 +125,14 @@ class Request:
 
     def identity(self) -> dict[str, object]:
         """Return all that decides the result except the model, which a cell's identity has already."""
-        r = self.recipe
+        recipe = self.recipe
         # ``each`` and ``longest`` only check and fill in ``tokens``
         return {
-            "kind": r.kind,
-            "revision": r.revision,
-            "samples": r.samples,
-            "tokens": r.tokens,
-            "knobs": dict(r.knobs),
+            "kind": recipe.kind,
+            "revision": recipe.revision,
+            "samples": recipe.samples,
+            "tokens": recipe.tokens,
+            "knobs": dict(recipe.knobs),
             "text": self.text,
             "text_sha256": self.text_sha256,
         }

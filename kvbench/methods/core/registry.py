@@ -22,7 +22,7 @@ import kvbench.methods
 from kvbench.base.conf import conf_dir, entry_of, read_yaml
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
-from kvbench.methods.core.loading import entry_of_class, find_syntax_error, load_stage
+from kvbench.methods.core.loading import read_class_entry, find_syntax_error, load_stage
 from kvbench.methods.core.source import Described, describe
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -87,13 +87,13 @@ def defaults(method: str) -> dict[str, Any]:
         from kvbench.methods.core.kvpress import stage_class
 
         method = stage_class(method).id
-        return entry_of_class(path_of(method), method)
+        return read_class_entry(path_of(method), method)
     if method not in available():
-        raise unknown_method(method)
+        raise explain_unknown_method(method)
     path = _find_only_file(method)
     if path.suffix == ".yaml":
         return entry_of(path)
-    return entry_of_class(path, method)
+    return read_class_entry(path, method)
 
 
 def described(method: str) -> Described:
@@ -118,7 +118,7 @@ def of_kvpress(method: str) -> bool:
 
 
 @cache
-def kvpress_words() -> KvpressWords:
+def read_kvpress_words() -> KvpressWords:
     """Return kvbench's words for kvpress's presses and fields."""
     return cast(KvpressWords, read_yaml(Path(__file__).with_name("kvpress.yaml")))
 
@@ -139,7 +139,7 @@ def broken_files() -> dict[Path, str]:
     return sentences
 
 
-def unknown_method(method: str) -> UsageError:
+def explain_unknown_method(method: str) -> UsageError:
     """Return the error for a name that is no method.
 
     If the name is that of a press of kvpress, the error gives kvbench's name for the same method, or says that kvbench
@@ -150,12 +150,12 @@ def unknown_method(method: str) -> UsageError:
     if press in available():
         name_here: str | None = press
     else:
-        name_here = kvpress_words()["methods"].get(press)
+        name_here = read_kvpress_words()["methods"].get(press)
     if name_here is not None:
         return UsageError(
             f"unknown method {method}: it is method={name_here} here (docs/differences.md lists the differences)"
         )
-    if press in kvpress_words()["missing"]:
+    if press in read_kvpress_words()["missing"]:
         return UsageError(
             f"kvbench has no {method}, a press of kvpress. All methods: `kvbench list methods`. Where kvpress is "
             "installed, method=kvpress:NAME runs its own (kvbench list kvpress)."
@@ -171,12 +171,12 @@ def unknown_method(method: str) -> UsageError:
     return unknown("method", method, available(), " ".join(hints), listed_by="kvbench list methods")
 
 
-def unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequence[str]) -> UsageError:
+def explain_unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequence[str]) -> UsageError:
     """Return the error for ``knob=value`` where no knob of ``methods`` has this name. ``names`` are the allowed names.
 
     If the name is that of a field of a press of kvpress, the error gives kvbench's name for the same knob.
     """
-    name_here = kvpress_words()["knobs"].get(knob)
+    name_here = read_kvpress_words()["knobs"].get(knob)
     if name_here is not None:
         return UsageError(f"unknown option {knob}: kvpress's {knob} is {name_here}= here")
     if knob == "compression_ratio":
@@ -332,16 +332,16 @@ def _resolve_aliases(parts: Sequence[str]) -> list[str]:
     return resolved
 
 
-def aliases_in(method: str) -> list[str]:
+def find_aliases(method: str) -> list[str]:
     """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
     parts = {part.strip() for part in method.split("+")}
     return [alias for alias in ALIASES if set(alias.split("+")) <= parts]
 
 
-def implied_knobs(method: str) -> dict[str, object]:
+def list_implied_knobs(method: str) -> dict[str, object]:
     """Return the knob values that aliases in ``method`` imply, by key (``qhitter.lam``), or {} without an alias."""
     values: dict[str, object] = {}
-    for alias in aliases_in(method):
+    for alias in find_aliases(method):
         meaning = ALIASES[alias]
         values |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
     return values

@@ -16,7 +16,7 @@ from kvbench.base.conf import check, identity, runtime
 from kvbench.base.errors import UsageError, unknown
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.foreign import code_of
+from kvbench.methods.core.foreign import hash_source
 from kvbench.methods.core.legal_sets import check_set
 from kvbench.methods.core.loading import locate_error
 from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, choose_by_size
@@ -131,7 +131,7 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
     name = "+".join(s.id for s in stages)
     # forming a chain asks the stages for their attributes, which may be code of others
     try:
-        with contained(name, any(code_of(s) is not None for s in stages), seed=0):
+        with contained(name, any(hash_source(s) is not None for s in stages), seed=0):
             chain = Chain(stages, per)  # type: ignore[arg-type]
             # the identity asks the stages as well, so that its errors are found here
             chain.identity()
@@ -189,7 +189,7 @@ def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
 def check_sets(methods: Sequence[str]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
     for method in methods:
-        entries = entries_of(registry.split(method), registry.implied_knobs(method))
+        entries = entries_of(registry.split(method), registry.list_implied_knobs(method))
         stages = []
         for stage, entry in entries.items():
             # the entry of ``full`` is empty: it is no stage
@@ -210,8 +210,8 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
             raise UsageError(
                 f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
             )
-        requests.append({str(key): _plain(value) for key, value in request.items()})
-    knobs = {key: _plain(value) for key, value in knobs.items()}
+        requests.append({str(key): _make_plain(value) for key, value in request.items()})
+    knobs = {key: _make_plain(value) for key, value in knobs.items()}
     names = [request["method"] for request in requests]
     check_sets(names)
     # a knob for all methods needs an owner among all, a method's knob an owner in that method
@@ -221,16 +221,16 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
         _check_owned([name], method_knobs)
         # ``per`` is a setting of the chain, so it takes no part in the knobs of stages; the last layer that has it wins
         per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
-        implied = registry.implied_knobs(name)
+        implied = registry.list_implied_knobs(name)
         entries = entries_of(registry.split(name), preset, knobs, method_knobs, implied)
         yield _Request(name, per, entries=entries, implied=implied)
 
 
-def _plain(value: object) -> object:
+def _make_plain(value: object) -> object:
     """Return a value with NumPy's and PyTorch's numbers and arrays turned into Python's own numbers and lists."""
     # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
     if isinstance(value, (list, tuple)):
-        return [_plain(element) for element in value]
+        return [_make_plain(element) for element in value]
     if hasattr(value, "tolist"):
         return value.tolist()
     return value
@@ -278,7 +278,7 @@ def _find_owner(methods: Sequence[str], key: str, value: object) -> str:
         names = {PER}
         for part in all_parts:
             names.update(registry.knob_names(part))
-        raise registry.unknown_knob(knob, value, names, methods)
+        raise registry.explain_unknown_knob(knob, value, names, methods)
     return owners[0]
 
 
@@ -291,7 +291,7 @@ def _check_implied(methods: Sequence[str], key: str, value: object) -> None:
     # the first method with an alias that fixes the knob, in words for the error
     fixed = ""
     for method in methods:
-        implied = registry.implied_knobs(method)
+        implied = registry.list_implied_knobs(method)
         for part in registry.split(method):
             owns_knob = knob in registry.knob_names(part) and stage in ("", part)
             if not owns_knob:
@@ -351,9 +351,9 @@ def _describe_chain(
     Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
     """
     # the name with its ids replaced by the aliases that the user wrote for them
-    alias_of = {registry.ALIASES[alias].method: alias for alias in registry.aliases_in(written)}
+    alias_of = {registry.ALIASES[alias].method: alias for alias in registry.find_aliases(written)}
     words = ["+".join(alias_of.get(part, part) for part in chain.name.split("+"))]
-    implied = registry.implied_knobs(written)
+    implied = registry.list_implied_knobs(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
         for knob, value in entries[stage.id].items():

@@ -79,7 +79,7 @@ class Functions:
     def __init__(self, with_code: bool = False) -> None:
         """Note the functions as they are now. ``with_code`` also notes the code object of each, which takes longer."""
         self._before: dict[str, dict[str, object]] = {}
-        for name, owner in _owners_by_name().items():
+        for name, owner in _find_owners().items():
             # a class's namespace is a read-only view, and its own method copies it far faster than dict() does
             self._before[name] = vars(owner).copy()
         self._tables = {name: dict(table) for name, table in TABLES.items()}
@@ -87,8 +87,8 @@ class Functions:
         self._with_code = with_code
         self._codes: list[FunctionCode] = []
         if with_code:
-            for owner in _owners_by_name().values():
-                self._codes += _functions_with_code(owner)
+            for owner in _find_owners().values():
+                self._codes += _list_functions(owner)
 
     def restore(self) -> str:
         """Put back the functions that were replaced since this object was made.
@@ -120,14 +120,14 @@ class Functions:
         built_in: the namespace of the built-in functions before ``restore`` put them back.
         """
         replaced = ""
-        for name, owner in _owners_by_name().items():
+        for name, owner in _find_owners().items():
             before = self._before.get(name)
             # the module itself shows no change any more
             now: Mapping[str, object] = built_in if owner is builtins else vars(owner)
             # a new module or class that ``note`` has not seen has no earlier functions to compare
             if before is None or _is_unchanged(now, before):
                 continue
-            for key in _replaced_names(owner, now, before):
+            for key in _find_replaced(owner, now, before):
                 if key in before:
                     setattr(owner, key, before[key])
                 else:
@@ -147,10 +147,10 @@ class Functions:
 
     def note(self, name: str, module: ModuleType) -> None:
         """Note the functions of a module that has just been imported."""
-        for owner_name, owner in _owners_in(name, module).items():
+        for owner_name, owner in _list_owners(name, module).items():
             self._before[owner_name] = dict(vars(owner))
             if self._with_code:
-                self._codes += _functions_with_code(owner)
+                self._codes += _list_functions(owner)
 
     def _leave_modes(self) -> str:
         """Leave the modes of torch that were entered since this object was made.
@@ -212,12 +212,12 @@ def build_refusal(name: str, replaced: str) -> Refused:
 
 
 _OWNERS: dict[str, Owner] = {}
-"""The modules and classes whose functions are watched, by name, as ``_owners_by_name`` last collected them."""
+"""The modules and classes whose functions are watched, by name, as ``_find_owners`` last collected them."""
 _MODULES_THEN = 0
 """The number of loaded modules at that time."""
 
 
-def _owners_by_name() -> dict[str, Owner]:
+def _find_owners() -> dict[str, Owner]:
     """Return the modules and classes whose functions are watched, by name."""
     global _OWNERS, _MODULES_THEN
     # this is asked at every call, so the owners are collected anew only if the number of loaded modules has changed
@@ -226,7 +226,7 @@ def _owners_by_name() -> dict[str, Owner]:
         owners: dict[str, Owner] = {f"{c.__module__}.{c.__qualname__}": c for c in CLASSES}
         for name, module in sys.modules.copy().items():
             if isinstance(module, ModuleType):
-                owners.update(_owners_in(name, module))
+                owners.update(_list_owners(name, module))
         _OWNERS = owners
     return _OWNERS
 
@@ -247,7 +247,7 @@ def _has_watched_classes(name: str) -> bool:
     return name.startswith("transformers.models.") and ".modeling_" in name
 
 
-def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
+def _list_owners(name: str, module: ModuleType) -> dict[str, Owner]:
     """Return {name: owner} of the module ``name`` and of its own classes. Those that are not watched are left out."""
     owners: dict[str, Owner] = {}
     if _is_watched(name):
@@ -260,7 +260,7 @@ def _owners_in(name: str, module: ModuleType) -> dict[str, Owner]:
     return owners
 
 
-def _functions_with_code(owner: Owner) -> list[FunctionCode]:
+def _list_functions(owner: Owner) -> list[FunctionCode]:
     """Return the functions that are written in Python in a module or class, each with its code object."""
     codes: list[FunctionCode] = []
     for value in vars(owner).values():
@@ -281,7 +281,7 @@ def _is_unchanged(namespace: Mapping[str, object], before: Mapping[str, object])
         return False
 
 
-def _replaced_names(owner: Owner, now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
+def _find_replaced(owner: Owner, now: Mapping[str, object], before: Mapping[str, object]) -> list[str]:
     """Return the names of a module or class that mean another function than before, in alphabetical order.
 
     Names that mean no functions are not looked at, nor are the names in SETTINGS. A new name counts only if it hides a

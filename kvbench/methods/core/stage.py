@@ -17,7 +17,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.contract import Block, Expected
-from kvbench.methods.core.foreign import code_of
+from kvbench.methods.core.foreign import hash_source
 from kvbench.methods.core.knobs import Knobs
 from kvbench.methods.core.recipe import Calibration, CalibrationRun, Recipe
 
@@ -105,7 +105,7 @@ class Stage(Knobs):
         """
         # the order of the keys is part of the identity: chains are told apart by its text
         identity: dict[str, object] = {"id": self.id, "revision": self.revision}
-        code = code_of(self)
+        code = hash_source(self)
         if code:
             identity["code"] = code
         identity["knobs"] = {knob: value for knob, value in self.knobs().items() if value is not None}

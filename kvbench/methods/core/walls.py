@@ -234,9 +234,9 @@ def _seed_draws(name: str, seed: int | None) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             # without a seed any number will do, because draws are then refused
             _seed_generators(seed or 0)
-            before = _generator_states()
+            before = _read_states()
             yield
-            if seed is None and _generator_states() != before:
+            if seed is None and _read_states() != before:
                 raise Refused(
                     f"{name} draws random numbers where several prompts are computed together, so that they would "
                     "depend on each other: draw from a torch.Generator that is seeded with obs.prompt"
@@ -257,7 +257,7 @@ def _seed_generators(seed: int) -> None:
     np.random.seed(seed)
 
 
-def _generator_states() -> tuple[object, ...]:
+def _read_states() -> tuple[object, ...]:
     """Return the states of all generators on the CPU, which change with every draw."""
     _, words, place, has_gaussian, gaussian = np.random.get_state(legacy=True)
     numpy_state = (np.asarray(words).tobytes(), place, has_gaussian, gaussian)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.entropy import group_layers, measure_spectrum, truncated_entropy
+from kvbench.methods.core.entropy import group_layers, measure_spectrum, compute_truncated_entropy
 from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.names import name_task
@@ -86,7 +86,7 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     rows = []
     for source, layer, what, eigenvalues in _measure_heads(reading, "qkv", layers):
         # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads
-        erank, erank_k = truncated_entropy(eigenvalues).exp(), truncated_entropy(eigenvalues, top).exp()
+        erank, erank_k = compute_truncated_entropy(eigenvalues).exp(), compute_truncated_entropy(eigenvalues, top).exp()
         rows.append((source, what, layer, float(erank.mean()), float(erank_k.mean())))
     data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
     groups = data.groupby(["source", "what", "layer"], sort=False)
@@ -190,7 +190,7 @@ def head_map(reading: Reading) -> pd.DataFrame:
     top = reading.knobs.get("top", TOP)
     rows = []
     for source, layer, _, eigenvalues in _measure_heads(reading, "q", range(reading.shape.layers)):
-        for head, erank_k in enumerate(truncated_entropy(eigenvalues, top).exp().tolist()):
+        for head, erank_k in enumerate(compute_truncated_entropy(eigenvalues, top).exp().tolist()):
             rows.append((source, layer, head, erank_k))
     data = pd.DataFrame(rows, columns=["source", "layer", "head", "erank_k"])
     return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
@@ -267,7 +267,7 @@ def matrix_entropy(rows: Tensor) -> float:
         small = unit.T @ unit / n
     # rounding can make an eigenvalue of 0 slightly negative
     eigenvalues = torch.linalg.eigvalsh(small.double()).clamp(min=0)
-    return float(truncated_entropy(eigenvalues))
+    return float(compute_truncated_entropy(eigenvalues))
 
 
 @contextmanager
