@@ -20,8 +20,8 @@ class AdaKV(SnapKV):
     """SnapKV's scores under a budget that the H heads of a layer share: C * H tokens together, C per head on average.
 
     Every head keeps the window, its last w tokens. The heads share B * H other tokens, B = C - w for each on average.
-    The tokens of all heads are ranked together by their scores, and B_h is the number of tokens of head h among the
-    B * H best. Ties go to the lower head, then to the lower position. Heads are stored one after the other, without
+    The tokens of all heads are ranked together by their scores. B_h is the number of tokens of head h among the B * H
+    best. Ties go to the lower head, then to the lower position. Heads are stored one after the other, without
     padding.
 
     floor: the fraction of an even share that every head gets in any case.

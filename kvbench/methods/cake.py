@@ -39,9 +39,9 @@ class Cake(EvictingSelector):
     B_l of the L layers add up to (C - w) L exactly. No layer gets more than its n - w tokens. The excess goes to the
     other layers in proportion, and fractions go to the largest remainders.
 
-    Within a layer the score of token j is mean + gamma * variance of A[h, i, j] over the queries i, averaged over the
-    query heads of a group, then over ``kernel`` neighbouring tokens. Prompts of up to C + w tokens are kept whole, as
-    in released code.
+    Within a layer the score of token j is mean + gamma * variance of A[h, i, j] over the queries i. It is averaged over
+    the query heads of a group, then over ``kernel`` neighbouring tokens. Prompts of up to C + w tokens are kept whole,
+    as in released code.
 
     tau1: temperature of the dispersion disp.
     tau2: temperature of the variance var. Released code sets (tau1, tau2) for each model, first for C = 1024, then for

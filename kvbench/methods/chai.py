@@ -232,9 +232,11 @@ def _measure_head_distances(first_q: torch.Tensor, first_k: torch.Tensor, scale:
 def divide_clusters(distances: torch.Tensor, share: float) -> list[int]:
     """Return how many clusters each layer keeps, so that the fraction ``share`` of all query heads leads a cluster.
 
-    ``distances`` [layers, Hq - 1], ascending in each layer, are the distances at which the heads of a layer merge one
-    after the other into a single cluster. The merges with the smallest distances over all layers happen. They are the
-    first merges of each layer, because distances ascend.
+    The merges with the smallest distances over all layers happen. They are the first merges of each layer, because
+    distances ascend.
+
+    distances: [layers, Hq - 1], ascending in each layer. At these distances the heads of a layer merge, one after the
+        other, into a single cluster.
     """
     layers, heads = distances.shape[0], distances.shape[1] + 1
     if heads == 1:

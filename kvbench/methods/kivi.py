@@ -18,9 +18,9 @@ class Kivi(Quantiser):
     """Pack keys by channel, in groups of ``group`` consecutive tokens, and values by token, in groups of channels.
 
     Codes are c = round((x - min) / s) with s = (max - min) / (2^bits - 1) of a group, read as c * s + min. s and min
-    are stored in fp16. The newest tokens stay exact. With R = ``residual``, the first R * floor(N / R) of N tokens are
-    packed as keys, and the first N - R as values. While decoding, R keys are packed at once when R exact ones have
-    gathered, and values one at a time. The step in which a token is packed still reads it exactly.
+    are stored in fp16. The newest tokens stay exact. With R = ``residual``, the keys of the first R * floor(N / R) of N
+    tokens are packed, and the values of the first N - R. While decoding, R keys are packed at once when R exact ones
+    have gathered, and values one at a time. The step in which a token is packed still reads it exactly.
 
     Behind a token selector, N counts the tokens that stay. Behind a pruner the pruner's newest ``recent`` tokens stay
     exact, too. Keys are then packed in groups once they have left these ``recent`` tokens.

@@ -41,12 +41,12 @@ class QHitter(EvictingSelector, Packer):
     released code reads its key, not its value, exactly in that one step). Evicted tokens never return, and the budget
     holds while decoding.
 
-    variant: ``code`` keeps a first part of tokens by attention alone (``first_ratio``), then the best by
-    lam * S + (1 - lam) * (2 - e_K - e_V) / 2, then the recent tokens. S is normalised over the tokens of the layer at
-    each step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new token over its
-    heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V), and the recent tokens, without which
-    decoding could not begin. S, e_K and e_V are all normalised over the tokens of the layer at each step (the scope is
-    our choice).
+    variant: ``code`` keeps a first part of tokens by attention alone (``first_ratio``). The best by
+    lam * S + (1 - lam) * (2 - e_K - e_V) / 2 follow, and the recent tokens come last. S is normalised over the tokens
+    of the layer at each step. Errors are normalised once, those of the prompt over its heads and tokens, those of a new
+    token over its heads. ``paper`` keeps the best by lam * S + (1 - lam) * (2 - e_K - e_V), and the recent tokens,
+    without which decoding could not begin. S, e_K and e_V are all normalised over the tokens of the layer at each step
+    (the scope is our choice).
     first_ratio: tokens chosen by attention alone, as a fraction of the prompt. If a budget leaves heavy hitters less
     than 15 % of the prompt, a share first_ratio / 0.15 of them is chosen so (our choice). Only in ``code``.
     """

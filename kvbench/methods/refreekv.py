@@ -28,7 +28,7 @@ class ReFreeKV(TokenSelector):
     Keeping the first i tokens loses 1 - ||a_1..i||_2 / ||a||_2 of its norm. The number of tokens kept therefore
     depends on the prompt, layer by layer.
 
-    mode: with ``code``, the first m tokens always stay and are left out of both norms, each norm is the mean over all
+    mode: with ``code``, the first m tokens always stay and are left out of both norms. Each norm is the mean over all
     query heads, and one number of tokens holds for the layer. ``eq1`` is the paper's equations: the first m compete
     with the others, and the loss is strictly below T.
     reduce: with ``eq1``, how the heads of a layer agree on a number. ``mean_heads`` takes the mean of their attention,

@@ -23,7 +23,7 @@ class StreamingLLM(EvictingSelector):
     mode: ``static`` evicts once after the prompt, keeps original positions and lets the cache grow while decoding (as
     KVCache-Factory does). ``mask`` holds C tokens at their original positions while decoding: each new token takes the
     place of the oldest one behind the sinks (as VATP's code does). ``rolled`` does the same, but the keys take the
-    indices of their slots as positions, and the query that of the last slot, as in the paper. ``mask`` with
+    indices of their slots as positions, as in the paper. The query takes the index of the last slot. ``mask`` with
     ``positions=rolled`` means the same as ``rolled``.
     """
 

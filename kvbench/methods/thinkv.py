@@ -20,10 +20,10 @@ from kvbench.methods.think import Think
 class ThinkV(Think):
     """Score of value channel j = ||A V[:, j]||_2, its share of the last queries' outputs (eq. 3). Keys are as in ThinK.
 
-    A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, with all
-    channels of the keys, and V the values of these tokens. Value channels with the smallest scores are dropped. Under
-    GQA the rows of a group are stacked in A. No code was released. Our choices are to select tokens first, to keep A
-    causal, and to score only the values that a quantiser packs.
+    A holds the attention rows of the last ``observed`` queries over the retained tokens that they see, computed with
+    all channels of the keys. V holds the values of these tokens. Value channels with the smallest scores are dropped.
+    Under GQA the rows of a group are stacked in A. No code was released. Our choices are to select tokens first, to
+    keep A causal, and to score only the values that a quantiser packs.
 
     value_ratio: the fraction of value channels removed, as ``ratio`` is of key channels.
     """

@@ -34,7 +34,7 @@ class UncompStage(HiddenPruner):
     read, at their original positions. A selector behind chooses among those, and its budget still refers to the whole
     prompt.
 
-    schedule: with ``relative`` the groups share the layers evenly, and the tokens kept fall linearly from all n in the
+    schedule: with ``relative`` the groups share the layers evenly. The tokens kept fall linearly from all n in the
     first group to ``least`` * n in the last. ``paper`` and ``code`` are for models of 32 and 40 layers, with the groups
     of appendix A.3. Their absolute numbers fall from ``most`` to ``least_size``, and a shorter prompt is not pruned.
     Where equal steps would not be whole numbers, ``paper`` makes the last step larger, and ``code`` the first. For

@@ -74,8 +74,8 @@ class Quantiser(Stage, Packer):
         """Return the scales [H, 1, 1] that the prompt's keys (``k``) or values (``v``) fix for all tokens, or None.
 
         t: these keys or values [H, n, D].
-        lengths: [H], the numbers of tokens of ragged heads, which lie one after the other in t [1, N, D]; None if all
-        heads hold n tokens.
+        lengths: [H], the numbers of tokens of ragged heads; None if all heads hold n tokens. Ragged heads lie one after
+        the other in t [1, N, D].
         """
         return None
 

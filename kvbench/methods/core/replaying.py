@@ -33,7 +33,7 @@ class Replay:
 class ReplayingSelector(Selector):
     """A selector that scores tokens by further passes over the prompt, and chooses over all layers at once.
 
-    ``compress`` leaves each layer as it is. After the prompt the engine runs the passes of ``replay`` and stores the
+    ``compress`` leaves each layer as it is. After the prompt the engine runs the passes of ``replay``. It stores the
     scores of each layer as the state ``score`` [heads, n] of its tokens. ``rebalance`` then trims all layers. A score
     is the most attention that a token receives in the passes, over all their queries and all query heads of a group.
     """

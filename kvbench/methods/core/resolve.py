@@ -1,8 +1,8 @@
 """Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
 
-Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset, the knobs set for
-all methods, the knobs set for one, and those that an alias implies. A knob with several values to try is a grid: there
-is one chain for each combination of the values of all grids.
+Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset. The knobs set for
+all methods follow, then the knobs set for one, and last those that an alias implies. A knob with several values to try
+is a grid: there is one chain for each combination of the values of all grids.
 """
 
 from __future__ import annotations

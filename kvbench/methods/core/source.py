@@ -47,8 +47,10 @@ def describe(path: Path, method: str) -> Described:
 
     ``about`` comes from the file's docstring, or from the class's docstring if the file has none or holds several
     methods. The knobs are those of the class and of its base classes, as far as kvbench or a folder of KVBENCH_METHODS
-    defines these. A default that is no plain value is shown as its source. Raises UsageError for a file that is not
-    Python (with the line), has no such method, or has classes that derive from each other in a circle.
+    defines these. A default that is no plain value is shown as its source.
+
+    Raises UsageError for a file that is not Python, with the line, and for a file without such a method. It is also
+    raised for classes that derive from each other in a circle.
     """
     tree = _parse_file(path)
     methods = {_read_id(c): c for c in tree.body if isinstance(c, ast.ClassDef) and _read_id(c)}
