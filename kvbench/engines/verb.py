@@ -176,9 +176,7 @@ def _plan_rows(plan: RunPlan, options: EngineOptions) -> EngineRun:
         # prompt=chat asks for the server's own template; other policies are rendered here, as for kvbench's own rows
         chat = plan.cfg.prompt.name == "chat"
         row = _build_server_row(options)
-        return EngineRun(
-            plan=plan, rows=(row,), chat=chat, baseline=options.baseline, parallel=options.parallel
-        )
+        return EngineRun(plan=plan, rows=(row,), chat=chat, baseline=options.baseline, parallel=options.parallel)
     rows = tuple(_build_llamacpp_row(plan, options, cache_type) for cache_type in _list_cache_types(options))
     return EngineRun(plan=plan, rows=rows, baseline=options.baseline)
 
@@ -241,9 +239,7 @@ def _build_llamacpp_row(plan: RunPlan, options: EngineOptions, cache_type: Cache
 
     def start() -> llamacpp.LlamaCpp:
         """Return llama.cpp with a cache that holds the longest text of the plan."""
-        return llamacpp.LlamaCpp(
-            gguf, cache_type, _count_longest(plan), plan.cfg.threads, every_logit=options.compares
-        )
+        return llamacpp.LlamaCpp(gguf, cache_type, _count_longest(plan), plan.cfg.threads, every_logit=options.compares)
 
     identity = llamacpp.build_identity(llamacpp.fingerprint(gguf), cache_type)
     return EngineRow(label=label, identity=identity, open=start)

@@ -13,7 +13,7 @@ from kvbench.base.numbers import ceil_div
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.methods.core.contract import top_indices
-from kvbench.methods.core.entropy import make_entropy_recipe, find_erank_drops, measure_entropy
+from kvbench.methods.core.entropy import find_erank_drops, make_entropy_recipe, measure_entropy
 from kvbench.methods.core.knobs import Rule, at_least, knob, one_of
 from kvbench.methods.core.prefill_changing import HiddenPruner
 from kvbench.methods.core.recipe import CalibrationRun, Recipe

@@ -89,13 +89,17 @@ def test_reversed_turns_the_groups_and_random_needs_no_calibration():
     (calibrated,) = bound(Chain((stage(kv_size=384),)), LAYERS, 8).stages
     turned = replace(calibrated, grouping="reversed")
     for layer in range(LAYERS):
-        pairs = zip(calibrated.compute_head_sizes(9000, layer, 8), turned.compute_head_sizes(9000, layer, 8), strict=True)
+        pairs = zip(
+            calibrated.compute_head_sizes(9000, layer, 8), turned.compute_head_sizes(9000, layer, 8), strict=True
+        )
         assert {a + b for a, b in pairs} == {768}
     chance = stage(kv_size=384, grouping="random")
     assert chance.recipe() is None and not chance.unbound
     drawn = [tuple(chance.compute_head_sizes(9000, layer, 8)) for layer in range(12)]
     assert len(set(drawn)) > 6 and all(sorted(d) == [256] * 4 + [512] * 4 for d in drawn)
-    assert drawn == [tuple(stage(kv_size=384, grouping="random").compute_head_sizes(9000, layer, 8)) for layer in range(12)]
+    assert drawn == [
+        tuple(stage(kv_size=384, grouping="random").compute_head_sizes(9000, layer, 8)) for layer in range(12)
+    ]
     other = stage(kv_size=384, grouping="random", seed=1)
     assert drawn != [tuple(other.compute_head_sizes(9000, layer, 8)) for layer in range(12)]
 

@@ -272,9 +272,7 @@ class Selector(TokenSelector):
         scores[:, obs.n - capacity.window :] = torch.inf
         return self.pick(cache, scores, budget)
 
-    def _store_initial_state(
-        self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]
-    ) -> LayerCache:
+    def _store_initial_state(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
         """Return the cache with the running state of its tokens, as the selector and ``modifiers`` begin it."""
         state = dict(self.initial_state(cache, obs))
         # modifiers need a state only where scores are computed again while decoding

@@ -34,10 +34,10 @@ from kvbench.methods.core.kvpress_package import (
     REMOVES,
     canonicalise_name,
     count_kept,
-    list_fields,
-    installed_version,
-    shorten_name,
     find_types,
+    installed_version,
+    list_fields,
+    shorten_name,
 )
 from kvbench.methods.core.statistics import at_heads
 from kvbench.models.releases import CACHE_NAMES

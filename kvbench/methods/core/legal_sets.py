@@ -51,11 +51,8 @@ def kind(*roles: Role, **flags: bool) -> Kind:
         """Return True if a stage has one of the roles, and attributes as in ``flags``."""
         if roles and stage.role not in roles:
             return False
-        for name, flag in flags.items():
-            # attributes such as ``evicts`` belong to some classes of stages only; for all others they count as false
-            if bool(getattr(stage, name, False)) != flag:
-                return False
-        return True
+        # attributes such as ``evicts`` belong to some classes of stages only; for all others they count as false
+        return all(bool(getattr(stage, name, False)) == flag for name, flag in flags.items())
 
     return is_of_kind
 

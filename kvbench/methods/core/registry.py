@@ -22,7 +22,7 @@ import kvbench.methods
 from kvbench.base.conf import conf_dir, entry_of, read_yaml
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
-from kvbench.methods.core.loading import read_class_entry, find_syntax_error, load_stage
+from kvbench.methods.core.loading import find_syntax_error, load_stage, read_class_entry
 from kvbench.methods.core.source import Described, describe
 
 # the command line reads the registry for --help, which must not wait for torch
@@ -182,9 +182,7 @@ def explain_unknown_knob(knob: str, value: object, names: Iterable[str], methods
     if knob == "compression_ratio":
         kept = _invert_shares(value)
         if kept is not None:
-            return UsageError(
-                f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={kept}"
-            )
+            return UsageError(f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={kept}")
     owners = _find_owners(knob)
     named = " and ".join("+".join(split(method)) for method in methods)
     have = "have" if len(methods) > 1 else "has"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kvbench.kv.observation import Needs, Observation
-from kvbench.methods.core.entropy import group_layers, measure_spectrum, compute_truncated_entropy
+from kvbench.methods.core.entropy import compute_truncated_entropy, group_layers, measure_spectrum
 from kvbench.models.interface import all_layers
 from kvbench.papers.figures.figure import Code, Fact
 from kvbench.papers.figures.names import name_task
