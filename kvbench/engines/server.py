@@ -168,10 +168,12 @@ class Server:
 
         Raises EngineError if there is none, or if another model than that of earlier answers gave it.
         """
+        # the client does not check what the server sent: any field may be missing or of another type
         choices = getattr(response, "choices", None)
         if not isinstance(choices, list) or not choices:
             raise EngineError(f"{self.url} answered without a choice: it is no OpenAI-compatible server, or it failed")
         model = getattr(response, "model", None)
+        # the first answer decides, whichever thread asked for it
         with self.lock:
             if self.model_said is None:
                 self.model_said = model

@@ -245,17 +245,16 @@ def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskRe
     score, delta, ci = None, None, None
     if scores:
         score = task_metric.show(fmean(scores.values()))
-    differences: list[float] = []
-    # the pairs are the prompts that both rows have answered
-    shared = [example_id for example_id in scores if example_id in baseline_scores]
-    if shared:
-        own_shared = [scores[example_id] for example_id in shared]
-        baseline_shared = [baseline_scores[example_id] for example_id in shared]
-        differences = [ours - theirs for ours, theirs in zip(own_shared, baseline_shared, strict=True)]
+    # scores are paired on the prompts that both rows have answered
+    shared_ids = [example_id for example_id in scores if example_id in baseline_scores]
+    own_shared = [scores[example_id] for example_id in shared_ids]
+    baseline_shared = [baseline_scores[example_id] for example_id in shared_ids]
+    differences = [ours - theirs for ours, theirs in zip(own_shared, baseline_shared, strict=True)]
+    if differences:
         mean_difference, interval = stats.paired_difference(own_shared, baseline_shared)
         # scores are stored from 0 to 1, and printed in the metric's unit
         delta = task_metric.scale * mean_difference
-        if interval is not None and len(shared) >= FEWEST:
+        if interval is not None and len(differences) >= FEWEST:
             low, high = interval
             ci = (task_metric.scale * low, task_metric.scale * high)
     return TaskResult(column=group.column, n=len(scores), score=score, delta=delta, ci=ci), differences

@@ -110,10 +110,7 @@ def main(args: argparse.Namespace) -> int:
         check_tasks(plan)
     run = _plan_rows(plan, options)
     if args.plan:
-        for row in run.rows:
-            for group in plan.groups:
-                unanswered = run.find_unanswered(group, row)
-                print(f"{row.label} on {group.column}: {len(unanswered)} of {len(group.examples)} to do")
+        _print_plan(run)
         return 0
     problems: list[str] = []
     try:
@@ -284,6 +281,14 @@ def _find_gguf(plan: RunPlan, options: EngineOptions) -> Path:
     if not path.is_file():
         raise UsageError(f"{path} is not here: kvbench model fetch {plan.cfg.model_name} keeps it there")
     return path
+
+
+def _print_plan(run: EngineRun) -> None:
+    """Print for each row and task how many examples the row has not answered."""
+    for row in run.rows:
+        for group in run.plan.groups:
+            unanswered = run.find_unanswered(group, row)
+            print(f"{row.label} on {group.column}: {len(unanswered)} of {len(group.examples)} to do")
 
 
 def _print_answers(run: EngineRun, args: argparse.Namespace) -> None:

@@ -44,6 +44,7 @@ class ChunkKV(SnapKV):
 
     @property
     def rebalances(self) -> bool:  # type: ignore[override]
+        # an attribute of the class elsewhere; here it follows from a knob
         return self.reuse > 1
 
     @property

@@ -65,6 +65,7 @@ class ExpectedAttention(Selector):
 
     def _score_tokens(self, segment: Segment, heads: int, obs: Observation, sinks: int) -> torch.Tensor:
         """Return the scores [heads, n] of all tokens. The first ``sinks`` tokens, which always stay, get 0."""
+        # m [Hq, D] and S [Hq, D, D] of future queries
         mean, cov = obs.once(("expected query", sinks, self.future), lambda: self._estimate_queries(obs, sinks))
         query_heads = len(mean)
         keys = per_head(segment.k[:, sinks:].float(), query_heads)

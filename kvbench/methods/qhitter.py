@@ -6,7 +6,7 @@ Zhang et al., MLSys 2024 (https://mlsys.org/virtual/2024/poster/2642), algorithm
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -164,7 +164,7 @@ class QHitter(EvictingSelector, Packer):
         # released code normalises the errors [B, H, T] of new tokens over the heads of each token
         return self._measure_errors(k, v, dims=(1,))
 
-    def choose(self, cache: LayerCache, obs: Observation, modifiers: tuple[Modifier, ...]) -> LayerCache:  # type: ignore[override]
+    def choose(self, cache: LayerCache, obs: Observation, modifiers: Sequence[Modifier]) -> LayerCache:
         cache = ops.expand(super().choose(cache, obs, modifiers))
         segment = ops.only_segment(cache)
         # every token that stays is stored as Q(k) and Q(v), recent ones included

@@ -68,10 +68,10 @@ class Twilight(Mask):
         total = weights.sum(dim=-1, keepdim=True)
         has_sink = total < 1 - SUM_ROUNDS
         mass = torch.where(has_sink, self.p * total, torch.full_like(total, self.p))
-        # the i + 1 largest weights are too few while their sum is below the mass, so this counts the place of the last
-        # weight that is taken
+        # entry i is True if the i + 1 largest weights do not reach the mass
         too_few = ordered.cumsum(dim=-1) < mass
-        # rounding may leave even the sum of all weights below p: then the smallest of all weights is the threshold
+        # the number of True entries is the place of the last weight that the set takes. Rounding may leave even the sum
+        # of all weights below p: then the smallest of all weights is the threshold
         threshold_index = too_few.sum(dim=-1, keepdim=True).clamp(max=weights.shape[-1] - 1)
         threshold = ordered.gather(-1, threshold_index)
         return (weights >= threshold) & (weights > 0)

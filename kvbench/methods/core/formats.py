@@ -81,6 +81,7 @@ class StorageFormat(Quantiser):
         """True if some tokens may stay exact beside those in the format."""
         return self.decode == "exact" or self.residual > 0 or bool(self.exact_layers)
 
+    # ``by_token`` and ``grows`` are attributes of the class elsewhere; here they follow from knobs
     @property
     def by_token(self) -> bool:  # type: ignore[override]
         return not self.partly_exact

@@ -67,9 +67,11 @@ def load_stage(path: Path, method: str, target: str, knobs: Mapping[str, object]
     from kvbench.methods.core.walls import contained
 
     cls = _import_stage_class(path, method, target)
+    module, _, _ = target.rpartition(".")
+    # the type of its arguments is not known here: they are the class's own knobs
     make: Callable[..., Stage] = cls
     try:
-        with contained(target, not is_own(target.rpartition(".")[0]), seed=0):
+        with contained(target, not is_own(module), seed=0):
             stage = make(**knobs)
             # equal stages share their results, which are found by the hash
             hash(stage)

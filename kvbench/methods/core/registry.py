@@ -302,7 +302,7 @@ def split(method: str) -> tuple[str, ...]:
         part_id = part.strip()
         if of_kvpress(part_id):
             # a press may be typed in several ways; its id is the name of the class made for it
-            part_id = defaults(part_id)["_target_"].rpartition(".")[2]
+            _, _, part_id = defaults(part_id)["_target_"].rpartition(".")
         parts.append(part_id)
     parts = _resolve_aliases(parts)
     for part in parts:
@@ -390,9 +390,11 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
 
 def stage_of(key: str) -> str:
     """Return the stage in a knob's key: ``'snapkv'`` of ``'method.snapkv.window'`` or ``'snapkv.window'``, else ''."""
-    return key.rpartition(".")[0].removeprefix("method.")
+    prefix, _, _ = key.rpartition(".")
+    return prefix.removeprefix("method.")
 
 
 def knob_of(key: str) -> str:
     """Return the knob in its key: ``'window'`` of ``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'``."""
-    return key.rpartition(".")[2]
+    _, _, knob = key.rpartition(".")
+    return knob

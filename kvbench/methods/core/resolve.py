@@ -203,14 +203,7 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
 
     Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
     """
-    requests: list[dict[str, Any]] = []
-    for method in methods:
-        request = {"method": method} if isinstance(method, str) else method
-        if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
-            raise UsageError(
-                f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
-            )
-        requests.append({str(key): _make_plain(value) for key, value in request.items()})
+    requests = _read_requests(methods)
     knobs = {key: _make_plain(value) for key, value in knobs.items()}
     names = [request["method"] for request in requests]
     check_sets(names)
@@ -224,6 +217,19 @@ def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs)
         implied = registry.list_implied_knobs(name)
         entries = entries_of(registry.split(name), preset, knobs, method_knobs, implied)
         yield _Request(name, per, entries=entries, implied=implied)
+
+
+def _read_requests(methods: Sequence[MethodRequest]) -> list[dict[str, Any]]:
+    """Return each method as {"method": its name, knob: value}. Raises UsageError for an entry that names no method."""
+    requests: list[dict[str, Any]] = []
+    for method in methods:
+        request = {"method": method} if isinstance(method, str) else method
+        if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
+            raise UsageError(
+                f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
+            )
+        requests.append({str(key): _make_plain(value) for key, value in request.items()})
+    return requests
 
 
 def _make_plain(value: object) -> object:
