@@ -187,7 +187,7 @@ def _name_rows(engines: Mapping[str, Mapping[str, object]]) -> dict[str, str]:
 def _build_row(
     groups: Sequence[Group], label: str, own: Mapping[str, Answers], baseline: Mapping[str, Answers], is_baseline: bool
 ) -> EngineResult:
-    """Return one row of the table.
+    """Return one row of the table, named ``label``, with a result for the task of each group.
 
     own: the stored answers of the row, by column.
     baseline: the stored answers of the baseline, by column.
@@ -196,30 +196,27 @@ def _build_row(
     tasks: list[TaskResult] = []
     # the paired differences of each task that has some
     differences: list[list[float]] = []
-    # True if the row has answered the same prompts as the baseline
-    is_whole = True
     for group in groups:
-        own_answers, baseline_answers = own.get(group.column, {}), baseline.get(group.column, {})
-        if own_answers.keys() != baseline_answers.keys():
-            is_whole = False
-        task, task_differences = _compare_task(group, own_answers, {} if is_baseline else baseline_answers)
+        baseline_answers: Answers = {}
+        if not is_baseline:
+            baseline_answers = baseline.get(group.column, {})
+        task, task_differences = _compare_task(group, own.get(group.column, {}), baseline_answers)
         tasks.append(task)
         if task_differences:
             differences.append(task_differences)
-    scores = [task.score for task in tasks if task.score is not None]
-    mean = None
-    # a mean over other prompts than the baseline's would not fit the paired difference beside it
-    if is_whole and len(scores) == len(groups):
-        mean = fmean(scores)
-    mean_delta, mean_ci = _average_differences(groups, differences)
     answers: list[StoredAnswer] = []
     for column_answers in own.values():
         answers.extend(column_answers.values())
+    scores = [task.score for task in tasks if task.score is not None]
     sizes = [answer.bytes_said for answer in answers if answer.bytes_said is not None]
-    mean_bytes = None
-    # longer prompts take more bytes, so sizes too are compared on the same prompts only
-    if sizes and is_whole:
-        mean_bytes = fmean(sizes)
+    mean, mean_bytes = None, None
+    # means over other prompts than the baseline's would not fit the paired difference beside them
+    if _has_same_prompts(groups, own, baseline):
+        if len(scores) == len(groups):
+            mean = fmean(scores)
+        if sizes:
+            mean_bytes = fmean(sizes)
+    mean_delta, mean_ci = _average_differences(groups, differences)
     first = None
     if not is_baseline:
         first = _compare_first_choices(own, baseline)
@@ -233,6 +230,11 @@ def _build_row(
         empty=sum(not answer.prediction.strip() for answer in answers),
         first=first,
     )
+
+
+def _has_same_prompts(groups: Sequence[Group], own: Mapping[str, Answers], baseline: Mapping[str, Answers]) -> bool:
+    """Return True if a row has answered the same prompts as the baseline, in the column of each group."""
+    return all(own.get(group.column, {}).keys() == baseline.get(group.column, {}).keys() for group in groups)
 
 
 def _compare_task(group: Group, own: Answers, baseline: Answers) -> tuple[TaskResult, list[float]]:

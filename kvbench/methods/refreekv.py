@@ -145,10 +145,11 @@ class ReFreeKV(TokenSelector):
             attention = attention.roll(-self.m, dims=1)
         # squared_norms[i - 1] = ||a_1..i||_2^2 of the first i tokens
         squared_norms = attention.square().cumsum(dim=1)
+        # i tokens are too few unless 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1
         losses = 1 - (squared_norms / squared_norms[:, -1:]).sqrt()
-        # i tokens are enough once 1 - ||a_1..i||_2 / ||a||_2 < T, eq. 1; the sum is the largest number that is too few,
-        # which is also the 0-based place of the last token that is needed
-        counts = (losses >= self.T).sum(dim=1)
+        too_few = losses >= self.T
+        # losses fall with i, so the sum is the largest number that is too few, and the place of the last token needed
+        counts = too_few.sum(dim=1)
         if self.order == "sinks_first":
             # the number of tokens is one more than the place of the last of them
             counts = counts + 1

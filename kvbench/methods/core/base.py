@@ -208,7 +208,8 @@ class Selector(TokenSelector):
             return Capacity(min(self.kv_size, n), sinks, window)
         # at least 2 tokens: one to choose and one that always stays
         tokens = max(2, self._round_share(n))
-        if tokens >= n or tokens > sinks + window:
+        has_room = tokens > sinks + window
+        if tokens >= n or has_room:
             return Capacity(min(tokens, n), sinks, window)
         # sinks and window share the whole budget, and each gets at most half of it
         half = tokens // 2

@@ -464,9 +464,14 @@ def _explain_shape_conflict(stage: Stage, shape: Shape) -> str | None:
         return f"{shape.sharing_layers} of its {shape.all_layers} layers read the keys of another layer"
     if shape.has_states and stage.role == "hidden":
         return "it has layers that read every token into a state"
-    if not shape.own_values:
-        return None
-    # the model holds latents; of several reasons against them the user reads the last
+    if shape.own_values:
+        return _explain_latent_conflict(stage)
+    return None
+
+
+def _explain_latent_conflict(stage: Stage) -> str | None:
+    """Return why a stage cannot run on a model whose cache holds latents, or None."""
+    # of several reasons the user reads the last
     reason = stage.on_latents
     if stage.role == "lowrank":
         reason = "the model has low-rank keys and values of its own"

@@ -355,6 +355,9 @@ def _describe_chain(
     """Return the chain's name with its budget, its swept knobs, and the knobs that differ from plain defaults.
 
     Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
+
+    entries: the knobs of each stage by its id, each with one value.
+    swept: pairs (stage, knob), the knobs that have several values in this run.
     """
     # the name with its ids replaced by the aliases that the user wrote for them
     alias_of = {registry.ALIASES[alias].method: alias for alias in registry.find_aliases(written)}
@@ -362,15 +365,7 @@ def _describe_chain(
     implied = registry.list_implied_knobs(written)
     for stage in chain.stages:
         plain = registry.defaults(stage.id)
-        for knob, value in entries[stage.id].items():
-            # ``_target_`` is no attribute of the stage, and no knob
-            stage_value = getattr(stage, knob, value)
-            # a stage clears knobs that do not apply to it
-            if knob.startswith("_") or stage_value is None:
-                continue
-            if isinstance(value, list) and isinstance(stage_value, tuple):
-                # a list of layers has one label, however it is written: the stage has sorted it
-                value = list(stage_value)
+        for knob, value in _list_knob_values(stage, entries[stage.id]):
             is_default = value == plain.get(knob)
             is_always_named = knob in ALWAYS_NAMED or (stage.id, knob) in swept
             is_implied = f"{stage.id}.{knob}" in implied
@@ -381,3 +376,19 @@ def _describe_chain(
     if chain.stages and chain.per != "kv_head":
         words.append(f"per={chain.per}")
     return " ".join(words)
+
+
+def _list_knob_values(stage: Stage, entry: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Return (knob, value) of each knob that is set in a stage, in the order of its ``entry``."""
+    knob_values: list[tuple[str, object]] = []
+    for knob, value in entry.items():
+        # ``_target_`` is no attribute of the stage, and no knob
+        stage_value = getattr(stage, knob, value)
+        # a stage clears knobs that do not apply to it
+        if knob.startswith("_") or stage_value is None:
+            continue
+        if isinstance(value, list) and isinstance(stage_value, tuple):
+            # a list of layers has one label, however it is written: the stage has sorted it
+            value = list(stage_value)
+        knob_values.append((knob, value))
+    return knob_values
