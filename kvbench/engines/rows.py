@@ -148,7 +148,7 @@ def check_tasks(plan: RunPlan) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredRow:
+class StoredEngineRow:
     """A stored result of an engine on one task.
 
     began: the time, as ISO text, at which the first of its answers was begun; '' if that is not known.
@@ -163,11 +163,11 @@ class StoredRow:
     record: CellRecord
 
 
-def find_stored_rows(run: EngineRun, group: Group) -> list[StoredRow]:
+def find_stored_rows(run: EngineRun, group: Group) -> list[StoredEngineRow]:
     """Return the stored results of all engines on a task's prompts, the oldest first. Damaged results are left out."""
     store = run.plan.store
     identity_of_prompts = run.identify_prompts(group)
-    rows: list[StoredRow] = []
+    rows: list[StoredEngineRow] = []
     for cell_id in store.cells():
         if store.damage(cell_id) is not None:
             continue
@@ -180,6 +180,6 @@ def find_stored_rows(run: EngineRun, group: Group) -> list[StoredRow]:
         if identity != identity_of_prompts:
             continue
         began = min((str(facts.get("began", "")) for facts in record.provenance), default="")
-        rows.append(StoredRow(began=began, label=str(engine["label"]), engine=engine, record=record))
+        rows.append(StoredEngineRow(began=began, label=str(engine["label"]), engine=engine, record=record))
     rows.sort(key=lambda row: (row.began, row.label))
     return rows

@@ -30,7 +30,7 @@ Content = TypeVar("Content")
 """What a question to the server returns: an answer, or the names of its models."""
 
 
-class Answer(NamedTuple):
+class ServerAnswer(NamedTuple):
     """A server's answer to one prompt.
 
     new_tokens: the answer's tokens as the server counts them; None if it does not say.
@@ -119,7 +119,7 @@ class Server:
             return ""
         return str(content.get("version", ""))
 
-    def _complete(self, prompt: AskedPrompt, with_choices: bool) -> Answer:
+    def _complete(self, prompt: AskedPrompt, with_choices: bool) -> ServerAnswer:
         """Return the server's completion of a prompt.
 
         with_choices: whether the server is asked for the log-probabilities of the first tokens.
@@ -137,9 +137,11 @@ class Server:
             **options,
         )
         choice = self._check_choice(response)
-        return Answer(self._check_text(choice.text), _read_token_count(response), _read_first_of_completion(choice))
+        return ServerAnswer(
+            self._check_text(choice.text), _read_token_count(response), _read_first_of_completion(choice)
+        )
 
-    def _chat(self, prompt: AskedPrompt, with_choices: bool) -> Answer:
+    def _chat(self, prompt: AskedPrompt, with_choices: bool) -> ServerAnswer:
         """Return the server's answer to a prompt that it puts into its own chat template.
 
         with_choices: whether the server is asked for the log-probabilities of the first tokens.
@@ -161,7 +163,7 @@ class Server:
         )
         choice = self._check_choice(response)
         text = self._check_text(choice.message.content)
-        return Answer(text, _read_token_count(response), _read_first_of_chat(choice))
+        return ServerAnswer(text, _read_token_count(response), _read_first_of_chat(choice))
 
     def _check_choice(self, response: Any) -> Any:
         """Return the first choice of a response, which has the answer.
