@@ -39,7 +39,7 @@ class Twilight(Mask):
     exempt_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
-        self.require_layers("exempt_layers")
+        self.sort_layers("exempt_layers")
 
     def check_layers(self, n_layers: int) -> None:
         # the default stands for as many of the first two layers as the model has

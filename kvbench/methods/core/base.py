@@ -55,7 +55,7 @@ class TokenSelector(Stage):
     frozen_layers: tuple[int, ...] = ()
 
     def check(self) -> None:
-        self.require_layers("frozen_layers")
+        self.sort_layers("frozen_layers")
 
     def check_layers(self, n_layers: int) -> None:
         self.require_layers("frozen_layers", n_layers)

@@ -51,7 +51,7 @@ class StorageFormat(Quantiser):
 
     def check(self) -> None:
         super().check()
-        self.require_layers("exact_layers")
+        self.sort_layers("exact_layers")
         # under only=keys no value is coded, in this format or another
         self.require("values", self.values is None or self.only != "keys", "null where only=keys")
         # ``read`` codes the keys and values of every layer

@@ -174,17 +174,19 @@ class Knobs:
                 f"(see conf/method/{self.id}.yaml)"
             )
 
-    def require_layers(self, knob: str, n_layers: int | None = None) -> None:
-        """Check a knob that lists layers, and bring it into one form: a tuple in ascending order without duplicates.
+    def sort_layers(self, knob: str) -> None:
+        """Bring a knob that lists layers into one form: a tuple in ascending order without duplicates.
 
-        With ``n_layers``, only check that the model has these layers. Raises UsageError for a wrong list.
+        Raises UsageError if the knob is no list of layer numbers.
         """
         layers = getattr(self, knob)
-        if n_layers is not None:
-            self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")
-            return
         is_list = isinstance(layers, (list, tuple)) and all(is_whole(i) and i >= 0 for i in layers)
         self.require(knob, is_list, "a list of layer numbers")
         # equal sets of layers are one method, however the list is written; a frozen dataclass can set its own fields
         # only by object.__setattr__
         object.__setattr__(self, knob, tuple(sorted(set(layers))))
+
+    def require_layers(self, knob: str, n_layers: int) -> None:
+        """Raise UsageError if a knob lists a layer that a model of ``n_layers`` layers does not have."""
+        layers = getattr(self, knob)
+        self.require(knob, all(i < n_layers for i in layers), f"the model has layers 0 to {n_layers - 1}")
