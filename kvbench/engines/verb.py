@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -147,14 +147,7 @@ def read_request(overrides: Sequence[str]) -> tuple[EngineOptions, config.RunCon
     for key, reason in REFUSED.items():
         if key in texts:
             raise UsageError(f"{key}= is not possible with engine={engine_texts['engine']}: {reason}")
-    options = EngineOptions(**values(KEYS, engine_texts))
-    keys_of_others: Sequence[str] = OF_SERVER if options.engine == LLAMACPP else OF_LLAMACPP
-    for key in keys_of_others:
-        if key in engine_texts:
-            reason = ""
-            if key == "kl":
-                reason = ": a server gives no distributions. engine=llamacpp kl=true compares them"
-            raise UsageError(f"{key}= is not a key of engine={options.engine}{reason}")
+    options = _read_options(engine_texts)
     if "model" not in texts:
         raise UsageError("model= is missing: the tokenizer of that model counts and cuts the prompts")
     # the plan of the full cache has the engine's prompts
@@ -165,6 +158,22 @@ def read_request(overrides: Sequence[str]) -> tuple[EngineOptions, config.RunCon
         # some tasks by default withhold the question until the context is compressed, which no engine does
         settings["query_aware"] = "true"
     return options, config.configure(settings)
+
+
+def _read_options(engine_texts: Mapping[str, str]) -> EngineOptions:
+    """Return the engine's options from {key: text as the user typed it}. The key ``engine`` must be among them.
+
+    Raises UsageError for a value that is not allowed, and for a key that only another engine takes.
+    """
+    options = EngineOptions(**values(KEYS, engine_texts))
+    keys_of_others: Sequence[str] = OF_SERVER if options.engine == LLAMACPP else OF_LLAMACPP
+    for key in keys_of_others:
+        if key in engine_texts:
+            reason = ""
+            if key == "kl":
+                reason = ": a server gives no distributions. engine=llamacpp kl=true compares them"
+            raise UsageError(f"{key}= is not a key of engine={options.engine}{reason}")
+    return options
 
 
 def _plan_rows(plan: RunPlan, options: EngineOptions) -> EngineRun:

@@ -122,18 +122,22 @@ def _collect_imports(name: str, folder: Path, sources: dict[str, bytes]) -> None
     if name in sources or is_own(name) or file is None or Path(file).parent != folder:
         return
     sources[name] = Path(file).read_bytes()
-    package = getattr(module, "__package__", "")
-    for node in ast.walk(ast.parse(sources[name])):
-        imported: list[str] = []
+    for module_name in _list_imports(sources[name], getattr(module, "__package__", "")):
+        _collect_imports(module_name, folder, sources)
+
+
+def _list_imports(source: bytes, package: str) -> list[str]:
+    """Return the names of the modules that a module's source may import. ``package`` is the module's package."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            imported = [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             # a relative import has a level: the number of its leading dots
             if node.level:
                 base = resolve_name("." * node.level + base, package)
             # ``from a import b`` may mean the name b of module a, or the module a.b
-            imported = [base]
-            imported += [f"{base}.{alias.name}" for alias in node.names]
-        for module_name in imported:
-            _collect_imports(module_name, folder, sources)
+            names.append(base)
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    return names

@@ -158,16 +158,23 @@ def find_types(method: str) -> tuple[type, ...]:
         if reason:
             raise UsageError(f"method={method}: {known[name].__name__} does not run here: {reason}")
     types = tuple(known[name] for name in names)
-    # each press with the one inside it; the last press has none
+    # each press with the press inside it; the last press has none
     inner_types: tuple[type | None, ...] = (*types[1:], None)
     for outer, inner in zip(types, inner_types, strict=True):
-        if wraps_another(outer) and inner is None:
-            raise UsageError(f"method={method} wraps a press that scores tokens: name it, as in {method}:snapkv")
-        if not wraps_another(outer) and inner is not None:
-            raise UsageError(f"method={method}: {outer.__name__} wraps no other press")
-        if inner is not None and not issubclass(inner, import_package().ScorerPress):
-            raise UsageError(f"method={method}: {outer.__name__} needs a press that scores tokens inside it")
+        _check_nesting(method, outer, inner)
     return types
+
+
+def _check_nesting(method: str, outer: type, inner: type | None) -> None:
+    """Raise UsageError if ``inner``, which is None for the last press, cannot stand inside the press ``outer``."""
+    if inner is None:
+        if wraps_another(outer):
+            raise UsageError(f"method={method} wraps a press that scores tokens: name it, as in {method}:snapkv")
+        return
+    if not wraps_another(outer):
+        raise UsageError(f"method={method}: {outer.__name__} wraps no other press")
+    if not issubclass(inner, import_package().ScorerPress):
+        raise UsageError(f"method={method}: {outer.__name__} needs a press that scores tokens inside it")
 
 
 def wraps_another(press: type) -> bool:

@@ -6,7 +6,7 @@ Lists of methods must not wait for torch.
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import resolve_name
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,11 +60,7 @@ def describe(path: Path, method: str) -> Described:
     if len(methods) > 1:
         # the file's docstring speaks of all its methods, so the class's docstring comes first
         docstrings.reverse()
-    about = UNDESCRIBED
-    for text in docstrings:
-        if text and text.strip():
-            about = text.strip().splitlines()[0]
-            break
+    about = _read_first_line(docstrings) or UNDESCRIBED
     try:
         knobs = _read_knobs(methods[method], tree, path)
     except RecursionError:
@@ -73,6 +69,14 @@ def describe(path: Path, method: str) -> Described:
     if all(knob in knobs and knobs[knob] is None for knob in ("kv_size", "kv_ratio")):
         knobs["kv_ratio"] = DEFAULT_RATIO
     return Described(about, knobs)
+
+
+def _read_first_line(docstrings: Iterable[str | None]) -> str:
+    """Return the first line of the first docstring that has one, or ''."""
+    for docstring in docstrings:
+        if docstring and docstring.strip():
+            return docstring.strip().splitlines()[0]
+    return ""
 
 
 def _parse_file(path: Path) -> ast.Module:
@@ -144,17 +148,24 @@ def _find_class(
     for stmt in tree.body:
         if not isinstance(stmt, ast.ImportFrom):
             continue
-        module = stmt.module or ""
-        # files of the user's folders are modules of kvbench.methods, too
-        if stmt.level:
-            module = resolve_name("." * stmt.level + module, "kvbench.methods")
+        module = _resolve_module(stmt)
         for imported in stmt.names:
+            # the class may have another name in this file: ``from a import b as name``
             if (imported.asname or imported.name) != name:
                 continue
             file = _find_file(module)
             if file is not None:
                 return _find_class(imported.name, _parse_file(file), file)
     return None
+
+
+def _resolve_module(stmt: ast.ImportFrom) -> str:
+    """Return the full name of the module from which a method's file imports."""
+    module = stmt.module or ""
+    if not stmt.level:
+        return module
+    # a relative import; files of the user's folders are modules of kvbench.methods, too
+    return resolve_name("." * stmt.level + module, "kvbench.methods")
 
 
 def _find_file(module: str) -> Path | None:
