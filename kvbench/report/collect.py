@@ -45,7 +45,7 @@ class Collected:
 def collect(
     groups: Sequence[Group], store: ResultStore, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
 ) -> Collected:
-    """Return the columns, rows and notes of a report on these groups.
+    """Return the columns, rows and notes of a report on these groups, one group for each task.
 
     Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
     cell and the full cache both have.
@@ -54,42 +54,63 @@ def collect(
     """
     # the samples of one task are in memory at a time: a reader keeps all that it has read
     tasks = [_collect_task(group, SampleReader(store), summaries) for group in groups]
-    # a dict keeps the order in which the groups first name the rows
+    # two dicts serve as ordered sets: labels stay in the order in which the groups first name them
     labels: dict[str, None] = {}
-    for group in groups:
+    apart: dict[str, None] = {}
+    for group, task in zip(groups, tasks, strict=True):
         labels |= dict.fromkeys(cell.label for cell in group.cells)
+        apart |= dict.fromkeys(task.apart)
     rows = [_build_row(label, groups, tasks) for label in labels]
     columns = []
     for i, group in enumerate(groups):
-        # only the full cache's cell says whether its scores are at the floor
+        # ``floor`` is None for every cell but the full cache's
         floor = any(bool(row.cells[i].floor) for row in rows)
         columns.append(ReportColumn(group.column, group.task.metric, group.task.category, floor))
+    return Collected(
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=tuple(_list_notes(groups, tasks, columns, rows)),
+        remarks=tuple(_note_batches(rows)),
+        apart=tuple(apart),
+    )
+
+
+def _list_notes(
+    groups: Sequence[Group],
+    tasks: Sequence[_TaskResults],
+    columns: Sequence[ReportColumn],
+    rows: Sequence[ReportRow],
+) -> list[str]:
+    """Return what a reader must know to read the scores: a list of notes, in the order in which they are printed.
+
+    Groups, tasks and columns are three views of the same tasks, in the same order.
+    """
     notes = []
-    # floors matter to the reader only if a method stands beside the full cache
+    # a task on which the model fails even with the full cache matters only if a method stands beside the full cache
     if len(rows) > 1:
-        notes += about_floors([c.task for c in columns if c.floor], len(columns))
+        notes += about_floors([column.task for column in columns if column.floor], len(columns))
     for task in tasks:
         notes += task.about_cuts
     notes += _note_unscored(rows)
     notes += _note_empty(groups, rows)
     for task in tasks:
         notes += task.about_unended
-    # a budget while decoding (``every``) acts over a long answer, and may change where the answer ends
-    evictors = []
-    for group in groups:
-        evictors += [cell.chain.evictor for cell in group.cells]
-    if any(evictor is not None and evictor.every for evictor in evictors):
+    if _has_decoding_budget(groups):
         notes += _note_lengths(rows)
-    apart: dict[str, None] = {}
-    for task in tasks:
-        apart |= dict.fromkeys(task.apart)
-    return Collected(
-        columns=tuple(columns),
-        rows=tuple(rows),
-        notes=tuple(notes),
-        remarks=tuple(_note_batches(rows)),
-        apart=tuple(apart),
-    )
+    return notes
+
+
+def _has_decoding_budget(groups: Sequence[Group]) -> bool:
+    """Return True if a method has a budget while decoding, so that it chooses again after ``every`` so many tokens.
+
+    Such a budget acts over a long answer, and may change where the answer ends.
+    """
+    for group in groups:
+        for cell in group.cells:
+            evictor = cell.chain.evictor
+            if evictor is not None and evictor.every:
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -129,7 +150,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
         if first_measured is None and cells[cell.label].summary is not None:
             first_measured = cell
     full_scores: dict[str, float] = {}
-    full = next((c for c in group.cells if c.chain.is_full), None)
+    full = _find_full_cell(group)
     if full is not None:
         full_scores = scores[full.label]
     about_cuts: list[str] = []
@@ -146,11 +167,17 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
     )
 
 
+def _find_full_cell(group: Group) -> Cell | None:
+    """Return the full cache's cell of a group; None if the run measures no full cache."""
+    return next((cell for cell in group.cells if cell.chain.is_full), None)
+
+
 def report_cell(
     group: Group, cell: Cell, reader: SampleReader, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
 ) -> CellResult:
     """Return the table entry of one cell: its summary over this run's examples, or the reason why it has no summary.
 
+    group: the task's group, to which the cell belongs.
     summaries: the summaries of all samples of some cells, by cell id. These are not made again.
     """
     store = reader.store
@@ -164,10 +191,10 @@ def report_cell(
     refusal = store.refusal(cell.id)
     if refusal is not None:
         return replace(unmeasured, status="refused", reason=refusal)
-    ids = {e.id for e in group.examples}
-    samples = {i: s for i, s in reader.read(cell.id).items() if i in ids}
+    run_ids = {example.id for example in group.examples}
+    samples = {example: sample for example, sample in reader.read(cell.id).items() if example in run_ids}
     # a cell that has all of this run's examples counts as measured, even if it failed on others
-    if len(samples) < len(ids):
+    if len(samples) < len(run_ids):
         status = store.status(cell.id)
         if status.status == "failed":
             return replace(unmeasured, status="failed", reason=status.reason)
@@ -176,31 +203,42 @@ def report_cell(
     floor = None
     # only the full cache tells whether the model fails on the task
     if cell.chain.is_full:
-        floor = at_floor(group.task, [s.score for s in samples.values() if s.score is not None])
+        floor = at_floor(group.task, [sample.score for sample in samples.values() if sample.score is not None])
     summary = summaries.get(cell.id)
     # a summary of all samples also counts stored examples that this run leaves out
     if summary is None or summary.n != len(samples):
         summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
-    delta, fall = None, None
-    full = next((c for c in group.cells if c.chain.is_full), None)
-    if full is not None and cell.chain.stages and store.refusal(full.id) is None:
-        full_samples = reader.read(full.id)
-        delta = paired_delta(samples, full_samples, group.task.metric)
-        # the fall from a context's first question to its last, minus the full cache's
-        contexts, full_contexts = answers_by_context(samples.values()), answers_by_context(full_samples.values())
-        falls = compare_falls(contexts, full_contexts, group.task.metric)
-        if falls is not None:
-            mean, interval = falls
-            fall = Delta(mean, interval)
-    return replace(
+    measured = replace(
         unmeasured,
         status="measured",
         floor=floor,
         summary=summary,
-        delta=delta,
-        fall_beside_full=fall,
         unchanged=is_unchanged(cell, samples, reader),
     )
+    full = _find_full_cell(group)
+    # a chain without stages is the full cache itself
+    if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
+        return measured
+    return _compare_with_full(measured, samples, reader.read(full.id), group.task.metric)
+
+
+def _compare_with_full(
+    measured: CellResult, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], metric_name: str
+) -> CellResult:
+    """Return a measured table entry with its differences to the full cache; None in place of one that has no pairs.
+
+    Both mappings have the samples by example. The second difference is for contexts with several questions: how far
+    the score falls from a context's first question to its last, minus the full cache's fall.
+    """
+    contexts = answers_by_context(samples.values())
+    full_contexts = answers_by_context(full_samples.values())
+    fall_beside_full = None
+    difference_of_falls = compare_falls(contexts, full_contexts, metric_name)
+    if difference_of_falls is not None:
+        mean, interval = difference_of_falls
+        fall_beside_full = Delta(mean, interval)
+    delta = paired_delta(samples, full_samples, metric_name)
+    return replace(measured, delta=delta, fall_beside_full=fall_beside_full)
 
 
 def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, float]:
@@ -224,14 +262,20 @@ def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults
         cell = next(cell for cell in group.cells if cell.label == label)
         compresses = compresses or bool(cell.chain.stages)
     cells = tuple(task.cells[label] for task in tasks)
-    summaries = [c.summary for c in cells if c.summary is not None]
+    summaries = [cell.summary for cell in cells if cell.summary is not None]
     means = None
     if summaries:
-        full_scores = None
-        if compresses:
-            full_scores = [task.full_scores for task in tasks]
-        means = summarise_row(summaries, [task.scores[label] for task in tasks], full_scores)
-    return ReportRow(label, any(c.evicts for c in cells), cells, means, is_full=not compresses)
+        scores_by_task = [task.scores[label] for task in tasks]
+        # the full cache is not compared with itself
+        full_scores_by_task = [task.full_scores for task in tasks] if compresses else None
+        means = summarise_row(summaries, scores_by_task, full_scores_by_task)
+    return ReportRow(
+        method=label,
+        evicts=any(cell.evicts for cell in cells),
+        cells=cells,
+        means=means,
+        is_full=not compresses,
+    )
 
 
 def _note_cuts(group: Group, samples: Mapping[str, Sample]) -> list[str]:
@@ -239,14 +283,18 @@ def _note_cuts(group: Group, samples: Mapping[str, Sample]) -> list[str]:
 
     ``samples`` are the samples of one cell by example. All methods read the same prompts, so any cell will do.
     """
-    cut = [samples[e.id] for e in group.examples if e.id in samples and samples[e.id].cut]
-    tokens_left = sum(s.n for s in cut)
-    tokens_before = sum(s.n + s.cut for s in cut)
+    cut_samples = []
+    for example in group.examples:
+        sample = samples.get(example.id)
+        if sample is not None and sample.cut:
+            cut_samples.append(sample)
+    tokens_left = sum(sample.n for sample in cut_samples)
+    tokens_before = sum(sample.n + sample.cut for sample in cut_samples)
     # if no prompt was cut, both are 0
     if tokens_left >= LITTLE_LEFT * tokens_before:
         return []
     return [
-        f"{group.column}: {len(cut)} of {len(group.examples)} prompts were cut, in all to {tokens_left:,} of "
+        f"{group.column}: {len(cut_samples)} of {len(group.examples)} prompts were cut, in all to {tokens_left:,} of "
         f"{tokens_before:,} tokens (the model's context or max_length=): what is asked for may be cut out."
     ]
 
@@ -278,10 +326,15 @@ def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]
     """Return a note for each task with many empty answers of the full cache. The model fails there."""
     notes = []
     for i, group in enumerate(groups):
-        full = next((c.label for c in group.cells if c.chain.is_full), None)
-        summary = next((r.cells[i].summary for r in rows if r.method == full), None)
+        full = _find_full_cell(group)
+        if full is None:
+            continue
+        full_row = next(row for row in rows if row.method == full.label)
+        summary = full_row.cells[i].summary
         # a text that is scored by its likelihood has no answer, and so no empty one
-        if summary is not None and summary.empty >= MANY_EMPTY * summary.n and not group.task.examples[0].scored:
+        if summary is None or group.task.examples[0].scored:
+            continue
+        if summary.empty >= MANY_EMPTY * summary.n:
             notes.append(
                 f"{group.column}: {summary.empty} of {summary.n} answers of the full cache are empty. min_new_tokens=1 "
                 "asks for one; prompt=chat may help a chat model."
@@ -291,40 +344,49 @@ def _note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]
 
 def _note_unended(group: Group, reader: SampleReader) -> list[str]:
     """Return the note that answers of worked solutions were cut off, and may lack a result; [] if none was."""
+    # ``lengths`` marks the metrics that read worked solutions
     if not metric(group.task.metric).lengths:
         return []
-    most = {example.id: example.max_new_tokens for example in group.examples}
+    most_tokens = {example.id: example.max_new_tokens for example in group.examples}
     counts = []
     for cell in group.cells:
         if reader.store.damage(cell.id) is not None:
             continue
-        reached: list[bool] = []
-        for i, sample in reader.read(cell.id).items():
+        # for each answer, whether it was cut off
+        reached_end: list[bool] = []
+        for example, sample in reader.read(cell.id).items():
             # the store may have samples of examples that this run leaves out
-            if i in most:
-                reached += [length >= most[i] for length in sample.answer_lengths]
-        if any(reached):
-            counts.append(f"{cell.label} {sum(reached)} of {len(reached)}")
+            if example in most_tokens:
+                reached_end += [length >= most_tokens[example] for length in sample.answer_lengths]
+        if any(reached_end):
+            counts.append(f"{cell.label} {sum(reached_end)} of {len(reached_end)}")
     if not counts:
         return []
     return [
-        f"{group.column}: answers that reach max_new_tokens={max(most.values())} are cut off there and may "
+        f"{group.column}: answers that reach max_new_tokens={max(most_tokens.values())} are cut off there and may "
         f"lack a final result: {', '.join(counts)}."
     ]
 
 
 def _find_apart(group: Group, reader: SampleReader) -> list[str]:
-    """Return the labels of cells that did not share the prefill of the first cell with the same key."""
+    """Return the labels of cells that did not share the prefill of the first cell with the same key.
+
+    Cells with one prefill key can share each prompt's prefill, and then they store equal times. Different times show
+    that a cell was measured in another run, or apart from the others.
+    """
+    # a dict serves as an ordered set
     labels: dict[str, None] = {}
-    # the seconds of each prompt's prefill in the first cell with a key; cells that shared a prefill stored equal times
+    # the seconds of each prompt's prefill in the first cell with a key
     first_times: dict[str, dict[str, float]] = {}
     for cell in group.cells:
-        times = {i: sample.timing.prefill_s for i, sample in reader.read(cell.id).items()}
+        times = {example: sample.timing.prefill_s for example, sample in reader.read(cell.id).items()}
         # a user's methods read the prompts apart from all others
         key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
         shared_times = first_times.setdefault(key, times)
-        if any(shared_times.get(i, seconds) != seconds for i, seconds in times.items()):
-            labels[cell.label] = None
+        for example, seconds in times.items():
+            # an example that the first cell lacks shows nothing
+            if example in shared_times and shared_times[example] != seconds:
+                labels[cell.label] = None
     return list(labels)
 
 

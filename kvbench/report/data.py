@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Delta:
     """The mean paired difference to the full cache in printed units.
 
-    ci: the 95 % interval of ``mean``; None if there is none, as with too few examples.
+    mean: the method's score minus the full cache's, mean over examples.
+    ci: the 95 % interval of ``mean``; None if there are too few examples for an interval.
     """
 
     mean: float
@@ -27,7 +28,10 @@ class Delta:
     @property
     def is_sure(self) -> bool:
         """True if the interval lies wholly above or below 0."""
-        return self.ci is not None and not self.ci[0] <= 0 <= self.ci[1]
+        if self.ci is None:
+            return False
+        low, high = self.ci
+        return not low <= 0 <= high
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,8 @@ class CellResult:
     floor: for a cell of the full cache, whether the model fails on the task; None for any other cell.
     summary: the means over the samples; None if the cell is not measured.
     delta: the mean paired difference to the full cache; None without pairs, and for the full cache.
-    fall_beside_full: the score of a context's last question minus that of its first, compared with the full cache.
+    fall_beside_full: for contexts with several questions, the score of the last question minus that of the first, and
+    then minus the same difference of the full cache; None for any other.
     unchanged: whether nothing was compressed: tokens, bytes and answers are the full cache's.
     damaged: whether the cell counts as failed because its files cannot be read.
     """
@@ -132,6 +137,7 @@ class RowMeans:
 class ReportRow:
     """One method of a report.
 
+    method: the method's label, with its budgets and knobs.
     evicts: whether the method also drops tokens while it answers, on any task.
     cells: the results, one for each column of the report.
     means: the means over the measured cells; None if no cell is measured.

@@ -24,7 +24,7 @@ FILTERS = ("status", "model", "method", "dataset", "cells")
 
 
 def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
-    """Return the values of ``key=value`` arguments by key.
+    """Return the values of ``key=value`` arguments by key. A value is a name, or names with commas.
 
     Raises UsageError for a key not in ``keys``, for one given twice or without a value, and for an unknown status.
     """
@@ -42,7 +42,9 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
         statuses = []
         for status in split_list(texts["status"]):
             # earlier versions called the results of a run that ended as asked "partial"
-            statuses.append(check_choice("status", STATUSES, "done" if status == "partial" else status))
+            if status == "partial":
+                status = "done"
+            statuses.append(check_choice("status", STATUSES, status))
         texts["status"] = ",".join(statuses)
     return texts
 
@@ -51,8 +53,10 @@ def read_filters(arguments: Sequence[str], keys: Sequence[str]) -> dict[str, str
 class StoredCell:
     """One stored cell in a list.
 
+    id: the cell's id, which is the name of its folder.
     folder: the path of the cell's folder.
     record: the cell's record; an empty one for a damaged cell.
+    status: how far the cell is, and why it failed or was refused.
     summary: the means over all its samples; None if no sample is up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.
@@ -116,16 +120,18 @@ def list_cells(store: ResultStore, filters: Mapping[str, str]) -> list[StoredCel
     else:
         ids = store.folders()
     # cells of one label, dataset and model are told apart by their differing settings
-    same_labels: dict[tuple[str, str, str], list[StoredCell]] = {}
+    cells_by_name: dict[tuple[str, str, str], list[StoredCell]] = {}
     for cell_id in ids:
         cell = read_cell(store, cell_id)
         if _passes(cell, filters):
-            same_labels.setdefault((cell.label, cell.record.column, cell.record.model), []).append(cell)
-    labelled = []
-    for cells in same_labels.values():
-        texts = describe_differences([cell.record.identity for cell in cells])
-        labelled += [replace(cell, differs=text) for cell, text in zip(cells, texts, strict=True)]
-    return sorted(labelled, key=_make_sort_key)
+            full_name = (cell.label, cell.record.column, cell.record.model)
+            cells_by_name.setdefault(full_name, []).append(cell)
+    described_cells = []
+    for cells in cells_by_name.values():
+        differences = describe_differences([cell.record.identity for cell in cells])
+        for cell, difference in zip(cells, differences, strict=True):
+            described_cells.append(replace(cell, differs=difference))
+    return sorted(described_cells, key=_make_sort_key)
 
 
 def _make_sort_key(cell: StoredCell) -> tuple[str, str, str, str]:
@@ -133,26 +139,28 @@ def _make_sort_key(cell: StoredCell) -> tuple[str, str, str, str]:
     return cell.record.column, cell.label, cell.differs, cell.id
 
 
-def read_cell(store: ResultStore, name: str) -> StoredCell:
+def read_cell(store: ResultStore, cell_id: str) -> StoredCell:
     """Return one stored cell with its summary. A damaged cell has the status DAMAGED."""
-    folder = str(store.folder(name))
-    status = store.status(name)
+    folder = str(store.folder(cell_id))
+    status = store.status(cell_id)
     if status.status == DAMAGED:
-        return StoredCell(name, folder, CellRecord(), status)
+        return StoredCell(cell_id, folder, CellRecord(), status)
     try:
         # a cell that was never started has no record, and an empty one stands in for it
-        record = store.cell(name) or CellRecord()
-        metrics = store.metrics(name)
+        record = store.cell(cell_id) or CellRecord()
+        metrics = store.metrics(cell_id)
         summary = ScoreSummary.read(metrics)
         # called only to see whether a label can be made: a damaged identity raises here, not in the caller's list
         label_cell(record.identity, record.label)
     except UsageError as error:
-        return StoredCell(name, folder, CellRecord(), Status(DAMAGED, n=0, of=None, reason=str(error)))
+        damaged = Status(DAMAGED, n=0, of=None, reason=str(error))
+        return StoredCell(cell_id, folder, CellRecord(), damaged)
     # an interrupted cell's means may cover fewer samples than it has now; a refused cell must not be reported
-    current = summary is not None and summary.n == status.n and status.status != "refused"
-    if not current:
-        return StoredCell(name, folder, record, status)
-    return StoredCell(name, folder, record, status, summary, unchanged=metrics.get("nothing_compressed") is True)
+    is_current = summary is not None and summary.n == status.n and status.status != "refused"
+    if not is_current:
+        return StoredCell(cell_id, folder, record, status)
+    unchanged = metrics.get("nothing_compressed") is True
+    return StoredCell(cell_id, folder, record, status, summary, unchanged=unchanged)
 
 
 def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:

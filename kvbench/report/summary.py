@@ -18,23 +18,23 @@ from kvbench.tasks.metrics.means import shown_mean
 from kvbench.tasks.metrics.stats import FEWEST
 
 
-def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
+def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int) -> CellSummary:
     """Return the means over one cell's samples, at least one.
 
-    name: the name of the metric that gave the scores.
-    of: the number of the task's examples.
+    metric_name: the name of the metric that gave the scores.
+    n_examples: the number of the task's examples, of which the cell may have answered only some.
     """
-    show = metric(name).show
-    scored = [float(s.score) for s in samples if s.score is not None]
-    score, interval = shown_mean(name, scored)
+    scores = [float(s.score) for s in samples if s.score is not None]
+    score, interval = shown_mean(metric_name, scores)
+    # the bytes at 16 bits, whatever dtype the run had
     payload16 = fmean(s.payload16 for s in samples)
     overhead16 = fmean(s.overhead16 for s in samples)
     full16 = fmean(s.full16 for s in samples)
     return CellSummary(
-        metric=name,
+        metric=metric_name,
         n=len(samples),
-        of=of,
-        unscored=len(samples) - len(scored),
+        of=n_examples,
+        unscored=len(samples) - len(scores),
         score=score,
         ci=interval,
         prompt_tokens=fmean(s.n for s in samples),
@@ -54,18 +54,22 @@ def summarise(samples: Sequence[Sample], name: str, of: int) -> CellSummary:
         shrunk=sum(s.shrunk for s in samples),
         # an answer of one token attends nothing while decoding, so samples without a number are left out
         attended=_average_present([s.attended for s in samples]),
-        buckets=_summarise_buckets(samples, show),
+        buckets=_summarise_buckets(samples, metric(metric_name).show),
         timing=_summarise_timing(samples),
         new_tokens=fmean(fmean(s.answer_lengths) for s in samples),
+        # an answer to several questions is stored by question, and has no text of its own
         empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
         fidelity=_summarise_fidelity(samples),
-        questions=summarise_turns(answers_by_context(samples), name, [s.payload + s.overhead for s in samples]),
+        questions=summarise_turns(answers_by_context(samples), metric_name, [s.payload + s.overhead for s in samples]),
         pages_freed=PagesFreed.mean([s.pages_freed for s in samples]),
     )
 
 
 def _summarise_buckets(samples: Sequence[Sample], show: Callable[[float], float]) -> dict[str, BucketScore]:
-    """Return the mean score for each of LongBench-E's ranges of length that the samples have."""
+    """Return the mean score for each of LongBench-E's ranges of length that the samples have.
+
+    show: the metric's function from a mean score to printed units.
+    """
     buckets = {}
     for bucket, _ in BUCKETS:
         in_bucket = [s for s in samples if s.meta.get("bucket") == bucket]
@@ -100,7 +104,8 @@ def _summarise_fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]
     """Return the fidelity of a cell by kind of text, without kinds that no sample has."""
     summaries = {}
     for kind in KINDS:
-        summary = summarise_texts([s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity])
+        texts = [s.fidelity[kind] for s in samples if s.fidelity and kind in s.fidelity]
+        summary = summarise_texts(texts)
         if summary is not None:
             summaries[kind] = summary
     return summaries
@@ -108,7 +113,7 @@ def _summarise_fidelity(samples: Sequence[Sample]) -> dict[str, FidelitySummary]
 
 def _average_if_complete(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values, or None if one of them is None."""
-    present = [x for x in values if x is not None]
+    present = [value for value in values if value is not None]
     if len(present) < len(values):
         return None
     return fmean(present)
@@ -116,16 +121,17 @@ def _average_if_complete(values: Sequence[float | None]) -> float | None:
 
 def _average_present(values: Sequence[float | None]) -> float | None:
     """Return the mean of the values that are not None, or None if all are None."""
-    present = [x for x in values if x is not None]
+    present = [value for value in values if value is not None]
     if not present:
         return None
     return fmean(present)
 
 
-def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], name: str) -> Delta | None:
-    """Return the mean paired difference to the full cache in printed units of the metric ``name``; None without pairs.
+def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], metric_name: str) -> Delta | None:
+    """Return the mean paired difference to the full cache in the metric's printed units; None without pairs.
 
-    ``samples`` and ``full_samples`` are the method's and the full cache's answers by example.
+    ``samples`` and ``full_samples`` are the method's and the full cache's answers by example. A pair is an example to
+    which both have an answer with a score.
     """
     ours, full_scores = [], []
     for example, sample in samples.items():
@@ -137,14 +143,15 @@ def paired_delta(samples: Mapping[str, Sample], full_samples: Mapping[str, Sampl
             full_scores.append(float(full_score))
     if not ours:
         return None
-    printed = metric(name)
-    if printed.formula is not None:
-        return shown_delta(list(zip(ours, full_scores, strict=True)), printed.show)
+    score_metric = metric(metric_name)
+    # a perplexity is no multiple of the mean: the difference is taken between two printed means
+    if score_metric.formula is not None:
+        return shown_delta(list(zip(ours, full_scores, strict=True)), score_metric.show)
     mean, ci = stats.paired_difference(ours, full_scores)
     # an interval over few pairs would say nothing
     if len(ours) < FEWEST:
         ci = None
-    return Delta(printed.scale * mean, stats.scaled(ci, printed.scale))
+    return Delta(score_metric.scale * mean, stats.scaled(ci, score_metric.scale))
 
 
 def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], float]) -> Delta:
@@ -156,26 +163,30 @@ def shown_delta(scores: Sequence[tuple[float, float]], show: Callable[[float], f
 
     def difference(means: stats.Pairs) -> float:
         """Return the difference of (the method's mean, the full cache's mean) as it is shown."""
-        return show(float(means[0])) - show(float(means[1]))
+        method_mean, full_mean = means
+        return show(float(method_mean)) - show(float(full_mean))
 
+    # [examples, 2]
     pairs = np.array(scores)
     return Delta(difference(pairs.mean(0)), stats.jackknife_interval(pairs, difference))
 
 
 def _average_differences(
-    scores: Sequence[Mapping[str, float]], full: Sequence[Mapping[str, float]], scale: float
+    by_task: Sequence[Mapping[str, float]], full_by_task: Sequence[Mapping[str, float]], scale: float
 ) -> Delta | None:
     """Return the mean over tasks of the paired differences to the full cache, with its interval.
 
-    scores: the method's scores in [0, 1] of each task, by example.
-    full: the full cache's scores, in the same form.
+    by_task: the method's scores in [0, 1] of each task, by example.
+    full_by_task: the full cache's scores, in the same form.
     scale: the factor from scores to printed units.
 
     Return None if a task has no pairs.
     """
-    differences = []
-    for ours, full_scores in zip(scores, full, strict=True):
-        differences.append([x - full_scores[example] for example, x in ours.items() if example in full_scores])
+    # for each task, a difference for each example that both answered
+    differences: list[list[float]] = []
+    for scores, full_scores in zip(by_task, full_by_task, strict=True):
+        paired = [example for example in scores if example in full_scores]
+        differences.append([scores[example] - full_scores[example] for example in paired])
     if not all(differences):
         return None
     # a difference of two scores in [0, 1] lies in [-1, 1]
@@ -184,14 +195,18 @@ def _average_differences(
 
 
 def summarise_row(
-    cells: Sequence[CellSummary], by_task: Sequence[Mapping[str, float]], full: Sequence[Mapping[str, float]] | None
+    cells: Sequence[CellSummary],
+    by_task: Sequence[Mapping[str, float]],
+    full_by_task: Sequence[Mapping[str, float]] | None,
 ) -> RowMeans:
-    """Return the means of one method over all its measured cells. Each cell is weighted by its number of prompts.
+    """Return the means of one method over all its measured cells, at least one.
 
     by_task: the method's scores of each task, by example.
-    full: the full cache's scores in the same form; None for the full cache itself.
+    full_by_task: the full cache's scores in the same form; None for the full cache itself.
+
+    Tokens, bytes and seconds are weighted by each cell's number of prompts. The score counts every cell alike.
     """
-    score_mean, score_ci, delta = _average_scores(cells, by_task, full)
+    score_mean, score_ci, delta = _average_scores(cells, by_task, full_by_task)
     weights = [c.n for c in cells]
     prompt_tokens = _average_weighted([c.prompt_tokens for c in cells], weights)
     payload16 = _average_weighted([c.payload16 for c in cells], weights)
@@ -221,36 +236,40 @@ def summarise_row(
 
 
 def _average_scores(
-    cells: Sequence[CellSummary], by_task: Sequence[Mapping[str, float]], full: Sequence[Mapping[str, float]] | None
+    cells: Sequence[CellSummary],
+    by_task: Sequence[Mapping[str, float]],
+    full_by_task: Sequence[Mapping[str, float]] | None,
 ) -> tuple[float | None, stats.Interval | None, Delta | None]:
     """Return the mean over tasks of a method's scores, its interval, and its difference to the full cache.
 
-    All are None if the tasks' scores have no common unit, or if a cell has no score.
+    All are None if the tasks' scores have no common unit, or if a cell has no score. The parameters are those of
+    ``summarise_row``.
     """
     scores = [c.score for c in cells if c.score is not None]
     # a mean of points and of perplexities would mean nothing
     has_one_unit = len({metric(c.metric).formula for c in cells}) == 1
     if len(scores) < len(cells) or not has_one_unit:
         return None, None, None
-    printed = metric(cells[0].metric)
+    # any of the cells' metrics will do, since all print scores in one unit
+    score_metric = metric(cells[0].metric)
     interval, delta = None, None
     # a perplexity is a function of a mean, so its interval is no mean of scores; a task without scores has no spread
-    if printed.formula is None and all(by_task):
+    if score_metric.formula is None and all(by_task):
         _, ci = stats.mean_over_tasks([list(scores_of_task.values()) for scores_of_task in by_task])
-        interval = stats.scaled(ci, printed.scale)
-        if full is not None:
-            delta = _average_differences(by_task, full, printed.scale)
+        interval = stats.scaled(ci, score_metric.scale)
+        if full_by_task is not None:
+            delta = _average_differences(by_task, full_by_task, score_metric.scale)
     return fmean(scores), interval, delta
 
 
 def _average_weighted(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Return the mean of the values, each weighted by its number of prompts."""
+    """Return the mean of the values, each weighted by its number of prompts: sum_i w_i x_i / sum_i w_i."""
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _average_weighted_if_complete(values: Sequence[float | None], weights: Sequence[int]) -> float | None:
     """Return the weighted mean of the values, or None if one of them is None."""
-    present = [x for x in values if x is not None]
+    present = [value for value in values if value is not None]
     if len(present) < len(values):
         return None
     return _average_weighted(present, weights)

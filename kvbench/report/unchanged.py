@@ -44,8 +44,12 @@ def only_compresses(chain: Chain) -> bool:
         return False
     # A sample stores only the largest layer's token count while decoding. Frozen layers hold all tokens, so that count
     # equals the full cache's even if the other layers evict.
-    freezes_layers = any(getattr(s, "frozen_layers", ()) for s in chain.stages)
-    return not (chain.evicts and freezes_layers)
+    return not (chain.evicts and _freezes_layers(chain))
+
+
+def _freezes_layers(chain: Chain) -> bool:
+    """Return True if a stage keeps every token of some layers. Only token selectors have ``frozen_layers``."""
+    return any(getattr(stage, "frozen_layers", ()) for stage in chain.stages)
 
 
 def _keeps_all_tokens(sample: Sample) -> bool:
@@ -58,12 +62,14 @@ def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> b
 
     With ``by_query_head``, keys and values were repeated for query heads, so the full cache's count as often.
     """
-    # the peak is None if the stored line lacks it
-    keeps_all = _keeps_all_tokens(sample) and (sample.decode_peak or 0) >= (full.decode_peak or 0)
-    size = full.payload16
+    # the most tokens held while decoding; None if the stored line lacks it
+    holds_all_while_decoding = (sample.decode_peak or 0) >= (full.decode_peak or 0)
+    full_payload = full.payload16
     # results of older versions lack the payloads by kind of head
     if by_query_head and full.payload_kv_head and full.payload_query_head:
-        size *= full.payload_query_head / full.payload_kv_head
-    same_answer = (sample.prediction, sample.score) == (full.prediction, full.score)
-    differs = any(map(diverges, (sample.fidelity or {}).values()))
-    return keeps_all and sample.payload16 >= size and same_answer and not differs
+        full_payload *= full.payload_query_head / full.payload_kv_head
+    same_tokens = _keeps_all_tokens(sample) and holds_all_while_decoding
+    same_bytes = sample.payload16 >= full_payload
+    same_answer = sample.prediction == full.prediction and sample.score == full.score
+    differs = any(diverges(text) for text in (sample.fidelity or {}).values())
+    return same_tokens and same_bytes and same_answer and not differs
