@@ -49,7 +49,11 @@ Answered = tuple[StoredCell, tuple[Sample, ...]]
 
 
 class StageRecord(TypedDict):
-    """The part of a stage's identity that names its method and its knobs."""
+    """The part of a stage's identity that names its method and its knobs.
+
+    id: the method's id, such as ``think``.
+    knobs: the method's options by name.
+    """
 
     id: str
     knobs: Mapping[str, Any]
@@ -61,6 +65,7 @@ class RunKey:
 
     name: the data set's name in the folder.
     data_dir: kvpress's name for a part of the data set: a length of RULER, a task of others, and any swept knobs.
+    model: the name of the model's entry.
     label: the method with its budgets.
     prompt: the prompt's identity as JSON.
     """
@@ -120,15 +125,18 @@ class Run:
         """The removed share of the cache: the configured one, or else the measured one."""
         for stage in self._stages():
             knobs = stage["knobs"]
+            # kvpress's own presses have this knob
             if knobs.get("compression_ratio") is not None:
                 return float(knobs["compression_ratio"])
+            # kvbench's methods have the kept share
             if knobs.get("kv_ratio") is not None:
                 # rounding removes the digits that the subtraction adds: 1 - 0.9 is 0.09999999999999998
                 return round(1 - knobs["kv_ratio"], 9)
         # a budget of tokens has no ratio of its own: take the mean of 1 - kept / n over the samples
-        shares = [1 - sample.kept / sample.n for sample in self.samples]
+        removed_shares = [1 - sample.kept / sample.n for sample in self.samples]
+        mean_share = sum(removed_shares) / len(removed_shares)
         # a mean just below 0 rounds to -0.0; adding 0.0 makes it 0.0
-        return round(sum(shares) / len(shares), 4) + 0.0
+        return round(mean_share, 4) + 0.0
 
     @property
     def channel_ratio(self) -> float | None:
@@ -149,6 +157,7 @@ class Run:
             else:
                 # an imported cell may not know how many examples there are: with 1, its answers count as all of them
                 total += cell.record.of or 1
+        # there may be more answers than examples if their number is not known
         return min(1.0, round(len(self.samples) / total, 4))
 
     @property
@@ -215,15 +224,16 @@ class Run:
             for task, (_, samples) in sorted(self.tasks.items()):
                 matches[task] = {"string_match": string_match(task, samples)}
             return matches
-        scores = {}
+        scores_by_task = {}
         for task, (cell, _) in sorted(self.tasks.items()):
             # a cell without any scored answer has no mean
             if cell.summary is not None and cell.summary.score is not None:
-                scores[task] = {cell.summary.metric: round(cell.summary.score, 2)}
-        if self.data_dir in scores:
+                scores_by_task[task] = {cell.summary.metric: round(cell.summary.score, 2)}
+        if self.data_dir in scores_by_task:
             # kvpress writes one bare number for LongBench: a folder has one task, named by its data_dir
-            return next(iter(scores[self.data_dir].values()))
-        return scores
+            (score,) = scores_by_task[self.data_dir].values()
+            return score
+        return scores_by_task
 
     def predictions(self) -> str:
         """Return the answers as kvpress's CSV. Contexts and questions are not stored, so their columns are missing."""
@@ -244,14 +254,16 @@ def string_match(task: str, samples: Iterable[Sample]) -> float:
     An answer to a question of qa_1 or qa_2 needs one of the references. Any other task's answer scores the share of
     references that it contains.
     """
-    metric: Callable[[str, Sequence[str]], float | None] = any_contained if task.startswith("qa_") else share_contained
+    match_score: Callable[[str, Sequence[str]], float | None] = share_contained
+    if task.startswith("qa_"):
+        match_score = any_contained
     # an answer without references has no score (None) and counts as 0
-    scores = [metric(sample.prediction, sample.answers or ()) or 0.0 for sample in samples]
+    scores = [match_score(sample.prediction, sample.answers or ()) or 0.0 for sample in samples]
     return round(100 * sum(scores) / len(scores), 2)
 
 
 def folder_name(config: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder as kvpress makes it from the run's configuration."""
+    """Return the name of a run's folder as kvpress makes it from the run's configuration, ``Run.config``."""
     model = str(config["model"]).replace("/", "--")
     # some presses have another key than compression_ratio: kvpress writes the first of these that exists
     ratio_keys = ("threshold", "head_compression_ratio", "compression_ratio")
@@ -284,55 +296,69 @@ def find_runs(store: ResultStore, cells: Iterable[StoredCell], name: str | None)
     """
     cells_by_run, answers = _group_by_run(store, cells, name)
     compressed_runs: list[Run] = []
-    unchanged_names: list[str] = []
-    # ids of cells by (column, what tells them apart, what tells the written cell apart): one note for all equal cells
-    ids_left_out: dict[tuple[str, str, str], list[str]] = {}
+    unchanged_notes: list[str] = []
+    # pairs (a cell that is left out, the cell that is written in its place)
+    replaced_cells: list[tuple[Answered, Answered]] = []
     for key, cells_by_task in cells_by_run.items():
         tasks: dict[str, Answered] = {}
         for task, candidates in cells_by_task.items():
-            # the last cell has the largest key and is written
-            ranked = sorted(candidates, key=partial(_rank, answers))
-            tasks[task] = ranked[-1]
-            for other in ranked[:-1]:
-                other_cell, _ = other
-                words, written_words = _describe_differences(other, tasks[task])
-                note_key = (other_cell.record.column, words, written_words)
-                ids_left_out.setdefault(note_key, []).append(other_cell.id)
+            *others, written = sorted(candidates, key=partial(_rank, answers))
+            tasks[task] = written
+            replaced_cells += [(other, written) for other in others]
         run = Run(key.name, key.data_dir, tasks)
         if run.unchanged:
             columns = ", ".join(cell.record.column for cell, _ in tasks.values())
-            unchanged_names.append(f"{run.cell.label} on {columns}")
+            unchanged_notes.append(
+                f"{run.cell.label} on {columns}: left out, since nothing was compressed and its scores are the full "
+                "cache's"
+            )
         else:
             compressed_runs.append(run)
+    return compressed_runs, _note_replaced_cells(replaced_cells) + unchanged_notes
 
+
+def _note_replaced_cells(replaced_cells: Iterable[tuple[Answered, Answered]]) -> list[str]:
+    """Return a note for each way in which cells that are left out differ from the cells written in their place.
+
+    replaced_cells: the pairs (a cell that is left out, the cell that is written).
+    """
+    # one note names all cells with the same (column, words on the cell left out, words on the written cell)
+    ids_by_difference: dict[tuple[str, str, str], list[str]] = {}
+    for other, written in replaced_cells:
+        other_cell, _ = other
+        words, written_words = _describe_differences(other, written)
+        difference = (other_cell.record.column, words, written_words)
+        ids_by_difference.setdefault(difference, []).append(other_cell.id)
     notes = []
-    for (column, words, written_words), ids in ids_left_out.items():
+    for (column, words, written_words), ids in ids_by_difference.items():
         notes.append(
             f"{column}: results with {written_words} are written, not those with {words} "
             f"(cells={','.join(ids)} writes these)"
         )
-    for unchanged_name in unchanged_names:
-        notes.append(f"{unchanged_name}: left out, since nothing was compressed and its scores are the full cache's")
-    return compressed_runs, notes
+    return notes
 
 
 def _group_by_run(
     store: ResultStore, cells: Iterable[StoredCell], name: str | None
 ) -> tuple[dict[RunKey, dict[str, list[Answered]]], Counter[tuple[str, str]]]:
-    """Return the measured cells by run and task, and the number of answers by (column, settings)."""
+    """Return the measured cells by run and task, and the number of answers by (column, settings).
+
+    name: a name that replaces the data set's; None to keep it.
+    """
     cells_by_run: dict[RunKey, dict[str, list[Answered]]] = {}
     # answers of all methods by (column, settings): methods compare only under the same settings
     answers = Counter[tuple[str, str]]()
     for cell in cells:
         # a column is dataset/task/length, then a space and the swept knobs
         column, _, knobs = cell.record.column.partition(" ")
-        dataset, _, rest = column.partition("/")
-        task, _, length = rest.partition("/")
+        dataset, _, task_and_length = column.partition("/")
+        task, _, length = task_and_length.partition("/")
         # an imported cell may lack its chain, and then it has no press
         if "chain" not in cell.record.identity:
             continue
         samples = tuple(store.samples(cell.id).values())
-        if not samples or (dataset == "ruler" and task not in RULER):
+        is_substitute = dataset == "ruler" and task not in RULER
+        if not samples or is_substitute:
             continue
         # kvpress's files have one answer a prompt
         if any(sample.draws for sample in samples):
@@ -357,10 +383,13 @@ def _rank(answers: Mapping[tuple[str, str], int], answered: Answered) -> tuple[i
     """Return the sort key among the cells of one method and task. The cell with the largest key is written.
 
     The key is (all methods' answers under the cell's settings, the cell's own answers, the time of its last write).
+
+    answers: the number of all methods' answers by (column, settings).
     """
     cell, samples = answered
+    answers_under_settings = answers[cell.record.column, _serialise_settings(cell)]
     # '' stands in for an unknown time, since None cannot be compared with a text
-    return answers[cell.record.column, _serialise_settings(cell)], len(samples), cell.last_write or ""
+    return answers_under_settings, len(samples), cell.last_write or ""
 
 
 def _describe_differences(*cells: Answered) -> list[str]:

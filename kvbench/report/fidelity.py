@@ -37,7 +37,7 @@ TEXTS = {"reference": "on the reference text", "greedy": "on the full cache's ow
 """The texts of a block, by their kind."""
 
 
-def build_sheets(report: ReportData) -> list[Table]:
+def build_tables(report: ReportData) -> list[Table]:
     """Return the table of divergences, or [] if no cell was compared with the full cache."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -45,7 +45,7 @@ def build_sheets(report: ReportData) -> list[Table]:
         for kind, text in TEXTS.items():
             block_start = len(rows)
             for row in report.rows:
-                fidelity = _find_texts(row.cells[i]).get(kind)
+                fidelity = _find_divergences(row.cells[i]).get(kind)
                 if fidelity is None:
                     continue
                 # all methods of a block are compared on the same texts, so any of them gives their length
@@ -57,7 +57,7 @@ def build_sheets(report: ReportData) -> list[Table]:
     return [Table(HEADS, tuple(rows), headings=headings)]
 
 
-def _find_texts(cell: CellResult) -> Mapping[str, FidelitySummary]:
+def _find_divergences(cell: CellResult) -> Mapping[str, FidelitySummary]:
     """Return a cell's divergences by kind of text; {} if it is not measured."""
     if cell.summary is None:
         return {}
@@ -65,7 +65,7 @@ def _find_texts(cell: CellResult) -> Mapping[str, FidelitySummary]:
 
 
 def _build_line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
-    """Return a line of the table: numbers with their intervals below them."""
+    """Return a line of the table, a text for each of HEADS: numbers with their intervals below them."""
     if not fidelity.at_floor:
         mean = _add_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
     elif fidelity.kl_max:
@@ -92,18 +92,21 @@ def _add_interval(text: str, ci: tuple[float, float] | None, style: str) -> str:
     """Return a number with its interval on a line below; ``style`` is the format of the interval's ends."""
     if ci is None:
         return text
-    return f"{text}\n[{ci[0]:{style}}, {ci[1]:{style}}]"
+    low, high = ci
+    return f"{text}\n[{low:{style}}, {high:{style}}]"
 
 
 def record_distances(cell: CellResult) -> dict[str, object]:
     """Return one cell's divergences for a row of CSV, by kind of text and field, such as ``reference_kl_mean``."""
     values: dict[str, object] = {}
-    for kind, summary in _find_texts(cell).items():
+    for kind, summary in _find_divergences(cell).items():
         fields: dict[str, object] = dict(vars(summary))
         # the summary has intervals as pairs, but CSV has a column for each end
-        for name, ci in (("kl", summary.ci), ("top1", summary.top1_ci), ("ppl_ratio", summary.ppl_ratio_ci)):
+        intervals = {"kl": summary.ci, "top1": summary.top1_ci, "ppl_ratio": summary.ppl_ratio_ci}
+        for name, ci in intervals.items():
             if ci is not None:
                 fields[f"{name}_low"], fields[f"{name}_high"] = ci
+        # an interval that is None has no ends among the fields
         for name in CSV_FIELDS:
             if name in fields:
                 values[f"{kind}_{name}"] = fields[name]
@@ -117,7 +120,7 @@ def explain_distances(report: ReportData) -> list[str]:
     """
     floors: list[float] = []
     for cell in report.cells:
-        floors += [fidelity.floor for fidelity in _find_texts(cell).values()]
+        floors += [fidelity.floor for fidelity in _find_divergences(cell).values()]
     if not floors:
         return []
     return [

@@ -28,8 +28,10 @@ BAR, DEPTH = "needle found, %", "depth, % of the text"
 class Heat:
     """A needle heat map.
 
+    lengths: the tokens of a text, rising.
+    depths: the needle's depths in per cent of the text, rising.
     scores: the mean scores [depths, lengths]; nan where nothing was measured.
-    counts: the numbers of samples behind them.
+    counts: the number of samples behind each mean [depths, lengths].
     """
 
     lengths: tuple[float, ...]
@@ -45,13 +47,16 @@ class Heat:
                     yield length, depth, float(self.scores[i, j]), int(self.counts[i, j])
 
     def mean(self) -> float:
-        """Return the mean over all samples."""
+        """Return the mean score over all samples, hence over places weighted by their counts."""
         measured = self.counts > 0
         return float(np.average(self.scores[measured], weights=self.counts[measured]))
 
 
 def read_points(samples: Iterable[Sample], show: Callable[[float], float]) -> list[tuple[float, float, float]]:
-    """Return (length, depth, score in printed units) of each sample of the needle dataset that has a score."""
+    """Return (length, depth, score in printed units) of each sample of the needle dataset that has a score.
+
+    show: the metric's function from a score to printed units.
+    """
     return [(s.meta["length"], s.meta["depth"], show(s.score)) for s in samples if s.score is not None]
 
 

@@ -18,7 +18,12 @@ CRIMSON, INDIGO, MOSS, TEAL, GREY = "#D1495B", "#5B6DCD", "#4F7F2F", "#2A9D8F", 
 
 
 class MethodRow(NamedTuple):
-    """A row of the table: a method's colour, its marker in matplotlib's letters and its printed name."""
+    """A row of METHODS: the drawing and the name of one method.
+
+    color: the colour as six hexadecimal digits behind a #.
+    marker: the marker in matplotlib's letters.
+    name: the printed name.
+    """
 
     color: str
     marker: str
@@ -87,6 +92,9 @@ PART = re.compile(r"\s*([\w.:-]+)(.*?)\s*$", re.DOTALL)
 class Look:
     """The drawing and the name of a method.
 
+    color: the colour as six hexadecimal digits behind a #.
+    marker: the marker in matplotlib's letters.
+    name: the printed name, with the label's options.
     line: matplotlib's line style.
     hollow: True where the marker has no filling.
     """
@@ -104,12 +112,12 @@ def look_of(label: str) -> Look:
     A combination has the colour of its first method, the marker of its last one without filling, and a dashed line.
     A method that the table lacks has a colour and a marker derived from its name, which never change.
     """
-    parts = _split(label)
-    rows = [_row_of(method) for method, _ in parts]
+    rows = [_find_row(method) for method, _ in _split_label(label)]
+    first, last = rows[0], rows[-1]
     name = name_methods(label)
     if len(rows) == 1:
-        return Look(rows[0].color, rows[0].marker, name)
-    return Look(rows[0].color, rows[-1].marker, name, line="--", hollow=True)
+        return Look(first.color, first.marker, name)
+    return Look(first.color, last.marker, name, line="--", hollow=True)
 
 
 def looks_of(labels: Sequence[str]) -> dict[str, Look]:
@@ -118,6 +126,7 @@ def looks_of(labels: Sequence[str]) -> dict[str, Look]:
     Labels of one method share its colour and marker, and differ in their lines.
     """
     looks: dict[str, Look] = {}
+    # how many of the labels so far look the same but for their line
     used: dict[tuple[str, str, bool], int] = {}
     for label in dict.fromkeys(labels):
         look = look_of(label)
@@ -128,7 +137,8 @@ def looks_of(labels: Sequence[str]) -> dict[str, Look]:
             # the first label of a method has its own line. The others take the next ones, and every second label of the
             # method changes the filling
             line = LINES[(LINES.index(look.line) + count) % len(LINES)]
-            look = replace(look, line=line, hollow=look.hollow != bool(count % 2))
+            hollow = look.hollow if count % 2 == 0 else not look.hollow
+            look = replace(look, line=line, hollow=hollow)
         looks[label] = look
     return looks
 
@@ -137,11 +147,11 @@ def name_methods(label: str) -> str:
     """Return a label with the methods' printed names: ``snapkv+think ratio=0.4`` is SnapKV + ThinK ratio=0.4."""
     if label.lower() in FULL_NAMES:
         return METHODS["full"].name
-    return " + ".join(_row_of(method).name + rest for method, rest in _split(label))
+    return " + ".join(_find_row(method).name + options for method, options in _split_label(label))
 
 
-def _split(label: str) -> list[tuple[str, str]]:
-    """Return (method, the text behind it) of each part of a label between plus signs.
+def _split_label(label: str) -> list[tuple[str, str]]:
+    """Return (method, the text with its options) of each part of a label between plus signs, at least one.
 
     A method of the table is given by its id, any other by the label's own word.
     """
@@ -149,28 +159,31 @@ def _split(label: str) -> list[tuple[str, str]]:
         return [("full", "")]
     parts = []
     for part in label.split("+"):
-        found = PART.match(part)
-        if found is None:
+        match = PART.match(part)
+        # a part without any letter or digit is no method, and is printed as it stands
+        if match is None:
             parts.append((part, ""))
             continue
-        method, rest = found.groups()
+        method, options = match.groups()
         # a label that is printed already, as KIVI 4/4, has the printed name of its method
-        parts.append((_IDS.get(method.lower(), method), rest))
+        parts.append((_IDS.get(method.lower(), method), options))
     return parts
 
 
-def _row_of(method: str) -> MethodRow:
+def _find_row(method: str) -> MethodRow:
     """Return a method's row of the table, or one that is derived from its name."""
     if method in METHODS:
         return METHODS[method]
-    # the digest never changes: its first two bytes choose the colour, the third one the marker
-    digest = hashlib.sha256(method.encode()).digest()
     name = method
+    # kvpress's own implementation of a method of the table: kvpress:snapkv is printed as kvpress SnapKV
     press = method.removeprefix("kvpress:")
     if press != method and press in METHODS:
         name = f"kvpress {METHODS[press].name}"
+    # the digest never changes: its first two bytes choose the colour, the third one the marker
+    digest = hashlib.sha256(method.encode()).digest()
+    color = _derive_color(int.from_bytes(digest[:2]))
     marker = DERIVED_MARKERS[digest[2] % len(DERIVED_MARKERS)]
-    return MethodRow(_derive_color(int.from_bytes(digest[:2])), marker, name)
+    return MethodRow(color, marker, name)
 
 
 def _derive_color(number: int) -> str:
@@ -193,6 +206,10 @@ def luminance(color: str) -> float:
     # (place of the channel's two hexadecimal digits behind the #, weight)
     for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
         value = int(color[start : start + 2], 16) / 255
-        linear = ((value + 0.055) / 1.055) ** 2.4 if value > 0.03928 else value / 12.92
+        # sRGB is linear near black, and a power above
+        if value > 0.03928:
+            linear = ((value + 0.055) / 1.055) ** 2.4
+        else:
+            linear = value / 12.92
         total += weight * linear
     return total

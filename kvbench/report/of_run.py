@@ -103,10 +103,11 @@ def _note_precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[st
     is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
     if not is_tiny_default and precision.has_better_dtype(configured, prepared.dtype, device):
         notes.append(f"Dtype {precision.explain_dtype(configured, prepared.dtype, device)}.")
+    # a run may have compared its dtype with another one, to see how much rounding alone changes
     comparisons = []
     for record in records:
         comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
-    # several runs may have compared dtypes; the comparison with most prompts is the most reliable
+    # of several runs' comparisons, that with most prompts is the most reliable
     if comparisons:
         largest = max(comparisons, key=itemgetter("prompts"))
         notes.append(precision.describe_rounding(largest, prepared.dtype))
@@ -161,7 +162,10 @@ def _describe_preset(preset: str, cfg: RunConfig) -> str:
 
 
 def _describe_dataset(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
-    """Return the name of a dataset with its knobs that differ from the defaults."""
+    """Return the name of a dataset with its knobs that differ from the defaults.
+
+    default_entry: the dataset's entry in conf/dataset, with the default of each knob.
+    """
     words = [f"dataset {dataset.name}"]
     for knob, value in dataset.knobs.items():
         # entries that begin with an underscore, such as _target_, are no knobs
@@ -188,12 +192,13 @@ def _describe_prompt(prepared: RunPlan) -> str:
         parts.append("no special tokens")
     # tasks of one dataset agree on whether the question is withheld; if several values were asked for, each column of
     # the dataset names its value behind the task's name
-    tasks = {}
+    query_aware_by_name = {}
     for group in prepared.groups:
-        words = [group.task.id.partition("/")[0]] + group.column.split()[1:]
-        tasks[" ".join(words)] = group.task
-    withheld = [name for name, task in tasks.items() if not task.query_aware]
-    if withheld and len(withheld) == len(tasks):
+        dataset = group.task.id.partition("/")[0]
+        swept_values = group.column.split()[1:]
+        query_aware_by_name[" ".join([dataset, *swept_values])] = group.task.query_aware
+    withheld = [name for name, query_aware in query_aware_by_name.items() if not query_aware]
+    if withheld and len(withheld) == len(query_aware_by_name):
         parts.append("question withheld")
     elif withheld:
         parts.append(f"question withheld in {' and '.join(withheld)}")

@@ -40,29 +40,17 @@ def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> 
 
 
 def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
-    """Return one cell as a line of the open format."""
+    """Return one cell as a line of the open format, without the mean score if the stored one is out of date."""
     # without a summary, the stored means cover fewer samples than the cell has now, so they are not passed on
     means: Mapping[str, Any] = store.metrics(cell.id) if cell.summary is not None else {}
     identity = cell.record.identity
     settings = list_settings(identity)
     # several processes may have measured the cell: the facts of the last one are used
     facts: Facts = cell.record.provenance[-1] if cell.record.provenance else {}
-    protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
-    # contexts with several questions: the history that each question's prompt has
-    if "turns" in identity:
-        protocol["turns"] = identity["turns"]
-    if "samples_per_prompt" in settings:
-        protocol["samples_per_prompt"] = settings["samples_per_prompt"]
     cell_bytes = None
     if "payload" in means:
         # bytes of a prompt's cache: keys and values, and everything stored beside them
         cell_bytes = means["payload"] + means["overhead"]
-    # distances to the full cache's distributions, for each kind of text that was measured
-    fidelity = {}
-    for kind in KINDS:
-        distances = means.get("fidelity", {}).get(kind)
-        if distances:
-            fidelity[kind] = {name: distances[name] for name in DISTANCES}
     # the keys have the order of the documented format
     line: dict[str, object] = {
         "model": cell.record.model,
@@ -78,10 +66,10 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
         line["nothing_compressed"] = True
     return line | {
         "knobs": settings["knobs"],
-        "protocol": protocol,
+        "protocol": _build_protocol(identity, settings),
         "bytes": cell_bytes,
         "percent_of_full": means.get("percent_of_full"),
-        "fidelity": fidelity,
+        "fidelity": _select_distances(means.get("fidelity", {})),
         "seconds": means.get("timing"),
         "dtype": settings["dtype"],
         "status": cell.status.status,
@@ -91,6 +79,31 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
         "transformers": facts.get("transformers"),
         "cell": cell.id,
     }
+
+
+def _build_protocol(identity: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, object]:
+    """Return how the model was asked: the prompt's form, and the turns and the answers a prompt if there are several.
+
+    identity: the cell's identity.
+    settings: the same cell's ``list_settings``.
+    """
+    protocol: dict[str, object] = {"query_aware": settings["query_aware"], "prompt": settings["prompt"]}
+    # contexts with several questions: the history that each question's prompt has
+    if "turns" in identity:
+        protocol["turns"] = identity["turns"]
+    if "samples_per_prompt" in settings:
+        protocol["samples_per_prompt"] = settings["samples_per_prompt"]
+    return protocol
+
+
+def _select_distances(fidelity: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+    """Return the values of DISTANCES for each kind of text on which a cell was compared with the full cache."""
+    distances_by_kind = {}
+    for kind in KINDS:
+        distances = fidelity.get(kind)
+        if distances:
+            distances_by_kind[kind] = {name: distances[name] for name in DISTANCES}
+    return distances_by_kind
 
 
 def format_lines(lines: Iterable[Mapping[str, object]]) -> str:
@@ -126,12 +139,9 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:
-            # no JSON: the line lacks all keys, which the error below says
+            # no JSON, and so no object with keys: the error below says that all keys are missing
             line = None
-        wrong_keys = list(REQUIRED)
-        # a line that is no object lacks all keys, too
-        if isinstance(line, dict):
-            wrong_keys = [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]
+        wrong_keys = _find_wrong_keys(line)
         if wrong_keys:
             raise UsageError(
                 f"line {number} of {path}: {', '.join(wrong_keys)} is missing or of another kind; each line is a JSON "
@@ -139,3 +149,10 @@ def read_lines(place: Path) -> list[dict[str, Any]]:
             )
         lines.append(line)
     return lines
+
+
+def _find_wrong_keys(line: object) -> list[str]:
+    """Return the keys of REQUIRED that a parsed line lacks or whose value has another type."""
+    if not isinstance(line, dict):
+        return list(REQUIRED)
+    return [key for key, kind in REQUIRED.items() if not isinstance(line.get(key), kind)]

@@ -124,29 +124,44 @@ def _has_mean_interval(report: ReportData) -> bool:
     return any(row.means is not None and row.means.score_ci is not None for row in report.rows)
 
 
-def build_sheets(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
+def build_tables(report: ReportData, detail: Detail = Detail(), folded: bool = True) -> list[Table]:
     """Return the tables of verdicts, scores, divergences from the full cache, storage and pages freed.
 
-    With ``folded``, the tables of scores and of storage are cut into several if they are wider than 100 characters, for
-    output as text.
+    A table for which the report has no numbers is left out.
+
+    folded: cut the tables of scores and of storage into several if they are wider than 100 characters, for output as
+    text.
     """
-    score_table, storage_table = _build_score_table(report, detail), _build_storage_table(report)
-    scores = list(score_table.folded()) if folded else [score_table]
-    storage = list(storage_table.folded()) if folded else [storage_table]
     tables = []
     verdicts = verdict.build_table(report)
     if verdicts is not None:
         tables.append(verdicts)
-    tables += scores
-    tables += ruler.build_sheets(report)
-    tables += turns.build_sheets(report)
-    tables += fidelity.build_sheets(report)
+    score_table = _build_score_table(report, detail)
+    tables += list(score_table.folded()) if folded else [score_table]
+    tables += ruler.build_tables(report)
+    tables += turns.build_tables(report)
+    tables += fidelity.build_tables(report)
     if detail.notes:
-        tables += storage
+        storage_table = _build_storage_table(report)
+        tables += list(storage_table.folded()) if folded else [storage_table]
         freed = _list_pages_freed(report)
         if freed:
             tables.append(pages.build_table(freed))
     return tables
+
+
+@dataclass(frozen=True)
+class _ScoreLayout:
+    """The optional columns of a report's table of scores.
+
+    has_mean: whether the mean over tasks has a column, for a report of several tasks.
+    has_deltas: whether the difference to the full cache has a column, behind the mean or else behind the only task.
+    has_sizes: whether the bytes held have a column.
+    """
+
+    has_mean: bool
+    has_deltas: bool
+    has_sizes: bool
 
 
 def _build_score_table(report: ReportData, detail: Detail) -> Table:
@@ -154,49 +169,59 @@ def _build_score_table(report: ReportData, detail: Detail) -> Table:
 
     The mean length of answers stands behind the score of a task with worked solutions.
     """
-    has_mean = len(report.columns) > 1
-    has_deltas = any(row.delta is not None for row in report.rows)
-    has_sizes = any(row.means is not None for row in report.rows)
+    layout = _ScoreLayout(
+        has_mean=len(report.columns) > 1,
+        has_deltas=any(row.delta is not None for row in report.rows),
+        has_sizes=any(row.means is not None for row in report.rows),
+    )
+    # all sizes are written together, since they share one unit
+    bytes_held = [row.means.held16 if row.means is not None else None for row in report.rows]
+    rows = []
+    for row, size_text in zip(report.rows, format_sizes(bytes_held), strict=True):
+        rows.append(tuple(_write_score_row(row, report, layout, detail, size_text)))
+    return Table(tuple(_list_score_heads(report, layout)), tuple(rows), ruled=detail.intervals)
+
+
+def _list_score_heads(report: ReportData, layout: _ScoreLayout) -> list[str]:
+    """Return the heads of the table of scores. ``_write_score_row`` writes a text below each."""
     heads = ["method"]
-    if has_mean:
+    if layout.has_mean:
         heads.append("mean")
-        if has_deltas:
+        if layout.has_deltas:
             heads.append("Δ")
     for task, column in zip(report.task_names, report.columns, strict=True):
         heads.append(f"{task}\n{column.metric}")
-        if not has_mean and has_deltas:
+        if layout.has_deltas and not layout.has_mean:
             heads.append("Δ")
         if metric(column.metric).lengths:
             heads.append(LENGTH)
-    if has_sizes:
+    if layout.has_sizes:
         heads.append("size")
-    bytes_held: list[float | None] = []
-    for row in report.rows:
-        if row.means is None:
-            bytes_held.append(None)
-        else:
-            bytes_held.append(row.means.held16)
-    rows = []
-    for row, size_text in zip(report.rows, format_sizes(bytes_held), strict=True):
-        texts = [_wrap(row.method)]
-        if has_mean:
-            texts.append(_write_mean(row, detail))
-            if has_deltas:
-                texts.append(_write_delta(row.delta, detail))
-        for cell, column in zip(row.cells, report.columns, strict=True):
-            # with intervals, the differences of several tasks stand below their scores
-            texts.append(_write_score(cell, detail, with_delta=has_mean))
-            if not has_mean and has_deltas:
-                texts.append(_write_delta(row.delta, detail))
-            if metric(column.metric).lengths:
-                length = cell.summary.new_tokens if cell.summary is not None else None
-                texts.append(format_number(length))
-        if has_sizes:
-            if row.evicts and row.means is not None:
-                size_text += f"\n{EVICTS}"
-            texts.append(size_text)
-        rows.append(tuple(texts))
-    return Table(tuple(heads), tuple(rows), ruled=detail.intervals)
+    return heads
+
+
+def _write_score_row(
+    row: ReportRow, report: ReportData, layout: _ScoreLayout, detail: Detail, size_text: str
+) -> list[str]:
+    """Return one method's row of the table of scores, a text for each of ``_list_score_heads``."""
+    texts = [_wrap(row.method)]
+    if layout.has_mean:
+        texts.append(_write_mean(row, detail))
+        if layout.has_deltas:
+            texts.append(_write_delta(row.delta, detail))
+    for cell, column in zip(row.cells, report.columns, strict=True):
+        # with intervals, the differences of several tasks stand below their scores
+        texts.append(_write_score(cell, detail, with_delta=layout.has_mean))
+        if layout.has_deltas and not layout.has_mean:
+            texts.append(_write_delta(row.delta, detail))
+        if metric(column.metric).lengths:
+            length = cell.summary.new_tokens if cell.summary is not None else None
+            texts.append(format_number(length))
+    if layout.has_sizes:
+        if row.evicts and row.means is not None:
+            size_text += f"\n{EVICTS}"
+        texts.append(size_text)
+    return texts
 
 
 def _build_storage_table(report: ReportData) -> Table:
@@ -246,7 +271,8 @@ def _write_delta(delta: Delta | None, detail: Detail) -> str:
     if delta.is_sure:
         text += "*"
     if detail.intervals and delta.ci is not None:
-        text += f"\n[{format_number(delta.ci[0])}, {format_number(delta.ci[1])}]"
+        low, high = delta.ci
+        text += f"\n[{format_number(low)}, {format_number(high)}]"
     return text
 
 
@@ -346,9 +372,9 @@ def write_legend(report: ReportData, detail: Detail = Detail()) -> list[str]:
     if any(cell.unchanged for cell in cells):
         lines.append(UNCHANGED_NOTE)
     # dict.fromkeys keeps the order of the columns; a set would not
-    falling = dict.fromkeys(column.metric for column in report.columns if _lower_is_better(column))
-    if falling:
-        lines.append(f"{' and '.join(falling)}: lower is better.")
+    lower_is_better = dict.fromkeys(column.metric for column in report.columns if _lower_is_better(column))
+    if lower_is_better:
+        lines.append(f"{' and '.join(lower_is_better)}: lower is better.")
     if any(row.evicts for row in report.rows):
         lines.append(f"{EVICTS}: {EVICTING}")
     lines += explain_budgets(row.method for row in report.rows)
@@ -423,21 +449,24 @@ def _list_sample_sizes(report: ReportData) -> list[tuple[int, int]]:
 
 
 def _describe_sizes(counts: Sequence[tuple[int, int]]) -> str:
-    """Return numbers of examples in words: ``50 of 200``, or ``all 50``. Many tasks are given as a range."""
+    """Return numbers of examples in words: ``50 of 200``, or ``all 50``. More than three are given as a range.
+
+    counts: the pairs (examples measured, examples of the task) of ``_list_sample_sizes``.
+    """
+    if len(counts) > 3:
+        measured = [n for n, _ in counts]
+        return f"{min(measured)} to {max(measured)}"
     sizes_in_words = []
-    for n, of in counts:
-        sizes_in_words.append(f"{n} of {of}" if n < of else f"all {of}")
-    if len(sizes_in_words) <= 3:
-        return " or ".join(sizes_in_words)
-    measured = [n for n, _ in counts]
-    return f"{min(measured)} to {max(measured)}"
+    for n, total in counts:
+        sizes_in_words.append(f"{n} of {total}" if n < total else f"all {total}")
+    return " or ".join(sizes_in_words)
 
 
 def render_report(report: ReportData, style: str = "text", detail: Detail = Detail()) -> str:
     """Return the whole report as text; ``style`` is text, md, csv or latex."""
     if style == "csv":
         return writers.csv(CSV_FIELDS, list_records(report))
-    tables = build_sheets(report, detail, folded=style == "text")
+    tables = build_tables(report, detail, folded=style == "text")
     return writers.compose(tables, write_legend(report, detail), style, above=write_header(report))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import Table
 from kvbench.tasks.metrics.ruler import over_lengths
 
 if TYPE_CHECKING:
-    from kvbench.report.data import ReportColumn, ReportData
+    from kvbench.report.data import ReportColumn, ReportData, ReportRow
 
 # RULER evaluates 13 tasks (arXiv 2404.06654); without the documents of its two QA tasks, 11 remain
 ALL, WITHOUT_QA = 13, 11
@@ -17,7 +17,7 @@ QA = ("qa_1", "qa_2")
 MEANS = ("plain\nmean", "weights\nrising", "weights\nfalling")
 
 
-def build_sheets(report: ReportData) -> list[Table]:
+def build_tables(report: ReportData) -> list[Table]:
     """Return the table of RULER's mean scores by length, in a list.
 
     Return [] unless the report has the same tasks, at least two, at several lengths, or WITHOUT_QA tasks or more at one
@@ -35,11 +35,7 @@ def build_sheets(report: ReportData) -> list[Table]:
         return []
     rows = []
     for row in report.rows:
-        scores: dict[tuple[str, int], float] = {}
-        for task_and_length, column in columns.items():
-            summary = row.cells[column].summary
-            if summary is not None and summary.score is not None:
-                scores[task_and_length] = summary.score
+        scores = _read_scores(row, columns)
         # means over different tasks do not compare, so a row that lacks a score is left out
         if len(scores) < len(columns):
             continue
@@ -48,6 +44,7 @@ def build_sheets(report: ReportData) -> list[Table]:
             # the score at a length: the sum of its tasks' scores over the number of tasks
             total = sum(scores[task, length] for task in tasks)
             means.append(total / len(tasks))
+        # the means over lengths, in the order of MEANS
         if has_several_lengths:
             means += over_lengths(means)
         texts = [row.method.replace(" ", "\n")]
@@ -62,17 +59,30 @@ def build_sheets(report: ReportData) -> list[Table]:
     return [Table(tuple(heads), tuple(rows), headings={0: _build_heading(tasks)})]
 
 
+def _read_scores(row: ReportRow, columns: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], float]:
+    """Return a method's scores by (task, length). A cell without a score is left out.
+
+    columns: the index of the cell's column, by (task, length).
+    """
+    scores = {}
+    for task_and_length, index in columns.items():
+        summary = row.cells[index].summary
+        if summary is not None and summary.score is not None:
+            scores[task_and_length] = summary.score
+    return scores
+
+
 def _find_columns(report: ReportData) -> dict[tuple[str, int], int]:
     """Return, by (task, length), the index of the report's column with RULER's scores. Substitutes are left out."""
     columns = {}
     for index, column in enumerate(report.columns):
-        task_and_length = _task_and_length(column)
+        task_and_length = _parse_column(column)
         if task_and_length is not None:
             columns[task_and_length] = index
     return columns
 
 
-def _task_and_length(column: ReportColumn) -> tuple[str, int] | None:
+def _parse_column(column: ReportColumn) -> tuple[str, int] | None:
     """Return (task, length) of a column such as ``ruler/niah_single_1/4096``, or None if it is not RULER's own."""
     # a dataset without tasks, or a task without a length, has fewer parts
     parts = column.task.split("/")
@@ -87,7 +97,7 @@ def _task_and_length(column: ReportColumn) -> tuple[str, int] | None:
 
 def _build_heading(tasks: Sequence[str]) -> str:
     """Return the table's heading: the name of the mean over ``tasks``, and which of RULER's tasks it leaves out."""
-    name = mean_name(tasks)
+    name = name_mean(tasks)
     coverage = {
         f"ruler-{ALL}": ": mean of all tasks",
         f"ruler-{WITHOUT_QA}": f": mean of all tasks but {' and '.join(QA)}",
@@ -95,7 +105,7 @@ def _build_heading(tasks: Sequence[str]) -> str:
     return f"{name}{coverage.get(name, '')}, by length"
 
 
-def mean_name(tasks: Sequence[str]) -> str:
+def name_mean(tasks: Sequence[str]) -> str:
     """Return the name of a mean over these tasks of RULER, each named once.
 
     Only a mean over all tasks, or over all but the two QA tasks, has RULER's own name.

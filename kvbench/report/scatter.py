@@ -44,7 +44,10 @@ class Shown(Canvas):
 
 
 def draw_report(report: ReportData) -> Shown:
-    """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full."""
+    """Return a figure with a panel per task: each method's score with its interval over its bytes in % of full.
+
+    The report must have at least one task.
+    """
     tasks = report.columns
     columns = min(COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
@@ -52,7 +55,7 @@ def draw_report(report: ReportData) -> Shown:
     line_looks = looks.looks_of([line_of(row.method) for row in report.rows])
     with styled():
         # the legend takes half an inch below the panels, and each line above its entries a little more
-        explained = _explain(report, columns)
+        explained = _explain_lines(report, columns)
         height = HEIGHT * rows + 0.5 + LINE * len(explained)
         figure = Shown(figsize=(WIDTH * columns, height), dpi=200, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -91,7 +94,7 @@ def _draw_legend(figure: Shown, panels: Sequence[Any], columns: int, title: str)
     )
 
 
-def _explain(report: ReportData, columns: int) -> list[str]:
+def _explain_lines(report: ReportData, columns: int) -> list[str]:
     """Return the text above the legend, in lines as wide as ``columns`` panels: the meaning of lines and budgets."""
     lines = []
     for note in explain_budgets(row.method for row in report.rows):
@@ -105,7 +108,12 @@ def line_of(label: str) -> str:
 
 
 def _describe_examples(report: ReportData, task: int) -> str:
-    """Return in words how many examples each point of a task has, and whether the points have intervals."""
+    """Return in words how many examples each point of a task has, and whether the points have intervals.
+
+    task: the index of the task's column.
+
+    Return '' if no method is measured on the task.
+    """
     summaries = [row.cells[task].summary for row in report.rows]
     measured = [summary for summary in summaries if summary is not None]
     if not measured:
@@ -126,29 +134,38 @@ def _draw_panel(panel: Any, report: ReportData, task: int, line_looks: Mapping[s
     task: the index of the task's column.
     line_looks: the look of each line, by the method without its budgets.
     """
+    # the measured budgets of each method, by its line's name
     lines: dict[str, list[CellSummary]] = {}
     for row in report.rows:
-        summary = row.cells[task].summary
-        if row.cells[task].unchanged:
+        line = line_of(row.method)
+        cell = row.cells[task]
+        if cell.unchanged:
             # a point at the full cache's would look like a method that loses nothing: make only an entry of the legend
-            name = line_looks[line_of(row.method)].name
-            panel.plot([], [], " ", label=f"{name}: nothing was compressed")
-        elif summary is not None and summary.score is not None:
-            lines.setdefault(line_of(row.method), []).append(summary)
+            panel.plot([], [], " ", label=f"{line_looks[line].name}: nothing was compressed")
+        elif cell.summary is not None and cell.summary.score is not None:
+            lines.setdefault(line, []).append(cell.summary)
+    # the full cache has one row at most, and none if it was not measured
     for full in lines.pop("full", []):
         panel.axhline(full.score, color=GREY, linestyle="--", label="full cache")
-    for name, summaries in lines.items():
-        points = []
-        for summary in summaries:
-            assert summary.score is not None, "``lines`` has only summaries with a score"
-            score = summary.score
-            # too few examples have no interval: draw a bar of length 0
-            low, high = summary.ci or (score, score)
-            points.append((summary.percent_of_full, score, low, high))
-        # [4, points]: a line runs from the smallest budget to the largest
-        shares, scores, lows, highs = np.array(sorted(points), dtype=float).T
-        # the lengths of the bar below and above each point
-        bars = [scores - lows, highs - scores]
-        look = line_looks[name]
-        panel.errorbar(shares, scores, yerr=bars, label=look.name, capsize=2, **of_look(look))
+    for line, summaries in lines.items():
+        _draw_line(panel, summaries, line_looks[line])
     panel.set_xlim(left=0)
+
+
+def _draw_line(panel: Any, summaries: Sequence[CellSummary], look: looks.Look) -> None:
+    """Draw one method's scores with their intervals over their sizes in per cent of the full cache, joined by a line.
+
+    summaries: the results under each of the method's budgets. Each must have a score.
+    """
+    points = []
+    for summary in summaries:
+        score = summary.score
+        assert score is not None, "the caller drops summaries without a score"
+        # too few examples have no interval: draw a bar of length 0
+        low, high = summary.ci or (score, score)
+        points.append((summary.percent_of_full, score, low, high))
+    # sorted: the line runs from the smallest size to the largest; transposed to [4, points]
+    sizes, scores, lows, highs = np.array(sorted(points), dtype=float).T
+    # the lengths of the bar below and above each point
+    bars = [scores - lows, highs - scores]
+    panel.errorbar(sizes, scores, yerr=bars, label=look.name, capsize=2, **of_look(look))

@@ -61,10 +61,11 @@ def tighten(fig: Canvas) -> None:
 
 
 def series(i: int, points: int = 0) -> LineKeywords:
-    """Return the look of the i-th line of a plot: colour, line and marker (on about eight of its ``points``).
+    """Return the look of the i-th line of a plot: colour, line and marker.
 
-    For fewer points, and without their number, every point has a marker. Markers are hollow once the colours are used
-    up.
+    points: the number of the line's points. About eight of them have a marker; with 0, every point has one.
+
+    Markers are hollow once the colours are used up.
     """
     # colours, lines and markers are equally many, and begin anew together
     k = i % len(PALETTE)
@@ -80,9 +81,9 @@ def series(i: int, points: int = 0) -> LineKeywords:
 
 
 def of_look(look: Look, points: int = 0) -> LineKeywords:
-    """Return matplotlib's keywords for a method's line: colour, line and marker (on about eight of its ``points``).
+    """Return matplotlib's keywords for a method's line: colour, line and marker.
 
-    For fewer points, and without their number, every point has a marker.
+    points: the number of the line's points. About eight of them have a marker; with 0, every point has one.
     """
     keywords: LineKeywords = {
         "color": look.color,
@@ -98,27 +99,32 @@ def of_look(look: Look, points: int = 0) -> LineKeywords:
 NAME_SIZE = 6.0
 """Points of a name beside a point of a drawing."""
 NAME_PLACES = [(right, up) for up, right in product((-2, 5, -10, 12, -18, 20, 28, -27, 36, 45, 54), (5, -5))]
-"""Where a name may stand, in points from what it names: at its side first."""
+"""Where a name may stand, in points of type to the right of the drawn point and above it: at its side first."""
+
+Name = tuple[float, float, str, str]
+"""A name beside a drawn point: the point's x and y in data units, the text and its colour."""
 
 
-def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid: Sequence[Sequence[float]]) -> None:
-    """Write each name (x, y, text, colour) beside its point, at the nearest place where it covers no name or point.
+def write_names(ax: Axes, names: Sequence[Name], avoid: Sequence[Sequence[float]]) -> None:
+    """Write each name beside its point, at the nearest place where it covers no other name and no point.
 
-    The figure must be laid out. ``avoid`` are the points (x, y) that no name may cover.
+    avoid: the points (x, y) in data units that no name may cover.
+
+    The figure must be laid out, since data units have no place on the page before.
     """
-    # the pixels of a point of type
-    pixels = ax.figure.dpi / 72
+    # a point of type is 1/72 inch
+    pixels_per_point = ax.figure.dpi / 72
     # a marker of 3 points across, and some space around it
-    radius = 2.5 * pixels
+    radius = 2.5 * pixels_per_point
     frame = ax.get_window_extent()
     taken = []
     for point in avoid:
         across, up = ax.transData.transform(point)
         taken.append(Bbox.from_extents(across - radius, up - radius, across + radius, up + radius))
-    # names are moved from the top down, so that a name that is moved goes away from those that are written
-    for x, y, text, color in sorted(names, key=lambda name: -name[1]):
+    # names are placed from the top down, so that a name that must move goes away from those that are written
+    for x, y, text, color in sorted(names, key=_negate_height):
         point = ax.transData.transform((x, y)).tolist()
-        place, box = _find_place(point, text, pixels, frame, taken)
+        place, box = _find_place(point, text, pixels_per_point, frame, taken)
         taken.append(box)
         right, up = place
         arrow = None
@@ -140,24 +146,36 @@ def write_names(ax: Axes, names: Sequence[tuple[float, float, str, str]], avoid:
         written.set_in_layout(False)
 
 
+def _negate_height(name: Name) -> float:
+    """Return the sort key of a name that puts the highest point first."""
+    _, y, _, _ = name
+    return -y
+
+
 def _find_place(
-    point: Sequence[float], name: str, pixels: float, frame: Bbox, taken: Sequence[Bbox]
+    point: Sequence[float], name: str, pixels_per_point: float, frame: Bbox, taken: Sequence[Bbox]
 ) -> tuple[tuple[float, float], Bbox]:
     """Return the first of NAME_PLACES where a name is inside ``frame`` and free of ``taken``, and the name's box.
 
+    If there is none, return the first of NAME_PLACES.
+
     point: the point (x, y) that is named, in pixels.
-    pixels: the pixels of a point of type.
+    pixels_per_point: the pixels of a point of type.
+    frame: the panel's box, in pixels as all boxes.
+    taken: the boxes of points and of names that are already written.
     """
+    x, y = point
     # the outline's width, since capitals and digits are wider than other letters, and 2 points between two names
-    width = (TextPath((0, 0), name, size=NAME_SIZE).get_extents().width + 2) * pixels
+    width = (TextPath((0, 0), name, size=NAME_SIZE).get_extents().width + 2) * pixels_per_point
     # a line is about 1.15 of the font's size
-    height = 1.15 * NAME_SIZE * pixels
+    height = 1.15 * NAME_SIZE * pixels_per_point
     boxes = []
     for right, up in NAME_PLACES:
-        left = point[0] + right * pixels
+        left = x + right * pixels_per_point
+        # a name at the left side ends at the point
         if right < 0:
             left -= width
-        bottom = point[1] + up * pixels
+        bottom = y + up * pixels_per_point
         box = Bbox.from_extents(left, bottom, left + width, bottom + height)
         boxes.append(((right, up), box))
         inside = box.x0 >= frame.x0 and box.x1 <= frame.x1 and box.y0 >= frame.y0 and box.y1 <= frame.y1
@@ -170,7 +188,7 @@ def _find_place(
 def shades(count: int) -> list[Any]:
     """Return ``count`` colours from dark to light for ordered things, such as layers."""
     # the lightest end of the map, above 0.88, is lost on white
-    return [mpl.colormaps[MAP](x) for x in np.linspace(0.0, 0.88, count)]
+    return [mpl.colormaps[MAP](position) for position in np.linspace(0.0, 0.88, count)]
 
 
 def integer_ticks(labels: Sequence[Any], most: int = 8) -> tuple[list[int], list[str]]:
@@ -217,6 +235,7 @@ def heat(
     rows: the names of the rows' ticks. If there are many, only some are written.
     columns: the names of the columns' ticks, in the same way.
     numbers: the format that prints each value in its cell, such as ``%.0f``; '' prints none. A nan leaves it empty.
+    kwargs: matplotlib's keywords for ``imshow``, such as the ends of the colour scale.
     """
     values = np.asarray(values, dtype=float)
     # cells need not be square: the figure's size decides
@@ -227,14 +246,24 @@ def heat(
     for side in ("top", "right", "left", "bottom"):
         ax.spines[side].set_visible(False)
     if numbers:
-        for (i, j), value in np.ndenumerate(values):
-            if np.isnan(value):
-                continue  # nothing was measured there
-            # the sum of red, green and blue, each from 0 to 1: black is readable only on light cells
-            colour = "black" if sum(image.cmap(image.norm(value))[:3]) > 1.6 else "white"
-            # as in texts, a small negative value is 0 and not -0, and a minus is a minus
-            text = numbers % value
-            if float(text) == 0:
-                text = numbers % 0
-            ax.text(j, i, text.replace("-", "−"), ha="center", va="center", fontsize=6, color=colour)
+        _write_numbers(ax, image, values, numbers)
     return image
+
+
+def _write_numbers(ax: Axes, image: Any, values: np.ndarray, number_format: str) -> None:
+    """Write each value into its cell of a map, black on light cells and white on dark ones. A nan leaves it empty.
+
+    image: matplotlib's image of the values [rows, columns].
+    """
+    for (i, j), value in np.ndenumerate(values):
+        # nothing was measured there
+        if np.isnan(value):
+            continue
+        red_green_blue = image.cmap(image.norm(value))[:3]
+        # each is from 0 to 1, so white has the sum 3
+        colour = "black" if sum(red_green_blue) > 1.6 else "white"
+        text = number_format % value
+        # as in texts, a small negative value is 0 and not -0, and a minus is a minus
+        if float(text) == 0:
+            text = number_format % 0
+        ax.text(j, i, text.replace("-", "−"), ha="center", va="center", fontsize=6, color=colour)

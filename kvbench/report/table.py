@@ -11,6 +11,8 @@ from kvbench.base.visible import visible
 
 WIDTH = 100
 """The number of characters in a line of text."""
+GAP = 2
+"""The number of characters between two columns."""
 LONGEST_HEAD = 10
 """The number of characters up to which a head stays on one line."""
 
@@ -78,27 +80,32 @@ class Table:
         """Return (name, number of columns) of each group of neighbouring columns; [] if no group has a name."""
         if not any(self.groups):
             return []
+        # ``groups`` repeats a group's name for each of its columns
         return [(name, len(list(columns))) for name, columns in groupby(self.groups)]
 
     def folded(self) -> Iterator[Table]:
         """Yield the table in pieces of columns that fit WIDTH. Each piece begins with the table's first column."""
-        # writers put "· " in front of a heading, break it at each comma, indent the following lines and leave a gap:
-        # four characters in all
+        first_width = self._first_width()
+        columns, width = [0], first_width
+        for column in range(1, len(self.headers)):
+            added_width = self.width(column) + GAP
+            # a column too wide for any piece still stands in one, beside the first column
+            if len(columns) > 1 and width + added_width > WIDTH:
+                yield self._select(columns)
+                columns, width = [0], first_width
+            columns.append(column)
+            width += added_width
+        yield self._select(columns)
+
+    def _first_width(self) -> int:
+        """Return the number of characters that the first column takes, with the headings of blocks and the gap."""
+        # writers put "· " in front of a heading, break it at each comma and indent the following lines by as much
+        indentation = 2
         heading_lines: list[str] = []
         for heading in self.headings.values():
             heading_lines += heading.split(", ")
-        # two characters separate a column from the next one
-        first_width = max(self.width(0) + 2, max(map(len, heading_lines)) + 4)
-        columns, used = [0], first_width
-        for column in range(1, len(self.headers)):
-            needed = self.width(column) + 2
-            # a column too wide for any piece still stands in one, beside the first column
-            if len(columns) > 1 and used + needed > WIDTH:
-                yield self._select(columns)
-                columns, used = [0], first_width
-            columns.append(column)
-            used += needed
-        yield self._select(columns)
+        widest_heading = indentation + max(map(len, heading_lines))
+        return max(self.width(0), widest_heading) + GAP
 
     def _select(self, columns: Sequence[int]) -> Table:
         """Return the table with only these columns."""
@@ -117,7 +124,7 @@ def split_lines(text: str) -> list[str]:
 
 
 def format_size(n: float) -> str:
-    """Return a number of bytes as text in the largest unit that it reaches: ``1.5 MiB``."""
+    """Return ``n`` bytes as text in the largest unit that they reach: ``1.5 MiB``."""
     unit, unit_bytes = _choose_unit(n)
     if unit == "B":
         return f"{n:.0f} B"
@@ -125,7 +132,7 @@ def format_size(n: float) -> str:
 
 
 def _choose_unit(n: float) -> tuple[str, int]:
-    """Return the largest unit of bytes that ``n`` reaches, and the bytes in it."""
+    """Return the largest unit that ``n`` bytes reach, and the bytes in it."""
     for unit, unit_bytes in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n >= unit_bytes:
             return unit, unit_bytes
@@ -159,7 +166,8 @@ def range_text(counts: Collection[int]) -> str:
 
 def format_sizes(values: Sequence[float | None]) -> list[str]:
     """Return numbers of bytes as texts in one unit, the largest that any number reaches; a dash for None."""
-    unit, unit_bytes = _choose_unit(max((value for value in values if value is not None), default=0.0))
+    largest = max((value for value in values if value is not None), default=0.0)
+    unit, unit_bytes = _choose_unit(largest)
     texts = []
     for value in values:
         if value is None:

@@ -35,7 +35,7 @@ MODES = {
 """The content of a cache when a question comes, by ``turns=``."""
 
 
-def build_sheets(report: ReportData) -> list[Table]:
+def build_tables(report: ReportData) -> list[Table]:
     """Return the table of falls from the first question to the last; [] if no context has several questions."""
     rows: list[tuple[str, ...]] = []
     headings: dict[int, str] = {}
@@ -72,7 +72,7 @@ def _build_heading(task: str, turns: TurnsSummary, mode: str) -> str:
 
 
 def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str, ...]:
-    """Return the row of a method on one task: the texts below HEADS."""
+    """Return the row of a method on one task: the texts below HEADS. ``turns`` is the summary of the ``cell``."""
     # the full cache's own line has no fall beside the full cache's
     beside_full = ""
     if cell.fall_beside_full is not None:
@@ -90,10 +90,11 @@ def _build_line(method: str, turns: TurnsSummary, cell: CellResult) -> tuple[str
 
 
 def _add_interval(difference: float | None, ci: tuple[float, float] | None) -> str:
-    """Return a difference of scores with its sign, and its interval on a line below."""
+    """Return a difference of scores with its sign, a dash for None, and its interval on a line below."""
     text = f"{difference:+.1f}".replace("-", "−") if difference is not None else "—"
     if ci is not None:
-        text += f"\n[{ci[0]:.0f}, {ci[1]:.0f}]"
+        low, high = ci
+        text += f"\n[{low:.0f}, {high:.0f}]"
     return text
 
 

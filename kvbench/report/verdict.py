@@ -107,46 +107,33 @@ def build_table(report: ReportData) -> Table | None:
     rows = [verdict.texts() for verdict in judge_methods(report) if verdict.outcome]
     if not rows:
         return None
-    # a column that is empty in all rows says nothing
-    filled = []
-    for i in range(len(HEADS)):
-        if any(row[i] for row in rows):
-            filled.append(i)
-    heads = tuple(HEADS[i] for i in filled)
-    filled_rows = []
-    for row in rows:
-        filled_rows.append(tuple(row[i] for i in filled))
-    return Table(heads, tuple(filled_rows), left=len(filled), bare=True)
+    # leave out the columns that are empty in all rows
+    filled = [i for i in range(len(HEADS)) if any(row[i] for row in rows)]
+    filled_heads = tuple(HEADS[i] for i in filled)
+    filled_rows = [tuple(row[i] for i in filled) for row in rows]
+    return Table(filled_heads, tuple(filled_rows), left=len(filled), bare=True)
 
 
 def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: ReportData) -> MethodVerdict:
     """Return the verdict on one row. ``full`` is the full cache's row, None if it was not asked for."""
     times_smaller, kept_percent, attended_percent = None, None, None
     score, full_score = None, None
+    full_means = full.means if full is not None else None
     if row.means is not None:
-        times_smaller = 100 / row.means.percent_of_full
+        # the full cache's keys and values alone have 100 %
+        full_percent = 100.0
+        if full_means is not None:
+            # the measured full cache has positions beside its keys and values, as every method has
+            full_percent = full_means.percent_of_full
+        times_smaller = full_percent / row.means.percent_of_full
         kept_percent = row.means.kept_percent
         attended_percent = row.means.attended_percent
-        if full is not None and full.means is not None:
-            # the full cache has positions beside its keys and values, as every method has
-            times_smaller = full.means.percent_of_full / row.means.percent_of_full
         # a score beside the full cache's would look like a method that loses nothing
         if row.is_complete and not row.is_unchanged:
             score = row.means.score_mean
-            if full is not None and full.means is not None:
-                full_score = full.means.score_mean
-    worse, better = [], []
-    for cell, column, task in zip(row.cells, report.columns, report.task_names, strict=True):
-        if cell.delta is None or cell.delta.ci is None:
-            continue
-        low, high = cell.delta.ci
-        # a smaller perplexity is better, and perplexities are the only scores with a function ``shown``
-        if metric(column.metric).formula is not None:
-            low, high = -high, -low
-        if high < 0:
-            worse.append(task)
-        elif low > 0:
-            better.append(task)
+            if full_means is not None:
+                full_score = full_means.score_mean
+    worse, better = _find_sure_tasks(row, report)
     return MethodVerdict(
         method=name,
         times_smaller=times_smaller,
@@ -162,19 +149,40 @@ def _judge_row(row: ReportRow, name: str, full: ReportRow | None, report: Report
     )
 
 
+def _find_sure_tasks(row: ReportRow, report: ReportData) -> tuple[list[str], list[str]]:
+    """Return (the tasks on which a method is worse than the full cache, those on which it is better).
+
+    A task counts only if the interval of the paired difference excludes 0.
+    """
+    worse, better = [], []
+    for cell, column, task in zip(row.cells, report.columns, report.task_names, strict=True):
+        if cell.delta is None or cell.delta.ci is None:
+            continue
+        low, high = cell.delta.ci
+        # a smaller perplexity is better, and perplexities are the only scores with a ``formula``
+        if metric(column.metric).formula is not None:
+            low, high = -high, -low
+        if high < 0:
+            worse.append(task)
+        elif low > 0:
+            better.append(task)
+    return worse, better
+
+
 def _average_divergence(row: ReportRow) -> float | None:
     """Return a row's mean divergence over its tasks; None unless all of them were compared with the full cache.
 
-    A report has no tasks if the full cache has no current result, as after an interrupted run.
+    It is None, too, for a report without tasks. An interrupted run may leave the full cache without a current result,
+    and then there are none.
     """
     means = []
     for cell in row.cells:
         if cell.summary is None or not cell.summary.fidelity:
             return None
         # a cell is compared on the reference text, on the full cache's own answer, or on both. The answer is preferred
-        texts = cell.summary.fidelity
-        chosen = texts.get("greedy") or next(iter(texts.values()))
-        means.append(chosen.kl_mean)
+        fidelity_by_text = cell.summary.fidelity
+        kind = "greedy" if "greedy" in fidelity_by_text else "reference"
+        means.append(fidelity_by_text[kind].kl_mean)
     return fmean(means) if means else None
 
 
@@ -227,15 +235,18 @@ def _name_tasks(tasks: Sequence[str], count: int) -> str:
 
 
 def _shorten(labels: Sequence[str]) -> list[str]:
-    """Return labels without the options that all rows of a method share: ``snapkv kv_ratio=0.25`` becomes snapkv."""
+    """Return labels without the options that all rows of a method share: ``snapkv kv_ratio=0.25`` becomes snapkv.
+
+    A label is a method and its options, separated by spaces.
+    """
     options_by_method: dict[str, list[list[str]]] = {}
     for label in labels:
-        words = label.split(" ")
-        options_by_method.setdefault(words[0], []).append(words[1:])
+        method, *options = label.split(" ")
+        options_by_method.setdefault(method, []).append(options)
     names = []
     for label in labels:
-        words = label.split(" ")
+        method, *options = label.split(" ")
         # an option that every row of the method has tells none of them apart
-        shared = set(words).intersection(*options_by_method[words[0]])
-        names.append(" ".join(word for word in words if word not in shared))
+        shared = set(options).intersection(*options_by_method[method])
+        names.append(" ".join([method, *(option for option in options if option not in shared)]))
     return names

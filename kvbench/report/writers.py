@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import fill, wrap
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from kvbench.base.visible import visible
-from kvbench.report.table import WIDTH, Bold, Table, split_lines
+from kvbench.report.table import GAP, WIDTH, Bold, Table, split_lines
 
 # spreadsheets compute a text that begins with one of these signs; a minus before a digit is a number
 FORMULA = re.compile(r"[=+@\t]|-(?!\d)")
@@ -51,11 +51,12 @@ LATEX = str.maketrans(
 
 def compose(tables: Sequence[Table], notes: Sequence[str], style: str, above: Sequence[str] = ()) -> str:
     """Return the lines ``above``, the tables and the notes below them as one text; ``style`` is text, md or latex."""
+    write_table = WRITERS[style]
     parts = [note(sentence, style) for sentence in above]
     # an empty line separates the lines from the table; in LaTeX they are comments and need none
     if above and style != "latex":
         parts.append("")
-    parts += [WRITERS[style](table) for table in tables]
+    parts += [write_table(table) for table in tables]
     parts += [note(sentence, style) for sentence in notes]
     return "\n".join(parts) + "\n"
 
@@ -120,52 +121,72 @@ def _group_lines(table: Table, drawn_lines: Sequence[str]) -> list[str]:
     """
     if not table.spans():
         return []
-    # the heads' last line stands right above the rule; a head there is a run of words with single spaces
-    rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
-    # the end of each column's head; an empty head of the first column is no run of words
+    places = _place_groups(table, _find_head_ends(table, drawn_lines))
+    # a name with fewer lines than the tallest stands at the bottom, right above the heads
+    tallest = max(len(place.lines) for place in places)
+    group_lines = [""] * tallest
+    for place in places:
+        for i, text in enumerate(place.lines, start=tallest - len(place.lines)):
+            group_lines[i] = group_lines[i].ljust(place.start) + text.center(place.width).rstrip()
+    return group_lines
+
+
+def _find_head_ends(table: Table, drawn_lines: Sequence[str]) -> list[int]:
+    """Return for each column the number of characters from the line's start to the end of the column's head."""
+    # an empty head of the first column shows no text to find below
     ends = [] if table.heads[0] else [0]
+    # the heads' last line stands right above the rule
+    rule = next(i for i, line in enumerate(drawn_lines) if line.startswith("─"))
+    # a head there is a run of words with single spaces, and more spaces stand between two columns
     for match in re.finditer(r"\S+(?: \S+)*", drawn_lines[rule - 1]):
         ends.append(match.end())
+    return ends
 
-    # (first character, number of characters, lines) of each group's name
-    places: list[tuple[int, int, list[str]]] = []
+
+class _GroupPlace(NamedTuple):
+    """The place of a column group's name above a drawn table.
+
+    start: the number of characters before the name.
+    width: the number of characters in which the name's lines are centred.
+    lines: the lines of the name.
+    """
+
+    start: int
+    width: int
+    lines: list[str]
+
+
+def _place_groups(table: Table, ends: Sequence[int]) -> list[_GroupPlace]:
+    """Return the place of each column group that has a name. ``ends`` are the ends of the columns' heads."""
+    places = []
     column = 0
     for group, count in table.spans():
         last = column + count - 1
+        end = ends[last]
         start = 0
         if column > 0:
-            # start two spaces behind the column before; a head narrower than its column begins further to the right
-            start = max(ends[column - 1] + 2, ends[column] - table.width(column))
+            # start behind the column before; a head narrower than its column begins further to the right
+            start = max(ends[column - 1] + GAP, ends[column] - table.width(column))
         if group:
-            # a name wider than its columns is wrapped (``wrap`` takes no width below 1). A single word that is still
-            # wider begins further to the left
-            parts = wrap(group, max(1, ends[last] - start), break_long_words=False)
-            start = min(start, ends[last] - max(map(len, parts)))
-            places.append((start, ends[last] - start, parts))
+            # a name wider than its columns is wrapped; ``wrap`` takes no width below 1
+            name_lines = wrap(group, max(1, end - start), break_long_words=False)
+            # a single word that is still wider begins further to the left
+            start = min(start, end - max(map(len, name_lines)))
+            places.append(_GroupPlace(start, end - start, name_lines))
         column = last + 1
-
-    # a name with fewer lines than the tallest stands at the bottom, right above the heads
-    tallest = max(len(parts) for _, _, parts in places)
-    out = [""] * tallest
-    for start, width, parts in places:
-        for i, line in enumerate(parts, tallest - len(parts)):
-            out[i] = out[i].ljust(start) + line.center(width).rstrip()
-    return out
+    return places
 
 
 def markdown(table: Table) -> str:
     """Return a table as Markdown. Pipes and tags in it are escaped."""
 
-    def row(cells: Iterable[str]) -> str:
+    def join_row(cells: Iterable[str]) -> str:
+        """Return one line of the table."""
         return f"| {' | '.join(cells)} |"
 
-    def inert(text: str) -> str:
-        """Return a text in which Markdown finds neither a new cell nor a tag."""
-        return _strip_tags(text.replace("|", r"\|"))
-
-    def cell(text: str) -> str:
+    def write_cell(text: str) -> str:
         """Return a cell's lines in one line of Markdown. The first line of a Bold cell is bold."""
-        parts = split_lines(inert(text))
+        parts = split_lines(_escape_markdown(text))
         if isinstance(text, Bold):
             parts[0] = f"**{parts[0]}**"
         line_break = "<br>" if table.breaks else " "
@@ -173,7 +194,7 @@ def markdown(table: Table) -> str:
 
     count = len(table.headers)
     alignments = ["---"] * table.left + ["---:"] * (count - table.left)
-    out = [row(map(cell, table.headers)), f"|{'|'.join(alignments)}|"]
+    out = [join_row(map(write_cell, table.headers)), f"|{'|'.join(alignments)}|"]
     spans = table.spans()
     if spans:
         # Markdown has one line of heads and no cell over several columns, so a group's name stands in its first column
@@ -181,14 +202,19 @@ def markdown(table: Table) -> str:
         column = 0
         for group, columns in spans:
             if group:
-                names[column] = f"*{inert(group)}*"
+                names[column] = f"*{_escape_markdown(group)}*"
             column += columns
-        out.append(row(names))
+        out.append(join_row(names))
     for heading, rows in table.blocks:
         if heading:
-            out.append(f"| *{inert(heading)}* |{' |' * (count - 1)}")
-        out += [row(map(cell, cells)) for cells in rows]
+            out.append(f"| *{_escape_markdown(heading)}* |{' |' * (count - 1)}")
+        out += [join_row(map(write_cell, cells)) for cells in rows]
     return "\n".join(out) + "\n"
+
+
+def _escape_markdown(text: str) -> str:
+    """Return a text in which Markdown finds neither a new cell nor a tag."""
+    return _strip_tags(text.replace("|", r"\|"))
 
 
 def _strip_tags(text: str) -> str:
@@ -204,9 +230,9 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def latex(table: Table) -> str:
     """Return a table as a LaTeX tabular of booktabs, with makecell for cells that keep their lines."""
 
-    def cell(text: str) -> str:
+    def write_cell(text: str) -> str:
         """Return a cell as LaTeX. The first line of a Bold cell is bold."""
-        parts = split_lines(_escape(text))
+        parts = split_lines(_escape_latex(text))
         if isinstance(text, Bold):
             parts[0] = rf"\textbf{{{parts[0]}}}"
         if not table.breaks:
@@ -217,27 +243,27 @@ def latex(table: Table) -> str:
     count = len(table.headers)
     alignments = "l" * table.left + "r" * (count - table.left)
     out = [rf"\begin{{tabular}}{{{alignments}}}", r"\toprule"]
-    spans = []
+    group_cells = []
     for group, columns in table.spans():
         if group:
-            spans.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escape(group)}}}")
+            group_cells.append(rf"\multicolumn{{{columns}}}{{c}}{{{_escape_latex(group)}}}")
         else:
             # columns without a group still need their separators
-            spans.append(" & ".join([""] * columns))
-    if spans:
-        out.append(" & ".join(spans) + r" \\")
-    heads = [_escape(header.replace("\n", " ")) for header in table.headers]
+            group_cells.append(" & ".join([""] * columns))
+    if group_cells:
+        out.append(" & ".join(group_cells) + r" \\")
+    heads = [_escape_latex(header.replace("\n", " ")) for header in table.headers]
     out.append(" & ".join(heads) + r" \\")
     for heading, rows in table.blocks:
         out.append(r"\midrule")
         if heading:
-            out.append(rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escape(heading)}}}}} \\")
-        out += [" & ".join(map(cell, row)) + r" \\" for row in rows]
+            out.append(rf"\multicolumn{{{count}}}{{l}}{{\emph{{{_escape_latex(heading)}}}}} \\")
+        out += [" & ".join(map(write_cell, row)) + r" \\" for row in rows]
     out += [r"\bottomrule", r"\end{tabular}"]
     return "\n".join(out) + "\n"
 
 
-def _escape(text: str) -> str:
+def _escape_latex(text: str) -> str:
     """Return a text escaped for LaTeX, so that it prints unchanged."""
     # LaTeX would read a bracket right after a line break as its length
     return re.sub(r"^\[", "{[}", visible(text).translate(LATEX))
@@ -252,33 +278,21 @@ def html(
 ) -> str:
     """Return a table as an HTML element of class ``kind``. All data are escaped.
 
-    ``cell`` returns the content at (row, column) in place of the cell's own text. ``columns`` and ``rows`` are the
-    classes of columns and rows. Without ``columns``, the first cell of each row is its head.
+    cell: returns the HTML at (row, column) in place of the cell's own text. Rows are numbered through all blocks.
+    columns: the class of each column, '' for none. Without them, the first cell of each row is its head.
+    rows: the class of each row, numbered through all blocks.
     """
 
-    def element(tag: str, content: str, css: str = "") -> str:
-        """Return an HTML element of class ``css``; '' for no class."""
-        if not css:
-            return f"<{tag}>{content}</{tag}>"
-        return f'<{tag} class="{html_module.escape(css)}">{content}</{tag}>'
-
-    def content(row: int, column: int) -> str:
+    def write_content(row: int, column: int) -> str:
         """Return the HTML in a cell: the caller's, or else the cell's own text."""
         if cell is not None:
             return cell(row, column)
         return html_lines(table.rows[row][column])
 
     count = len(table.headers)
-    classes = columns or [""] * count
+    column_classes = columns or [""] * count
     row_classes = rows or [""] * len(table.rows)
-    spans = "".join(f'<th colspan="{n}">{html_module.escape(name)}</th>' for name, n in table.spans())
-    head_rows = ""
-    if spans:
-        head_rows += element("tr", spans, "groups")
-    heads = [element("th", html_module.escape(header), css) for header, css in zip(table.headers, classes, strict=True)]
-    head_rows += element("tr", "".join(heads))
-    out = [element("thead", head_rows)]
-    # ``rows`` and ``cell`` number the rows of the whole table, through all blocks
+    out = [_write_html_head(table, column_classes)]
     number = 0
     for heading, block in table.blocks:
         body = []
@@ -286,13 +300,33 @@ def html(
             body.append(f'<tr class="block"><th colspan="{count}">{html_module.escape(heading)}</th></tr>')
         for _ in block:
             cells = []
-            for i, css in enumerate(classes):
+            for i, column_class in enumerate(column_classes):
                 tag = "th" if i == 0 and not columns else "td"
-                cells.append(element(tag, content(number, i), css))
-            body.append(element("tr", "".join(cells), row_classes[number]))
+                cells.append(_write_element(tag, write_content(number, i), column_class))
+            body.append(_write_element("tr", "".join(cells), row_classes[number]))
             number += 1
-        out.append(element("tbody", "\n".join(body)))
-    return element("table", "\n".join(out), kind)
+        out.append(_write_element("tbody", "\n".join(body)))
+    return _write_element("table", "\n".join(out), kind)
+
+
+def _write_html_head(table: Table, column_classes: Sequence[str]) -> str:
+    """Return the head of an HTML table: the names of column groups if there are any, and the heads of the columns."""
+    head_rows = ""
+    groups = "".join(f'<th colspan="{count}">{html_module.escape(name)}</th>' for name, count in table.spans())
+    if groups:
+        head_rows += _write_element("tr", groups, "groups")
+    heads = []
+    for header, column_class in zip(table.headers, column_classes, strict=True):
+        heads.append(_write_element("th", html_module.escape(header), column_class))
+    head_rows += _write_element("tr", "".join(heads))
+    return _write_element("thead", head_rows)
+
+
+def _write_element(tag: str, content: str, css_class: str = "") -> str:
+    """Return an HTML element around ``content``, which is HTML already, with the class ``css_class``; '' for none."""
+    if not css_class:
+        return f"<{tag}>{content}</{tag}>"
+    return f'<{tag} class="{html_module.escape(css_class)}">{content}</{tag}>'
 
 
 def html_lines(cell: str, small: bool = False) -> str:
@@ -315,17 +349,18 @@ def csv(fields: Sequence[str], records: Iterable[Mapping[str, object]]) -> str:
     writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
 
-    def inert(value: object) -> object:
-        """Return a value that no spreadsheet computes."""
-        if not isinstance(value, str):
-            return value
-        if FORMULA.match(value):
-            return f"'{visible(value)}"
-        return visible(value)
-
     for record in records:
-        writer.writerow({field: inert(value) for field, value in record.items()})
+        writer.writerow({field: _disarm_formula(value) for field, value in record.items()})
     return out.getvalue()
+
+
+def _disarm_formula(value: object) -> object:
+    """Return a value that no spreadsheet computes: a text like a formula gets an apostrophe in front."""
+    if not isinstance(value, str):
+        return value
+    if FORMULA.match(value):
+        return f"'{visible(value)}"
+    return visible(value)
 
 
 WRITERS: Mapping[str, Callable[[Table], str]] = {"text": text, "md": markdown, "latex": latex}

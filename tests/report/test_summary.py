@@ -289,11 +289,11 @@ def test_a_row_is_printed_with_its_means_under_their_heads():
         render.SHARE: "37.5",
         "prefill\nms": "4000.0",
     }
-    scores, storage = render.build_sheets(report, render.Detail(notes=True))[1:]
+    scores, storage = render.build_tables(report, render.Detail(notes=True))[1:]
     shown = dict(zip(scores.headers, scores.rows[1], strict=True))
     assert (shown["mean"], shown["Δ"], shown["size"]) == ("75.0", "+0.0", "1.5 KiB")
     assert storage.rows[1][-1] == "4000.0" and storage.headers[-1] == "prefill\nms"
-    assert len(render.build_sheets(report)) == 2  # storage is shown where it is asked for
+    assert len(render.build_tables(report)) == 2  # storage is shown where it is asked for
 
 
 def test_notes_of_a_report_by_hand():
@@ -468,7 +468,7 @@ def test_a_mean_has_its_interval_and_its_paired_difference():
     assert rows["snapkv"].record()["delta_ci"] == better.delta.ci
     tied = measured({"full": [*of_scores(FULL)] * 2, "snapkv": [*of_scores(FULL)] * 2}, tasks=("tiny/a", "tiny/b"))
     assert rows_of(tied)["snapkv"].means.delta.mean == 0  # equal to the full cache is a difference, too
-    (sheet,) = render.build_sheets(report, render.Detail(intervals=True))[1:]
+    (sheet,) = render.build_tables(report, render.Detail(intervals=True))[1:]
     shown = dict(zip(sheet.headers, sheet.rows[1], strict=True))
     assert shown["mean"].splitlines()[0] == "71.9" and shown["Δ"].startswith("+15.6")
     assert shown["Δ"].splitlines()[1] == f"[{low * 100:.1f}, {high * 100:.1f}]".replace("-", "−")

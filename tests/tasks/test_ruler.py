@@ -301,9 +301,9 @@ def test_a_mean_is_called_rulers_only_with_all_tasks(tasks, lengths, heading):
     lacking = [*cells[1:], SimpleNamespace(summary=None)][::-1]
     rows = [SimpleNamespace(method="full", cells=cells), SimpleNamespace(method="refused", cells=lacking)]
     report = SimpleNamespace(columns=columns, rows=rows)
-    assert [table.headings[0] for table in tables.build_sheets(report)] == ([heading] if heading else [])
+    assert [table.headings[0] for table in tables.build_tables(report)] == ([heading] if heading else [])
     if tasks[0] == "vt" and heading:
-        (table,) = tables.build_sheets(report)
+        (table,) = tables.build_tables(report)
         assert table.rows == (("full", "50.0", "60.0", "55.0", "56.7", "53.3"),)
 
 
