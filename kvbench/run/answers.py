@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
+from typing import Generic, NamedTuple, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -39,6 +40,9 @@ ENTER_SHARE = 0.5
 class QueuedRow:
     """One prompt's cache under one method, ready to be decoded. Rows are compared by identity: two may be equal.
 
+    cell: the method and the task that the row is measured for.
+    example: the prompt with its references; a context with its questions, if ``turn`` numbers one of them.
+    cache: the prompt's compressed cache, which decoding continues.
     measured: the audited bytes and tokens of the cache.
     cut: the number of tokens cut out of the prompt.
     ending: how the answer's tokens are drawn, and when the answer ends.
@@ -72,10 +76,10 @@ class QueuedRow:
         New tokens are counted at the full cache's bytes a token, since most methods store new tokens in full.
         """
         cache_bytes = self.measured.payload + self.measured.overhead
-        # the cache stays for the questions or answers that branch from it
+        # decoding works on a copy, and the cache stays for the questions or answers that branch from it
         if self.turn is not None:
             cache_bytes *= 2
-        # bytes a token of the full cache * the most new tokens
+        # the full cache's bytes a token are full_bytes / n; multiplied by the most new tokens, before rounding down
         new_bytes = self.measured.full_bytes * self.ending.limit // max(1, self.measured.n)
         return cache_bytes + new_bytes
 
@@ -123,7 +127,8 @@ class DecodeQueue:
         self.make_room = make_room
         self.waiting: list[QueuedRow] = []
         self.running: list[QueuedRow] = []
-        self.apart: list[QueuedRow] = []  # rows of a failed batch run one by one, to show which of them fails
+        # the rows of a failed batch, which run one by one to show which of them fails
+        self.apart: list[QueuedRow] = []
         self._batch: DecodeBatch[QueuedRow] = DecodeBatch(model)
 
     def __len__(self) -> int:
@@ -142,18 +147,18 @@ class DecodeQueue:
 
     def drop(self, cell_id: str) -> None:
         """Remove the rows of a cell that are not being decoded yet."""
-        self.waiting = [r for r in self.waiting if r.cell.id != cell_id]
-        self.apart = [r for r in self.apart if r.cell.id != cell_id]
+        self.waiting = [row for row in self.waiting if row.cell.id != cell_id]
+        self.apart = [row for row in self.apart if row.cell.id != cell_id]
 
     def has_room(self, rows: int) -> bool:
         """Return True if the queue is empty, or stays within its limits with ``rows`` more rows of the mean cost."""
         queued = list(self)
         if not queued:
             return True
+        cost = sum(row.cost for row in queued)
         # rows to come are not known yet: assume that each costs as much as the mean row
-        cost = sum(r.cost for r in queued)
-        more = cost * rows // len(queued)
-        return len(queued) + rows <= self.most_rows and cost + more <= self.most_bytes
+        cost_to_come = cost * rows // len(queued)
+        return len(queued) + rows <= self.most_rows and cost + cost_to_come <= self.most_bytes
 
     def advance(self) -> list[Outcome]:
         """Decode until some rows have ended or failed. Return these rows as (row, answer or exception).
@@ -175,18 +180,19 @@ class DecodeQueue:
             failure = error
         if failure is None:
             ended = {row for row, _ in answers}
-            self.running = [r for r in self.running if r not in ended]
+            self.running = [row for row in self.running if row not in ended]
             return list(answers)
         # a failed step may have changed the batch's caches, so all of its rows begin again
         rows = self.running
         self.running = []
         self._batch = DecodeBatch(self.model)
         out_of_memory = is_out_of_memory(failure)
-        more_room = out_of_memory and self.make_room()
-        # a row that failed alone would fail again
-        if len(rows) == 1 and not more_room:
+        made_room = out_of_memory and self.make_room()
+        # without more room, a row that failed alone would fail again
+        if len(rows) == 1 and not made_room:
             return [(rows[0], failure)]
-        failure = None  # an exception's traceback would keep the batch in memory
+        # an exception's traceback would keep the batch in memory
+        failure = None
         release()
         if out_of_memory:
             # half as many rows take about half of the memory
@@ -211,7 +217,24 @@ class DecodeQueue:
 
         Return (row, exception) of rows whose caches could not be made again.
         """
-        cost = sum(r.cost for r in self.running)
+        entering = self._choose_entering_rows()
+        if not entering:
+            return []
+        self.waiting = [row for row in self.waiting if row not in entering]
+        entered, lost = self._enter_rows(self._batch, entering)
+        self.running += entered
+        # rows that ran out of memory here can be made again later, when running rows have freed theirs
+        unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
+        # without running rows, no memory will become free
+        if not (unmade and self.running):
+            return lost
+        release()
+        self._shrink_batch(len(self.running), unmade, f"beside {len(self.running)} answers")
+        return [(row, error) for row, error in lost if row not in unmade]
+
+    def _choose_entering_rows(self) -> list[QueuedRow]:
+        """Return the waiting rows that may enter the batch now, in their order. They stay in ``waiting``."""
+        cost = sum(row.cost for row in self.running)
         if not self.waiting or not self._batch.open:
             return []
         # wait until the batch has shrunk, so that rows enter in few and large groups
@@ -230,17 +253,7 @@ class DecodeQueue:
             if count and (count >= self.most_rows or cost > self.most_bytes):
                 break
             entering.append(row)
-        self.waiting = [r for r in self.waiting if r not in entering]
-        entered, lost = self._enter_rows(self._batch, entering)
-        self.running += entered
-        # rows that ran out of memory here can be made again later, when running rows have freed theirs
-        unmade = [row for row, error in lost if isinstance(error, Exception) and is_out_of_memory(error)]
-        # without running rows, no memory will become free
-        if not (unmade and self.running):
-            return lost
-        release()
-        self._shrink_batch(len(self.running), unmade, f"beside {len(self.running)} answers")
-        return [(row, error) for row, error in lost if row not in unmade]
+        return entering
 
     def _shrink_batch(self, most_rows: int, rows: Sequence[QueuedRow], where: str) -> None:
         """After running out of memory, requeue ``rows`` and cap the batch at ``most_rows`` from now on.
@@ -259,38 +272,58 @@ class DecodeQueue:
         Return (entered rows, (row, exception) of rows whose caches could not be made again).
         """
         lost: list[Outcome] = []
-        remade = {}
+        # the row with its new cache, by the row without one
+        remade: dict[QueuedRow, QueuedRow] = {}
         # a batch that failed owned these caches, and only their shapes are left
-        gone = [r for r in rows if r.given_up]
-        if self.remake is not None and gone:
-            for row, outcome in self.remake(gone):
+        cacheless = [row for row in rows if row.given_up]
+        if self.remake is not None and cacheless:
+            for row, outcome in self.remake(cacheless):
                 if isinstance(outcome, Exception):
                     lost.append((row, outcome))
                 else:
                     remade[row] = outcome
-        complete = [remade.get(r, r) for r in rows if r in remade or not r.given_up]
+        complete = [remade.get(row, row) for row in rows if row in remade or not row.given_up]
         entered = complete
         if self.remake is not None:
             # the batch holds the numbers now, and the prompt can be read again
-            entered = [r.without_cache() for r in complete]
-        batch.enter([(key, r.cache, r.ending) for key, r in zip(entered, complete, strict=True)])
+            entered = [row.without_cache() for row in complete]
+        # the batch names each answer by the row that stays in the queue
+        batch.enter([(kept, row.cache, row.ending) for kept, row in zip(entered, complete, strict=True)])
         return entered, lost
+
+
+Record = TypeVar("Record", TurnAnswer, DrawnAnswer)
+
+
+class Answered(NamedTuple, Generic[Record]):
+    """One of several answers from one cache.
+
+    record: the answer as it is stored.
+    answer: the tokens and the costs of decoding them.
+    peak: the most tokens that a head held meanwhile.
+    """
+
+    record: Record
+    answer: Answer
+    peak: int
 
 
 @dataclass(eq=False)
 class Asking:
     """The questions of one context under one method, and the answers so far.
 
+    host: the model and tokenizer that read the questions.
     row: the compressed context. Isolated questions branch from its cache.
+    encoded: the token ids of the context and of its questions.
     cache: the cache that the next question continues.
-    answered: by index of the question, the record, the answer and the most tokens that a head held meanwhile.
+    answered: the answers so far, by the index of the question.
     """
 
     host: Host
     row: QueuedRow
     encoded: EncodedTurns
     cache: PromptCache
-    answered: dict[int, tuple[TurnAnswer, Answer, int]] = field(default_factory=dict)
+    answered: dict[int, Answered[TurnAnswer]] = field(default_factory=dict)
 
     @property
     def isolated(self) -> bool:
@@ -321,13 +354,13 @@ class Asking:
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Add the answer to a row's question. Return the context's sample once all questions are answered, else None.
 
+        row: the question's row, whose ``turn`` is the question's index.
         text: the answer's text.
         value: the answer's score; None if the metric gives no score.
         peak: the most tokens that a head held while answering.
         """
-        # rows of questions are numbered by their turn
         assert row.turn is not None
-        task, asked = row.cell.task, row.scored_example
+        task, question = row.cell.task, row.scored_example
         # when questions see each other, the next one continues the cache that has read this one
         if not self.isolated:
             self.cache = row.cache
@@ -339,37 +372,39 @@ class Asking:
         record = TurnAnswer(
             prediction=text,
             score=value,
-            answers=asked.answers,
+            answers=question.answers,
             new_tokens=len(answer.tokens),
             decode_s=round(answer.seconds, 6),
             bytes=self.cache.nbytes(),
             # other metrics than the task's own
-            beside={name: score(name, task.answer(text), asked) for name in task.beside},
+            beside={name: score(name, task.answer(text), question) for name in task.beside},
         )
-        self.answered[row.turn] = record, answer, peak
+        self.answered[row.turn] = Answered(record, answer, peak)
         if len(self.answered) < len(self.encoded.questions):
             return None
         # isolated questions may be answered in any order
-        turns = [self.answered[i] for i in range(len(self.answered))]
+        in_order = [self.answered[i] for i in range(len(self.answered))]
+        sample = build_joint_sample(self.row, in_order)
         # each turn's record holds its references
-        return replace(build_joint_sample(self.row, turns), answers=None, turns=tuple(turn for turn, _, _ in turns))
+        return replace(sample, answers=None, turns=tuple(answered.record for answered in in_order))
 
     def _tokens_to_keep(self, row: QueuedRow, answer: Answer) -> list[int]:
-        """Return an answer's tokens for the context of the next question.
+        """Return an answer's tokens for the context of the next question, so that one end token follows the answer.
 
-        An end token is added unless the next question begins with one.
+        With a chat template the next question begins with that token, and the answer goes without.
         """
-        ended = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
-        # a chat template puts the token that ends this answer at the beginning of the next question
+        has_end_token = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
+        # ``between`` is True if the next question begins with the end token
         if self.encoded.between:
-            if ended:
+            if has_end_token:
                 return answer.tokens[:-1]
             return answer.tokens
-        end = getattr(self.host.tokenizer, "eos_token_id", None)
-        if ended or end is None:
+        # not every tokenizer has one
+        end_id = getattr(self.host.tokenizer, "eos_token_id", None)
+        if has_end_token or end_id is None:
             return answer.tokens
         # the answer was cut at its limit: end it as the model would have
-        return answer.tokens + [int(end)]
+        return answer.tokens + [int(end_id)]
 
 
 @dataclass(eq=False)
@@ -379,11 +414,11 @@ class Drawing:
     All begin from one cache: the prompt is read and compressed once.
 
     row: the compressed prompt.
-    answered: by index of the answer, the record, the answer and the most tokens that a head held meanwhile.
+    answered: the answers that have come, by the index of the draw.
     """
 
     row: QueuedRow
-    answered: dict[int, tuple[DrawnAnswer, Answer, int]] = field(default_factory=dict)
+    answered: dict[int, Answered[DrawnAnswer]] = field(default_factory=dict)
 
     @property
     def cell(self) -> Cell:
@@ -399,33 +434,29 @@ class Drawing:
     def add_answer(self, row: QueuedRow, answer: Answer, text: str, value: float | None, peak: int) -> Sample | None:
         """Add a row's answer. Return the prompt's sample once all its answers have come, else None.
 
+        row: the drawn answer's row, whose ``turn`` is the index of the draw.
         text: the answer's text.
         value: the answer's score; None if the metric gives no score.
         peak: the most tokens that a head held while answering.
         """
-        # rows of drawn answers are numbered by the draw
         assert row.turn is not None
-        drawn = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
-        self.answered[row.turn] = drawn, answer, peak
+        record = DrawnAnswer(text, value, new_tokens=len(answer.tokens), decode_s=round(answer.seconds, 6))
+        self.answered[row.turn] = Answered(record, answer, peak)
         count = self.cell.task.samples
         if len(self.answered) < count:
             return None
         # answers may end in any order
-        draws = [self.answered[i] for i in range(count)]
-        return replace(build_joint_sample(self.row, draws), draws=tuple(draw for draw, _, _ in draws))
+        in_order = [self.answered[i] for i in range(count)]
+        sample = build_joint_sample(self.row, in_order)
+        return replace(sample, draws=tuple(answered.record for answered in in_order))
 
 
-def build_joint_sample(
-    row: QueuedRow, answered: Sequence[tuple[TurnAnswer, Answer, int] | tuple[DrawnAnswer, Answer, int]]
-) -> Sample:
-    """Return one sample for several answers from a row's cache: their mean score, and their texts in lines.
-
-    answered: each answer's record, the answer, and the most tokens that a head held meanwhile.
-    """
-    records = [record for record, _, _ in answered]
-    answer = join_answers([answer for _, answer, _ in answered])
+def build_joint_sample(row: QueuedRow, answers: Sequence[Answered[Record]]) -> Sample:
+    """Return one sample for several answers from a row's cache: their mean score, and their texts in lines."""
+    records = [answered.record for answered in answers]
+    answer = join_answers([answered.answer for answered in answers])
     text = "\n".join(record.prediction.strip() for record in records)
-    peak = max(peak for _, _, peak in answered)
+    peak = max(answered.peak for answered in answers)
     return build_sample(row, answer, text, average_scores(records), decode_peak=peak)
 
 
@@ -450,22 +481,26 @@ def join_answers(answers: Sequence[Answer]) -> Answer:
     )
 
 
-def average_scores(answers: Sequence[TurnAnswer | DrawnAnswer]) -> float | None:
+def average_scores(records: Sequence[TurnAnswer] | Sequence[DrawnAnswer]) -> float | None:
     """Return the mean score of answers; None if none has a score."""
-    scores = [answer.score for answer in answers if answer.score is not None]
+    scores = [record.score for record in records if record.score is not None]
     if not scores:
         return None
     return fmean(scores)
 
 
 def read_question(askings: Sequence[Asking], turn: int) -> list[QueuedRow]:
-    """Read one question of a context behind the caches of all methods. Return the rows that answer it."""
+    """Read one question of a context behind the caches of all methods. Return the rows that answer it.
+
+    askings: the context under each method, all on one host.
+    turn: the index of the question.
+    """
     if not askings:
         return []
-    # all ask about the same context on the same host
+    # any of them has the host and the question's tokens
     host, ids = askings[0].host, askings[0].question_ids(turn)
     # one pass of the model serves the caches of all methods
-    caches = extend_caches(host.model, [a.cache for a in askings], ids)
+    caches = extend_caches(host.model, [asking.cache for asking in askings], ids)
     rows = []
     for asking, cache in zip(askings, caches, strict=True):
         ending = host.make_ending(asking.cell.task, asking.example.asked(turn))
@@ -481,12 +516,12 @@ def extend_rows(rows: Sequence[QueuedRow], host: Host, ids: Sequence[int]) -> li
 
 def remake_rows(host: Host, rows: Sequence[QueuedRow]) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
     """Read the prompts of ``rows`` again. Return each row with its new cache, or the exception raised."""
-    by_prompt: dict[tuple[str, str], list[QueuedRow]] = {}
+    rows_by_prompt: dict[tuple[str, str], list[QueuedRow]] = {}
     for row in rows:
         # group by column, too: another column may withhold the question, or use the id for another prompt
-        by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
+        rows_by_prompt.setdefault((row.cell.column, row.example.id), []).append(row)
     outcomes: list[tuple[QueuedRow, QueuedRow | Exception]] = []
-    for rows_of_prompt in by_prompt.values():
+    for rows_of_prompt in rows_by_prompt.values():
         # all rows of a prompt read the same tokens
         first = rows_of_prompt[0]
         encoded = host.encode(first.example, first.cell.task)
@@ -514,7 +549,8 @@ def build_sample(row: QueuedRow, answer: Answer, text: str, value: float | None,
     capacity = row.cell.chain.capacity(row.measured.n)
     factor = round(answer.factor, 3) if answer.factor is not None else None
     references: tuple[str, ...] | None = tuple(example.answers)
-    attended = answer.attended  # methods that mask attend fewer tokens than they hold
+    # methods that mask attend fewer tokens than they hold
+    attended = answer.attended
     if example.scored is not None:
         # this text was scored by its likelihood, and has no answer
         references, attended = None, None

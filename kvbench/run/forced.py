@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 
 import torch
@@ -42,50 +43,62 @@ def score_text(
 
     rows: rows whose caches have read the text's prefix.
     """
-    # [tokens behind the compressed prefix]
-    rest = torch.tensor(text.ids[text.prefix :])
-    # position 0 is the first token behind the prefix; of a long text's window only the tokens behind scored_from count.
-    # 0: the prefix is the window's whole first half, or the text is no window, and every token behind the prefix counts
-    first = max(0, text.scored_from - text.prefix) if text.scored_from is not None else 0
-
-    def score_together(part: Sequence[QueuedRow]) -> list[Scored]:
-        """Return the score of the text under each row of ``part``, computed in one pass."""
-        synchronise(host.model.device)
-        start = time.perf_counter()
-        caches = [r.cache for r in part]
-        compared = list(part)
-        if full is None:
-            forced = teacher_force(host.model, caches, rest, text.chunk)
-        else:
-            forced, floor = diverge(host.model, full, caches, rest)
-            for i, (row, result) in enumerate(zip(part, forced, strict=True)):
-                fidelity = dict(row.fidelity or {})
-                fidelity["reference"] = _build_window_fidelity(result, floor, first, text.document)
-                compared[i] = replace(row, fidelity=fidelity)
-        synchronise(host.model.device)
-        # the rows share the pass; charge each an equal part
-        seconds = (time.perf_counter() - start) / len(part)
-        scored = []
-        for result, row in zip(forced, compared, strict=True):
-            # where a window's first half is fed, too, the first prediction that counts is made from the token at
-            # ``first``
-            counted = result.losses[first + 1 :] if first else result.losses
-            loss = float(counted.sum())
-            answer = Answer(
-                tokens=rest.tolist(),
-                held=result.held,
-                seconds=seconds,
-                rows=len(part),
-                stored=result.stored,
-                finite=isfinite(loss),
-            )
-            # loss / divisor: the negative log likelihood of a token, word or byte, as the task counts them
-            scored.append((loss / text.divisor, answer, row))
-        return scored
-
     if not rows:
         return []
-    return run_in_parts(rows, score_together)
+    # a row that fails is scored alone, so that the others keep their score
+    return run_in_parts(rows, partial(_score_together, host, text, full))
+
+
+def _score_together(
+    host: Host, text: ScoredText, full: PromptCache | None, rows: Sequence[QueuedRow]
+) -> list[Scored]:
+    """Return the score of the text under each of ``rows``, computed in one pass. ``score_text`` explains the rest."""
+    # [T]: the tokens behind the compressed prefix, which are fed and scored
+    fed_ids = torch.tensor(text.ids[text.prefix :])
+    first = _find_first_counted(text)
+    synchronise(host.model.device)
+    start = time.perf_counter()
+    caches = [row.cache for row in rows]
+    compared_rows = list(rows)
+    if full is None:
+        results = teacher_force(host.model, caches, fed_ids, text.chunk)
+    else:
+        results, floor = diverge(host.model, full, caches, fed_ids)
+        for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+            fidelity = dict(row.fidelity or {})
+            fidelity["reference"] = _build_window_fidelity(result, floor, first, text.document)
+            compared_rows[i] = replace(row, fidelity=fidelity)
+    synchronise(host.model.device)
+    # the rows share the pass; charge each an equal part
+    seconds = (time.perf_counter() - start) / len(rows)
+    scored = []
+    for result, row in zip(results, compared_rows, strict=True):
+        # losses[i] is the loss of token i of ``fed_ids``. If the window's first half is fed, too, the token at
+        # ``first`` makes the first prediction that counts, which is that of the token behind it
+        counted_losses = result.losses[first + 1 :] if first else result.losses
+        loss = float(counted_losses.sum())
+        answer = Answer(
+            tokens=fed_ids.tolist(),
+            held=result.held,
+            seconds=seconds,
+            rows=len(rows),
+            stored=result.stored,
+            finite=isfinite(loss),
+        )
+        # loss / divisor: the negative log likelihood of a token, word or byte, as the task counts them
+        scored.append((loss / text.divisor, answer, row))
+    return scored
+
+
+def _find_first_counted(text: ScoredText) -> int:
+    """Return the index, among the tokens behind the prefix, of the token behind which predictions count.
+
+    It is 0 if every token behind the prefix counts: the text is no window of a long text, or the prefix is the
+    window's whole first half.
+    """
+    if text.scored_from is None:
+        return 0
+    return max(0, text.scored_from - text.prefix)
 
 
 def compare_rows(
@@ -100,13 +113,14 @@ def compare_rows(
 
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
         """Return the rows of ``part`` with their divergences, computed in one pass for each text."""
-        caches = [r.cache for r in part]
-        records: list[dict[str, TextFidelity]] = [{} for _ in part]
+        caches = [row.cache for row in part]
+        # for each row, its comparison by kind of text
+        fidelities: list[dict[str, TextFidelity]] = [{} for _ in part]
         for kind, tokens in texts.items():
-            forced, floor = diverge(host.model, full, caches, torch.tensor(tokens))
-            for record, result in zip(records, forced, strict=True):
-                record[kind] = _build_window_fidelity(result, floor)
-        return [replace(row, fidelity=record) for row, record in zip(part, records, strict=True)]
+            results, floor = diverge(host.model, full, caches, torch.tensor(tokens))
+            for fidelity, result in zip(fidelities, results, strict=True):
+                fidelity[kind] = _build_window_fidelity(result, floor)
+        return [replace(row, fidelity=fidelity) for row, fidelity in zip(part, fidelities, strict=True)]
 
     return _compare_in_parts(rows, compare_together)
 
@@ -180,10 +194,10 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
 
 
 def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, document: str = "") -> TextFidelity:
-    """Return the comparison of a row with the full cache as it is stored.
+    """Return the comparison of a row with the full cache as it is stored. Positions that do not count are dropped.
 
     forced: the row's losses and its divergence from the full cache, at each token of the text.
-    floor: the divergence of the full cache with changed last places from the full cache itself.
+    floor: the divergence from the full cache of the same cache with changed last places, at each compared position.
     first: the number of compared positions before the first that counts.
     document: the document of which the text is a window; '' if it is not a window.
     """
@@ -192,7 +206,8 @@ def _build_window_fidelity(forced: Forced, floor: Divergence, first: int = 0, do
     assert divergence is not None
     # the prompt alone predicts the first token, so losses have one position more than divergences
     loss = float(forced.losses[first + 1 :].double().sum())
-    return build_text_fidelity(divergence, loss, float(floor.kl[first:].mean()), first, document)
+    mean_floor = float(floor.kl[first:].mean())
+    return build_text_fidelity(divergence, loss, mean_floor, first, document)
 
 
 def build_text_fidelity(
@@ -208,7 +223,7 @@ def build_text_fidelity(
     """
     return TextFidelity(
         # four digits are enough for any statistic, and keep the files small
-        kl=tuple(float(f"{x:.4g}") for x in divergence.kl[first:].tolist()),
+        kl=tuple(float(f"{nats:.4g}") for nats in divergence.kl[first:].tolist()),
         same="".join("1" if same else "0" for same in divergence.same[first:].tolist()),
         log_ratio=float(divergence.log_ratio[first:].sum()),
         shift=float(divergence.shift[first:].square().sum()),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ Work = tuple[Example, Sequence[Cell]]
 
 
 class PromptReader:
-    """Reads prompts. Keeps the caches of the previous context, if a question was withheld from it.
+    """A reader of prompts. It keeps the caches of the previous context, if a question was withheld from it.
 
     Successive examples with equal contexts share these caches. A prompt may be followed by the same prompt with its
     question withheld: one pass over all tokens then gives the caches of both.
@@ -38,14 +38,15 @@ class PromptReader:
         self.forget()
 
     def forget(self) -> None:
-        """Drop the caches that are kept: the tokens of the context that was read last, and its caches."""
-        self._ids: Sequence[int] = ()
-        self._known: dict[Key, PromptCache] = {}
+        """Drop what is kept of the context that was read last: its tokens and its caches."""
+        self._kept_ids: Sequence[int] = ()
+        self._kept_caches: dict[Key, PromptCache] = {}
 
     @property
     def holds(self) -> bool:
         """True if caches are kept, or the first tokens of a prompt."""
-        return bool(self._known or (self.host.prefix and len(self.host.prefix.ids)))
+        has_prefix = self.host.prefix is not None and len(self.host.prefix.ids) > 0
+        return bool(self._kept_caches) or has_prefix
 
     def forget_all(self) -> bool:
         """Drop everything that is kept, including a prompt's first tokens. Return True if there was anything."""
@@ -65,10 +66,11 @@ class PromptReader:
         following: the work that is read next, which may share this prompt's pass; None if there is none.
         """
         caches: dict[Key, PromptCache | Exception] = {}
-        if encoded.question and self._ids == encoded.ids:
+        if encoded.question and self._kept_ids == encoded.ids:
             # this is the context that was read last, with another question behind it
-            caches |= self._known
-        self.forget()  # free the old caches before new ones come
+            caches |= self._kept_caches
+        # free the old caches before new ones come
+        self.forget()
         # each cell with how many of the prompt's first tokens it reads
         wanted = [(cell, len(encoded.ids)) for cell in cells if _make_key(cell) not in caches]
         # if all caches of a prompt are known, neither it nor the following work is read
@@ -79,44 +81,62 @@ class PromptReader:
             wanted += [(cell, len(context)) for cell in later_cells]
         for (cell, _), cache in self._prefill_cells(encoded.ids, wanted):
             caches[_make_key(cell)] = cache
-        # the next prompt may use the caches of a context whose question was withheld: those of this prompt, or those
-        # that were read for the following work
-        cells_to_keep: Sequence[Cell] = cells if encoded.question else later_cells
-        self._ids = encoded.ids if encoded.question else context
-        for cell in cells_to_keep:
+        # only caches of a context whose question was withheld serve the next prompt, which may have another question
+        if encoded.question:
+            self._keep(encoded.ids, cells, caches)
+        else:
+            self._keep(context, later_cells, caches)
+        return [(cell, caches[_make_key(cell)]) for cell in cells]
+
+    def _keep(
+        self, context: Sequence[int], cells: Sequence[Cell], caches: Mapping[Key, PromptCache | Exception]
+    ) -> None:
+        """Keep the caches of a context for the next prompt.
+
+        context: the context's token ids.
+        cells: the cells whose caches of it are kept. A cell whose prefill failed has none.
+        caches: the outcomes of reading by cell, which may hold others, too.
+        """
+        self._kept_ids = context
+        for cell in cells:
             cache = caches[_make_key(cell)]
             if isinstance(cache, PromptCache):
-                self._known[_make_key(cell)] = cache
-        return [(cell, caches[_make_key(cell)]) for cell in cells]
+                self._kept_caches[_make_key(cell)] = cache
 
     def _find_withheld(
         self, example: Example, encoded: Encoded, following: Work | None
     ) -> tuple[Sequence[int], list[Cell]]:
-        """Return the context and the cells of the work ``following`` if it asks about this same prompt.
+        """Return the context's token ids and the cells of the work ``following`` if it asks about this same prompt.
 
         ``following`` may be the example again, under cells that compress its context before they read its question.
-        This prompt begins with that context, so one prefill can serve both. Returns ((), []) if it cannot.
+        This prompt begins with that context, so one prefill can serve both. Return ((), []) if it cannot.
         """
         if following is None or encoded.question or example.scored is not None:
             return (), []
-        other, cells = following
-        if not cells or other.id != example.id:
+        next_example, next_cells = following
+        if not next_cells or next_example.id != example.id:
             return (), []
         try:
-            context = self.host.encode(other, cells[0].task)
+            withheld = self.host.encode(next_example, next_cells[0].task)
         # the error is reported when that example itself is read
         except Exception:
             return (), []
-        if not context.question or encoded.ids[: len(context.ids)] != context.ids:
+        begins_alike = encoded.ids[: len(withheld.ids)] == withheld.ids
+        if not withheld.question or not begins_alike:
             return (), []
-        return context.ids, with_full([c for c in cells if not why_unfit(self.host, c, context, other)])
+        fitting_cells = []
+        for cell in next_cells:
+            if explain_unfit(self.host, cell, withheld, next_example) is None:
+                fitting_cells.append(cell)
+        return withheld.ids, with_full(fitting_cells)
 
     def _prefill_cells(
         self, ids: Sequence[int], wanted: Sequence[tuple[Cell, int]]
     ) -> list[tuple[tuple[Cell, int], PromptCache | Exception]]:
         """Return each entry of ``wanted`` with its cache, or with the exception that its prefill raised.
 
-        wanted: (cell, how many of the prompt's first tokens its cache covers) each.
+        ids: the prompt's token ids.
+        wanted: the pairs (cell, how many of the prompt's first tokens its cache covers).
         """
 
         def prefill_together(part: Sequence[tuple[Cell, int]]) -> list[PromptCache]:
@@ -132,10 +152,11 @@ class PromptReader:
                 # ``run_in_parts`` tries smaller parts, or keeps the error
                 raise
 
-        most = self.most_cells or max(1, len(wanted))
+        # a step of at least 1, since nothing may be wanted
+        most_cells = self.most_cells or max(1, len(wanted))
         outcomes: list[tuple[tuple[Cell, int], PromptCache | Exception]] = []
-        for start in range(0, len(wanted), most):
-            outcomes += run_in_parts(wanted[start : start + most], prefill_together)
+        for start in range(0, len(wanted), most_cells):
+            outcomes += run_in_parts(wanted[start : start + most_cells], prefill_together)
         return outcomes
 
 
@@ -144,7 +165,7 @@ def _make_key(cell: Cell) -> Key:
     return cell.id, cell.hidden
 
 
-def why_unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
+def explain_unfit(host: Host, cell: Cell, encoded: Encoded, example: Example) -> str | None:
     """Return why a cell cannot run an example, or None if it can.
 
     encoded: the example's prompt, which the cell's prefill reads.

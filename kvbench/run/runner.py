@@ -43,7 +43,7 @@ from kvbench.run.answers import (
 from kvbench.run.host import Host
 from kvbench.run.listener import Listeners
 from kvbench.run.model_changed import ModelChanged
-from kvbench.run.reading import PromptReader, Work, why_unfit
+from kvbench.run.reading import PromptReader, Work, explain_unfit
 from kvbench.store.cell import Cell
 from kvbench.store.results import Facts, Sample
 from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
@@ -70,7 +70,7 @@ Item = TypeVar("Item", QueuedRow, Asking)
 
 
 @dataclass(frozen=True)
-class First:
+class FirstPrompt:
     """The first prompt that a foreign cell computed in a run, with the digests of its cache's layers."""
 
     example: Example
@@ -86,10 +86,12 @@ class GroupRun:
     ``store_answer`` (audit of decoding, store). A cell leaves at any of these points if its method fails. The other
     cells go on.
 
+    host, store: the loaded model, and the results folder.
     writers: the open samples file of each cell, by the cell's id.
+    listeners: what follows the run, such as a progress display.
     shard: the number of this process's part of the examples.
     refused, failed: the reasons, by the id of each cell that left.
-    foreign: the cells with code that is not kvbench's own.
+    foreign: the cells with code that is not kvbench's own, such as a user's method.
     """
 
     host: Host
@@ -106,7 +108,7 @@ class GroupRun:
         # foreign code may change the model: compare the model with this state after each step
         self.model_before = state_of(self.host.model) if self.foreign else None
         # the first prompt of each foreign cell, by the cell's id, to see later whether the method computes it alike
-        self.firsts: dict[str, First] = {}
+        self.first_prompts: dict[str, FirstPrompt] = {}
         self.reader = PromptReader(self.host, self._call_with_room)
         self.reading_since = time.monotonic()
         self.queue = DecodeQueue(
@@ -119,14 +121,15 @@ class GroupRun:
         # contexts and prompts with several answers, by the ids of cell and example
         self.asking: dict[tuple[str, str], Asking | Drawing] = {}
 
-    def run(self, work: Sequence[Work]) -> None:
+    def answer_examples(self, work: Sequence[Work]) -> None:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
-        for i, (example, wanted) in enumerate(work):
-            cells = self.active_cells(wanted)
+        for i, (example, cells_left) in enumerate(work):
+            cells = self.active_cells(cells_left)
             # an empty queue takes any number of rows
             while not self.queue.has_room(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
                 self.advance_queue()
-                cells = self.active_cells(cells)  # decoding may have taken some out of the run
+                # decoding may have taken some out of the run
+                cells = self.active_cells(cells)
             # no prompt waits for an answer, so this one will be the oldest
             if not len(self.queue):
                 self.reading_since = time.monotonic()
@@ -143,8 +146,8 @@ class GroupRun:
             self.advance_queue()
         # after a single prompt, a method has nothing to remember; its first prompt was computed twice already
         if len(work) > 1:
-            for cell in self.active_cells([c for c in self.foreign if c.id in self.firsts]):
-                self.check_unchanged(cell, self.firsts[cell.id])
+            for cell in self.active_cells([cell for cell in self.foreign if cell.id in self.first_prompts]):
+                self.check_unchanged(cell, self.first_prompts[cell.id])
 
     def reading_s(self) -> float:
         """Return the age in seconds of the oldest prompt that waits for an answer."""
@@ -179,16 +182,16 @@ class GroupRun:
                 self.fail_cell(cell, error, example)
             return
         for cell in cells:
-            if reason := why_unfit(self.host, cell, encoded, example):
+            if reason := explain_unfit(self.host, cell, encoded, example):
                 self.refuse_cell(cell, reason, example)
         cells = with_full(self.active_cells(cells))
         rows = self._compress_prompt(example, encoded, cells, following)
         full = None
         if cells and cells[0].fidelity:
             # the full cache was read in the same pass
-            full = next((r.cache for r in rows if r.cell.chain.is_full), None)
+            full = next((row.cache for row in rows if row.cell.chain.is_full), None)
         # the hidden full cache was needed only for the comparison
-        rows = [r for r in rows if not r.cell.hidden]
+        rows = [row for row in rows if not row.cell.hidden]
         if full is not None and rows:
             rows = self.compare_rows(example, encoded, rows, full)
         if rows:
@@ -212,15 +215,8 @@ class GroupRun:
                     # count bytes from the tensors themselves, whatever the method says
                     measured = audit(cache, self.host.shape())
                 self.check_repeatable(cell, cache, encoded, example)
-                row = QueuedRow(
-                    cell,
-                    example,
-                    cache,
-                    measured=measured,
-                    cut=encoded.cut,
-                    ending=self.host.make_ending(cell.task, example),
-                )
-                rows.append(row)
+                ending_rule = self.host.make_ending(cell.task, example)
+                rows.append(QueuedRow(cell, example, cache, measured, cut=encoded.cut, ending=ending_rule))
             except Exception as error:
                 self.take_out(cell, error, example)
         # the compressed caches read the withheld question now
@@ -265,18 +261,19 @@ class GroupRun:
         askings: the context under each method, all with the same questions.
         """
         # ``store_answer`` looks up the context of an answer by these ids
-        self.asking |= {(a.cell.id, a.example.id): a for a in askings}
+        self.asking |= {(asking.cell.id, asking.example.id): asking for asking in askings}
         for turn in turns:
             while not self.queue.has_room(len(askings)):
                 self.advance_queue()
-            active = [a for a in askings if self.active_cells([a.cell])]
+            # making room may have decoded others and failed a cell
+            active = [asking for asking in askings if self.active_cells([asking.cell])]
             for row in self._run_together(active, partial(read_question, turn=turn)):
                 self.queue.add(row)
 
     def queue_draws(self, drawings: Sequence[Drawing], count: int) -> None:
         """Queue ``count`` answers to one prompt, compressed by several methods. All begin from the same caches."""
         # ``store_answer`` looks up the drawings of an answer by these ids
-        self.asking |= {(d.cell.id, d.row.example.id): d for d in drawings}
+        self.asking |= {(drawing.cell.id, drawing.row.example.id): drawing for drawing in drawings}
         for index in range(count):
             while not self.queue.has_room(len(drawings)):
                 self.advance_queue()
@@ -292,13 +289,13 @@ class GroupRun:
 
         An item that fails on its own marks its cell as failed or refused.
         """
-        done = []
+        rows = []
         for item, outcome in run_in_parts(items, lambda part: self._call_with_room(partial(work, part))):
             if isinstance(outcome, Exception):
                 self.take_out(item.cell, outcome, item.example)
             else:
-                done.append(outcome)
-        return done
+                rows.append(outcome)
+        return rows
 
     def _remake_rows(self, rows: Sequence[QueuedRow]) -> Sequence[tuple[QueuedRow, QueuedRow | Exception]]:
         """Make the caches of ``rows`` again. Return each row with its new cache, or the exception raised.
@@ -313,7 +310,8 @@ class GroupRun:
 
     def _call_with_room(self, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``. If memory runs out, decode the rows that are queued and call it again."""
-        can_forget = self.reader.holds  # reading may have dropped the kept caches by the time it fails
+        # reading may have dropped the kept caches by the time it fails
+        can_forget = self.reader.holds
         try:
             return work()
         except Exception as error:
@@ -344,7 +342,7 @@ class GroupRun:
                 return []
             outcomes = forced.compare_rows(self.host, rows, full, texts)
         compared = []
-        self.check_model([r.cell for r in rows], example)
+        self.check_model([row.cell for row in rows], example)
         for row, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self.take_out(row.cell, outcome, example)
@@ -365,8 +363,9 @@ class GroupRun:
                 self.take_out(row.cell, outcome, row.example)
                 continue
             ids = outcome.tokens
+            # the token that ends an answer is no part of its text
             if ids and ids[-1] in row.ending.stop:
-                ids = ids[:-1]  # the token that ends an answer is no part of its text
+                ids = ids[:-1]
             try:
                 text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
                 value = score(row.cell.task.metric, row.cell.task.answer(text), row.scored_example)
@@ -389,12 +388,7 @@ class GroupRun:
             self.refuse_cell(cell, str(build_answer_refusal(cell.chain, self.host.model.dtype)), example)
             return
         try:
-            with contained(cell.chain.name, foreign=cell.chain.foreign):
-                cell.check_knobs()
-                # the last token of an answer is never read, so the cache grows by one token less
-                decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
-                if answer.stored is not None:
-                    check_bytes(row.cache, answer.stored, self.host.shape())
+            decode_peak = self._audit_answer(row, answer)
             asking = None
             if row.turn is None:
                 sample: Sample | None = build_sample(row, answer, text, value, decode_peak)
@@ -417,6 +411,16 @@ class GroupRun:
         self.writers[cell.id].append(sample.record())
         self.listeners.stored(cell, sample)
 
+    def _audit_answer(self, row: QueuedRow, answer: Answer) -> int:
+        """Return the most tokens that a head held while answering. Raises Refused if the cache held too much."""
+        with contained(row.cell.chain.name, foreign=row.cell.chain.foreign):
+            row.cell.check_knobs()
+            # the last token of an answer is never read, so the cache grows by one token less
+            decode_peak = check_peak(row.cache, answer.held, fed=len(answer.tokens) - 1)
+            if answer.stored is not None:
+                check_bytes(row.cache, answer.stored, self.host.shape())
+        return decode_peak
+
     def check_repeatable(self, cell: Cell, cache: PromptCache, encoded: Encoded, example: Example) -> None:
         """Raise Refused if a foreign method computes the prompt differently the second time.
 
@@ -425,10 +429,10 @@ class GroupRun:
         acts while decoding then reads some tokens twice, too.
         """
         chain = cell.chain
-        if not chain.foreign or cell.id in self.firsts:
+        if not chain.foreign or cell.id in self.first_prompts:
             return
-        first = First(example, encoded, digests(cache.layers))
-        self.firsts[cell.id] = first
+        first = FirstPrompt(example, encoded, digests(cache.layers))
+        self.first_prompts[cell.id] = first
         second = self._prefill_again(cell, encoded)
         layer = first_difference(first.digests, digests(second.layers))
         if layer is not None:
@@ -448,14 +452,15 @@ class GroupRun:
         (cache,) = self._call_with_room(partial(self.host.prefill, encoded.ids, [cell.chain]))
         return cache
 
-    def _decodes_alike(self, one: PromptCache, other: PromptCache, tokens: Sequence[int]) -> bool:
+    def _decodes_alike(self, cache: PromptCache, twin: PromptCache, tokens: Sequence[int]) -> bool:
         """Return True if two equal caches are equal after both have read the same ``tokens``, and give equal logits."""
-        one, other = extend_cache(self.host.model, one, tokens), extend_cache(self.host.model, other, tokens)
-        # masks act on single tokens alone
-        one, other = extend_cache(self.host.model, one, tokens[:1]), extend_cache(self.host.model, other, tokens[:1])
-        return digests(one.layers) == digests(other.layers) and torch.equal(one.logits, other.logits)
+        # all tokens at once, and then one alone, since masks act on single tokens only
+        for ids in (tokens, tokens[:1]):
+            cache = extend_cache(self.host.model, cache, ids)
+            twin = extend_cache(self.host.model, twin, ids)
+        return digests(cache.layers) == digests(twin.layers) and torch.equal(cache.logits, twin.logits)
 
-    def check_unchanged(self, cell: Cell, first: First) -> None:
+    def check_unchanged(self, cell: Cell, first: FirstPrompt) -> None:
         """Refuse a foreign cell if its method computes its first prompt differently at the end of the run."""
         try:
             again = self._prefill_again(cell, first.encoded)
@@ -479,7 +484,7 @@ class GroupRun:
         if not replaced and state_of(self.host.model) == self.model_before:
             return
         # kvbench's own methods change nothing; if no foreign one ran now, any earlier one may have done it
-        suspects = [c for c in ran if c in self.foreign]
+        suspects = [cell for cell in ran if cell in self.foreign]
         changed = ModelChanged(suspects or self.foreign, replaced)
         for cell in self.foreign:
             if cell.id in changed.cells:
@@ -503,7 +508,7 @@ class GroupRun:
     def forget_cell(self, cell: Cell) -> None:
         """Forget the waiting rows, and the unfinished contexts and drawings of a cell."""
         self.queue.drop(cell.id)
-        self.asking = {key: asking for key, asking in self.asking.items() if key[0] != cell.id}
+        self.asking = {key: asking for key, asking in self.asking.items() if asking.cell.id != cell.id}
 
     def fail_cell(self, cell: Cell, error: Exception, example: Example) -> None:
         """Take the cell out of this run and record why. Its samples stay, and the next run measures the others."""
@@ -512,7 +517,7 @@ class GroupRun:
             return
         # messages of PyTorch may have many lines; a reason takes one
         reason = " ".join(str(error).split())[:REASON_LENGTH]
-        # kvbench's own messages speak for themselves
+        # kvbench's own messages need no name of the error's class
         if not isinstance(error, KvbenchError):
             reason = f"{type(error).__name__}: {reason}".rstrip(": ")
         self.failed[cell.id] = f"{reason} (example {example.id})"
@@ -570,19 +575,19 @@ def run_groups(
             for example, cells_left in zip(examples, todo, strict=True):
                 if example is not None and example.id in cells_left:
                     work.append((example, cells_left[example.id]))
-        foreign = [c for c in cells if c.chain.foreign]
-        run = GroupRun(
+        foreign = [cell for cell in cells if cell.chain.foreign]
+        group_run = GroupRun(
             host=host, store=store, writers=writers, listeners=listeners or Listeners(), shard=shard, foreign=foreign
         )
         # attention runs through kvbench's interface until the last answer
         stack.enter_context(attached(host.model))
         try:
-            run.run(work)
+            group_run.answer_examples(work)
         # an interrupt, too
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) and (lost := run.describe_unanswered()):
-                error.add_note(lost)
-            for cell in run.active_cells(_list_waiting([pending(group, store) for group in opened])):
+            if isinstance(error, KeyboardInterrupt) and (unanswered := group_run.describe_unanswered()):
+                error.add_note(unanswered)
+            for cell in group_run.active_cells(_list_waiting([pending(group, store) for group in opened])):
                 store.mark(cell, "interrupted", ending(error))
             raise
     return busy
@@ -593,8 +598,8 @@ def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
 
     todo: for each group, the cells that need each example, by example id.
     """
-    by_id: dict[str, Cell] = {}
+    cells_by_id: dict[str, Cell] = {}
     for cells_by_example in todo:
         for cells in cells_by_example.values():
-            by_id.update({c.id: c for c in cells})
-    return list(by_id.values())
+            cells_by_id |= {cell.id: cell for cell in cells}
+    return list(cells_by_id.values())
