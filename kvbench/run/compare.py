@@ -86,7 +86,7 @@ def compare(
         dataset = "file"
         settings["path"] = _store_rows(rows, folder / "prompts")
     entries, names = _list_entries(methods)
-    # take the same path as the command line, so that equal settings give equal ids of cells; a configuration needs a
+    # take the same path as the command line, so that equal settings give equal ids of cells. A configuration needs a
     # method, so a list of chains alone is configured with the full cache, which every run measures
     run_settings = {"method": names or "full", "dataset": dataset, "results": folder} | settings
     request = words.request(run_settings)
@@ -113,10 +113,10 @@ def _check_methods(methods: object) -> None:
 
 def _check_settings(settings: Mapping[str, object], results: object) -> None:
     """Raise UsageError for a setting that the loaded model fixes, and for results that name no folder."""
-    # the loaded model's dtype and device are facts; a setting could only contradict them
-    fixed = next((key for key in settings if key == "device" or key in LOADED), None)
-    if fixed is not None:
-        raise UsageError(f"{fixed}={settings[fixed]!r} is not possible: the model is loaded already")
+    for key, value in settings.items():
+        # the loaded model's dtype and device are facts; a setting could only contradict them
+        if key == "device" or key in LOADED:
+            raise UsageError(f"{key}={value!r} is not possible: the model is loaded already")
     is_folder = isinstance(results, (str, Path)) and bool(str(results)) and "\0" not in str(results)
     check("results", results, is_folder, "a folder")
 
@@ -144,6 +144,8 @@ def _read_rows(
     data: Iterable[Row], model: PreTrainedModel, tokenizer: Any, settings: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Yield each row as the dataset ``file`` reads it. A plain text is answered by the model, with the full cache.
+
+    settings: the settings of the run, with ``max_new_tokens``.
 
     Raises UsageError for data that are no rows, and for a row without a prompt.
     """

@@ -58,10 +58,10 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
         content = records[0] if len(records) == 1 else records
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
+        detail = render.Detail(intervals=args.intervals, notes=args.notes)
         for report in reports:
             if len(reports) > 1:
                 print(f"model {report.model}\n")
-            detail = render.Detail(intervals=args.intervals, notes=args.notes)
             print(render.render_report(report, args.format, detail), end="")
     counts: Counter[str] = Counter()
     for report in reports:
@@ -117,19 +117,25 @@ def stopping(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> Iterator[
     except KeyboardInterrupt as error:
         for note in notes(error):
             say(note)
-        # a shell's exit status for a process that a signal ended; a method's code may raise this error without a signal
+        # a method's code may raise this error without a signal
         last_signal = signals[-1] if signals else signal.SIGINT
+        # a shell's exit status for a process that a signal ended
         stop.status = 128 + last_signal
-        done, left = 0, 0
-        for plan in prepared:
-            for group in plan.todo():
-                done += group.answers_done
-                left += group.answers_to_do
-        command = shlex.join(["kvbench"] + list(arguments))
-        say(f"interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}")
+        _say_how_to_go_on(prepared, arguments)
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+def _say_how_to_go_on(prepared: Sequence[RunPlan], arguments: Sequence[str]) -> None:
+    """Print how many answers of interrupted runs are done, and the command that measures the others."""
+    done, left = 0, 0
+    for plan in prepared:
+        for group in plan.todo():
+            done += group.answers_done
+            left += group.answers_to_do
+    command = shlex.join(["kvbench"] + list(arguments))
+    say(f"interrupted. {done} of {done + left} answers are done and safe; to go on:\n  {command}")
 
 
 def print_plans(prepared: Sequence[RunPlan], as_json: bool) -> int:
@@ -187,13 +193,13 @@ def _describe_forecast(forecast: Forecast) -> Iterator[str]:
     for group in forecast.groups:
         for method, cell in zip(group.methods, group.cells, strict=True):
             cells_by_method.setdefault(method, []).append(cell)
-    count = sum(map(len, cells_by_method.values()))
-    if count <= MOST_IDS:
+    n_cells = sum(map(len, cells_by_method.values()))
+    if n_cells <= MOST_IDS:
         for method, cells in cells_by_method.items():
             yield f"method {method}: results {', '.join(cells)}"
     else:
         methods = ", ".join(cells_by_method)
-        yield f"{count} results of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
+        yield f"{n_cells} results of {len(cells_by_method)} methods: {methods} (list runs has their ids, once begun)"
 
 
 def _describe_group(group: GroupForecast) -> Iterator[str]:
@@ -229,10 +235,10 @@ def _describe_total(groups: Sequence[GroupForecast]) -> Iterator[str]:
     if not todo:
         return
     seconds = [group.seconds for group in todo if group.seconds is not None]
+    time = "for a time measure a few first (limit=2), then ask again"
     # a sum over only some of the groups would be too short
-    is_complete = len(seconds) == len(todo)
-    advice = "for a time measure a few first (limit=2), then ask again"
-    time = f"about {describe_duration(sum(seconds))}" if is_complete else advice
+    if len(seconds) == len(todo):
+        time = f"about {describe_duration(sum(seconds))}"
     yield (
         f"together: {sum(group.answers_to_do for group in todo)} answers in "
         f"{sum(group.prefills for group in todo)} prefills "

@@ -31,7 +31,7 @@ class Display:
     last: the time of the last plain line.
     bars, bar: rich's progress display and the one bar in it; None if plain lines are printed.
     console: where the bar is drawn; None for stderr, if that is a terminal.
-    clock: tells the seconds since some moment.
+    clock: the function that tells the seconds since some moment.
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -49,7 +49,7 @@ class Display:
 
     @property
     def done(self) -> int:
-        """The number of answers that have come."""
+        """The number of answers of the whole run that have come."""
         return sum(work.done for work in self.times.values())
 
     def begin(self, prepared: RunPlan) -> None:
@@ -61,8 +61,9 @@ class Display:
                 self.answers += todo.answers_to_do
                 self.open_cells[group.column] = len(group.cells)
         self.left = TimeLeft(self.times)
+        # if everything is measured, the notes stand below the table
         if not self.times:
-            return  # everything is measured: the notes stand below the table
+            return
         for note in prepared.advice() + prepared.drawn() + prepared.cuts():
             say(note)
         # bars that redraw themselves would fill a log file
@@ -80,7 +81,6 @@ class Display:
         self.current = column
         self.left.prompt_begun(column, now)
         if self.start is None:
-            # the clock starts with the first prompt, after the model was loaded
             self.start = self.last = now
             if self.bars is not None and self.bar is not None:
                 self.bars.start()
@@ -105,8 +105,9 @@ class Display:
         if cell.column not in self.times:
             return
         self.open_cells[cell.column] -= 1
+        # other cells of this task are measured in a later round
         if self.open_cells[cell.column]:
-            return  # other cells of this task are measured in a later round
+            return
         self.left.ended(cell.column)
         # the last line of all: plain lines come only now and then, so the end may not have one yet
         if not any(self.open_cells.values()) and self.bars is None:
@@ -131,7 +132,7 @@ class Display:
 
     def _estimate_seconds_left(self) -> float | None:
         """Return the seconds left of the whole run. Return None if they are not known within a factor of two."""
-        return self.left.of_run().estimate()
+        return self.left.bound_run().estimate()
 
     def _print_line(self, now: float) -> None:
         """Print a plain line: the answers of the whole run, the time that has passed, the time left, the task."""
@@ -153,9 +154,10 @@ def _count_work(prepared: RunPlan, group: Group, answers: int) -> TaskTime:
 
     The group must have an answer left.
     """
-    # prompts with a stored answer are not read again, so their lengths must not enter the mean
+    # ``left`` gives the examples that some cell still needs. The others are not read again, so their lengths must not
+    # enter the mean
     waiting = prepared.left(group)
-    examples = [e for e in group.examples if e.id in waiting]
-    length = fmean(e.size() for e in examples)
-    longest_answer = max(e.max_new_tokens for e in examples)
+    examples = [example for example in group.examples if example.id in waiting]
+    length = fmean(example.size() for example in examples)
+    longest_answer = max(example.max_new_tokens for example in examples)
     return TaskTime(answers, prompts=len(examples), length=length, longest_answer=longest_answer)

@@ -54,15 +54,18 @@ def calibrate(cfg: RunConfig, quiet: bool = False) -> list[Facts]:
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     context = traits.context_length(source.config, cfg.model.context)
     session = open_session(cfg, identify(cfg, source, device), tokenizer, context)
-    chains = [c.chain for c in cfg.chains if session.requests(c.chain)]
+    # a chain requests the calibrations of its stages; many need none
+    chains = [configured.chain for configured in cfg.chains if session.requests(configured.chain)]
     if not chains:
-        raise UsageError(f"method={','.join(c.chain.name for c in cfg.chains)} needs no calibration")
+        names = ",".join(configured.chain.name for configured in cfg.chains)
+        raise UsageError(f"method={names} needs no calibration")
     # like a run's numbers, a calibration's sums depend on the number of threads
     set_threads(cfg, source.config)
     model = load.load_weights(cfg.model, source, device)
     # by file, since several methods can use one calibration
     records: dict[str, Facts] = {}
     for chain in chains:
+        # binding computes the calibrations that no file has yet
         bound = session.bind(chain, model, quiet)
         requests = session.requests(chain)
         for stage in bound.stages:
@@ -136,20 +139,20 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
     fit into memory whole.
     """
     # reporting stored results needs no weights, so the model is not loaded
-    if not any(t.answers_to_do for t in prepared.todo()):
+    if not any(group_work.answers_to_do for group_work in prepared.todo()):
         yield from prepared.groups
         return
     measurement = _Measurement(prepared, quiet, broadcast)
     for groups in rounds(prepared.groups):
-        # pairs of groups, each with its cells that another process measures: wait for these last
-        shared: list[tuple[tuple[Group, ...], list[Cell]]] = []
+        # (pair of groups, its cells that another process measures): wait for these last
+        unfinished_pairs: list[tuple[tuple[Group, ...], list[Cell]]] = []
         for pair in pair_by_question(prepared.bound(groups, measurement.host.model, quiet)):
             busy = measurement.measure_pair([prepared.usable(group) for group in pair])
             if busy:
-                shared.append((pair, busy))
+                unfinished_pairs.append((pair, busy))
             else:
                 yield from pair
-        for pair, busy in shared:
+        for pair, busy in unfinished_pairs:
             measurement.measure_left(pair, busy)
             yield from pair
 
@@ -157,6 +160,9 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
 class _Measurement:
     """The measuring of a run's groups by one loaded model.
 
+    prepared: the run's plan.
+    quiet: True to show no progress.
+    broadcast: the listeners to the run's events.
     host: the loaded model with the run's settings. After a method has changed the model, it is loaded anew.
     facts: the provenance of the samples.
     """
@@ -179,6 +185,8 @@ class _Measurement:
     def measure_pair(self, pair: Sequence[Group]) -> list[Cell]:
         """Measure a group, or a task with its question in view and withheld, in parts that fit into memory.
 
+        pair: one group, or the two groups of a task.
+
         Return the cells that are left out because another process measures them.
         """
         parts_of_groups = [self.prepared.estimate(group).parts(group, self.host.memory) for group in pair]
@@ -193,13 +201,14 @@ class _Measurement:
 
     def measure_left(self, pair: Sequence[Group], busy: Sequence[Cell]) -> None:
         """Wait for the process that measures the cells ``busy`` of a pair, and measure what it leaves."""
-        waited = 0.0
+        waited_s = 0.0
         # the other process may fail, and the answers that it leaves must still be measured
         while busy:
-            if waited % WAITING_SAID_S == 0 and not self.quiet:
+            # WAITING_S divides WAITING_SAID_S, so this is true once in WAITING_SAID_S, and at the beginning
+            if waited_s % WAITING_SAID_S == 0 and not self.quiet:
                 say(f"waiting for another run, which measures {_name_cells(busy)}; what it leaves is measured here")
             time.sleep(WAITING_S)
-            waited += WAITING_S
+            waited_s += WAITING_S
             # cells that were measured here are done; only the others are tried again
             ids = {cell.id for cell in busy}
             busy = self.measure_pair([group.only(ids) for group in pair])
@@ -217,13 +226,14 @@ class _Measurement:
                     self.host, parts, store, self.facts, shard=cfg.shard, mix=cfg.mix, listeners=self.broadcast
                 )
             except ModelChanged as changed:
+                # a model that the user passed in cannot be loaded again from here
+                if self.prepared.model is not None:
+                    raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
                 remaining_parts = []
                 for part in parts:
-                    remaining_parts.append(part.only([cell.id for cell in part.cells if cell.id not in changed.cells]))
+                    unaffected_ids = [cell.id for cell in part.cells if cell.id not in changed.cells]
+                    remaining_parts.append(part.only(unaffected_ids))
                 parts = remaining_parts
-                if self.prepared.model is not None:
-                    # a model that the user passed in cannot be loaded again from here
-                    raise KvbenchError(f"{changed}: load it again, and leave out what changes it") from None
                 say(f"{changed}: it is read again for the others")
             weights = load.load_weights(cfg.model, self.prepared.source, self.host.model.device)
             self.host = make_host(self.prepared, weights)
@@ -238,12 +248,16 @@ def _name_cells(cells: Sequence[Cell]) -> str:
 
 
 def _measure_rounding(host: Host, groups: Sequence[Group]) -> Facts:
-    """Return {"rounding": effect of rounding alone in half precision}, or {} in fp32 or if it cannot be measured."""
+    """Return {"rounding": effect of rounding alone in half precision}, or {} in fp32 or if it cannot be measured.
+
+    The effect is measured on the first prompts of the first ROUNDED tasks.
+    """
     if host.model.dtype == torch.float32:
         return {}
     comparison = None
-    with suppress(Exception):  # measuring reports any error of a prompt or of the model
-        first_prompts = [host.encode(g.examples[0], g.task).ids for g in groups if g.examples]
+    # an error of a prompt or of the model is reported when the run reads that prompt
+    with suppress(Exception):
+        first_prompts = [host.encode(group.examples[0], group.task).ids for group in groups if group.examples]
         prompts = first_prompts[:ROUNDED]
         comparison = precision.compare_rounding(host.model, [torch.tensor(ids) for ids in prompts])
     if comparison is None:
@@ -261,6 +275,7 @@ def _settle_group(
     store = prepared.store
     reader = SampleReader(store)
     summaries = {}
+    # the ids of cells that lack an answer; ``left`` gives the cells that each example still needs
     unfinished = set()
     for cells in prepared.left(group).values():
         unfinished |= {cell.id for cell in cells}
@@ -273,15 +288,12 @@ def _settle_group(
         if summary is not None:
             summaries[cell.id] = summary
         stored = store.status(cell.id)
-        # for listeners, cells that another process measures and cells without examples in this shard are done
-        status = "done"
-        if stored.status in ("complete", "refused", "failed", "interrupted"):
-            status = stored.status
-        elif stored.status == DAMAGED:
+        status, reason = stored.status, stored.reason
+        if status == DAMAGED:
             status = "failed"
-        elif error is not None and cell.id in unfinished:
-            status = "interrupted"
-        reason = stored.reason
+        elif status not in ("complete", "refused", "failed", "interrupted"):
+            # for listeners, cells that another process measures and cells without examples in this shard are done
+            status = "interrupted" if error is not None and cell.id in unfinished else "done"
         if not reason and error is not None and status == "interrupted":
             reason = ending(error)
         broadcast.ended(cell, status, summary, reason)

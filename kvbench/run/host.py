@@ -30,9 +30,12 @@ from kvbench.tasks.prompt import Encoded, PromptPolicy
 class Host:
     """A loaded model with its tokenizer and its settings for prompts and answers.
 
+    model: the model. Its device and dtype are the run's.
+    tokenizer: the model's tokenizer.
     policy: how prompts are built.
     stop: the token ids that end an answer.
     context: the tokens of the longest text that the model can read; None if unlimited.
+    sampling: the temperature, top_p and seed with which answers are drawn.
     batch_rows: the most rows decoded together; None for the device's default.
     plain: whether prompts are read with eager attention.
     memory: the bytes that the caches of a decode batch may take.
@@ -102,7 +105,7 @@ class Host:
     def _encode_last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the id of each text's last token. LongBench, for example, ends samsum's answers at a newline token."""
         # a tokenizer may put a leading space's token in front, so take the last token
-        return frozenset(self.tokenizer.encode(t, add_special_tokens=False)[-1] for t in texts)
+        return frozenset(self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in texts)
 
     def describe_batching(self) -> dict[str, object]:
         """Return how rows are batched, for the provenance. Batching affects how numbers are rounded."""

@@ -7,7 +7,7 @@ estimate is the geometric mean of the bounds. If they are too far apart, there i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class Seconds(NamedTuple):
     high: float
 
     def estimate(self) -> float | None:
-        """Return the time, or None if the bounds are more than SPREAD apart."""
+        """Return the time, or None if the upper bound is more than SPREAD times the lower one."""
         if self.high <= SPREAD * self.low:
             # the geometric mean is off by the same factor from either bound
             return sqrt(self.low * self.high)
@@ -47,7 +47,8 @@ class TaskTime:
     pure, pure_s: the prompts with no answer between them and the next prompt, and the seconds of reading these.
     mixed: the prompts that an answer followed. Their time is part of ``other_s``.
     other_s: all other seconds: of decoding, and of the ``mixed`` prompts.
-    known: the seconds of one answer, from the last moment when all answers that were begun had ended.
+    exact_answer_s: the seconds of one answer, from the last moment when all answers that were begun had ended. It is 0
+    before there was such a moment.
     cut: whether the task ended before all answers came. It then tells nothing about other tasks.
     """
 
@@ -61,64 +62,68 @@ class TaskTime:
     pure_s: float = 0.0
     mixed: int = 0
     other_s: float = 0.0
-    known: float = 0.0
+    exact_answer_s: float = 0.0
     cut: bool = False
 
     @property
-    def spent(self) -> float:
+    def spent_s(self) -> float:
         """The seconds that the task has taken so far."""
         return self.pure_s + self.other_s
 
     @property
-    def of_reading(self) -> float:
+    def prompt_s(self) -> float:
         """The mean seconds of reading a prompt; 0 if reading is part of the time of answering."""
         if not self.pure:
             return 0.0
         return self.pure_s / self.pure
 
     @property
-    def of_answering(self) -> float:
+    def answering_s(self) -> float:
         """The seconds that answering took in all."""
-        return max(self.other_s - self.of_reading * self.mixed, 0.0)
+        # ``mixed`` prompts were read in the other seconds, too
+        return max(self.other_s - self.prompt_s * self.mixed, 0.0)
 
-    def begun_answers(self, read: int) -> int:
+    def count_begun_answers(self, read: int) -> int:
         """Return how many answers ``read`` prompts have, ended or not."""
-        # answers per prompt * prompts read; a task that ended before any prompt was read has no prompts
+        # prompts read * answers per prompt; a task that ended before any prompt was read has no prompts
         return round(read * self.answers / max(1, self.prompts))
 
-    def left(self, reading: bool) -> Seconds | None:
-        """Return the seconds that the task has yet to take, or None if nothing can be said.
+    def bound_seconds_left(self, is_reading: bool) -> Seconds | None:
+        """Return bounds on the seconds that the task has yet to take, or None if nothing can be said.
 
-        reading: True while the newest prompt is still being read.
+        is_reading: True while the newest prompt is still being read.
         """
         if self.done >= self.answers:
             return Seconds(low=0.0, high=0.0)
-        # the prompt that is being read has no answers yet
-        prompts_read = self.read - int(reading)
-        # the answers begun are at least those that have come, and at most all
-        begun = max(self.done, min(self.answers, self.begun_answers(prompts_read)))
         if self.done < SEEN * self.answers:
             return None
-        # one bound assumes that all begun answers had ended, the other that the unended ones had only begun and were
-        # longer, since short answers end first
-        least = self.of_answering / begun
-        most = max(self.of_answering / self.done * (begun / self.done), self.known)
-        # seconds of a prompt * prompts still to be read
-        to_read = self.of_reading * max(0, self.prompts - prompts_read)
+        # the prompt that is being read has no answers yet
+        prompts_read = self.read - int(is_reading)
+        # the answers begun are at least those that have come, and at most all
+        begun = max(self.done, min(self.answers, self.count_begun_answers(prompts_read)))
+        # seconds of an answer, at least: as if all begun answers had ended
+        least_answer_s = self.answering_s / begun
+        # at most: as if the unended answers had only begun. They are longer, too, since short answers end first, and
+        # the second factor allows for that
+        most_answer_s = self.answering_s / self.done * (begun / self.done)
+        most_answer_s = max(most_answer_s, self.exact_answer_s)
+        reading_left_s = self.prompt_s * max(0, self.prompts - prompts_read)
         # answers take too little time to be told from the reading of their prompts
-        if not least + to_read:
+        if not least_answer_s + reading_left_s:
             return None
+        # the lower bound has only answers that are not begun yet, the upper bound all that have not ended
         return Seconds(
-            low=to_read + least * (self.answers - begun),
-            high=to_read + most * (self.answers - self.done),
+            low=reading_left_s + least_answer_s * (self.answers - begun),
+            high=reading_left_s + most_answer_s * (self.answers - self.done),
         )
 
-    def holds(self, other: TaskTime) -> bool:
+    def takes_as_long_as(self, other: TaskTime) -> bool:
         """Return True if this task's prompts take at least as long as those of ``other``, judged by their sizes."""
+        longer_prompts = self.length * ALIKE >= other.length
+        longer_answers = self.longest_answer >= other.longest_answer
         answers_per_prompt = self.answers / max(1, self.prompts)
         other_answers_per_prompt = other.answers / max(1, other.prompts)
-        lengths = self.length * ALIKE >= other.length and self.longest_answer >= other.longest_answer
-        return lengths and answers_per_prompt >= other_answers_per_prompt
+        return longer_prompts and longer_answers and answers_per_prompt >= other_answers_per_prompt
 
 
 class TimeLeft:
@@ -147,8 +152,8 @@ class TimeLeft:
             else:
                 newest.other_s += now - self._last_event
             # all begun answers have come, so the time of an answer is known exactly
-            if newest.done and newest.done >= newest.begun_answers(newest.read):
-                newest.known = newest.of_answering / newest.done
+            if newest.done and newest.done >= newest.count_begun_answers(newest.read):
+                newest.exact_answer_s = newest.answering_s / newest.done
         self._newest, self._is_reading, self._last_event = self.tasks[task], True, now
         self._newest.read += 1
 
@@ -173,33 +178,48 @@ class TimeLeft:
         times.answers = times.done
         times.prompts = times.read
 
-    def of_task(self, task: str) -> Seconds | None:
-        """Return the seconds left of one task, or None if nothing can be said."""
+    def bound_task(self, task: str) -> Seconds | None:
+        """Return bounds on the seconds left of one task, or None if nothing can be said."""
         times = self.tasks[task]
-        return times.left(self._is_reading and times is self._newest)
+        return times.bound_seconds_left(self._is_reading and times is self._newest)
 
-    def of_run(self) -> Seconds:
-        """Return the seconds left of all tasks. They have no upper bound while nothing is known of one task.
+    def bound_run(self) -> Seconds:
+        """Return bounds on the seconds left of all tasks. The upper bound is inf while nothing is known of one task.
 
         A task that has not begun is bounded by tasks that have. Prompt by prompt, it takes at least as long as tasks
         with shorter prompts and answers, and at most as long as tasks with longer ones. The same bounds hold for a task
         that has only just begun.
         """
         low, high = 0.0, 0.0
-        measured, to_come = [], []
+        # (a task that has begun, the bounds on its seconds left)
+        measured: list[tuple[TaskTime, Seconds]] = []
+        to_come: list[TaskTime] = []
         for name, task in self.tasks.items():
-            seconds = self.of_task(name)
+            seconds_left = self.bound_task(name)
             is_begun = task.read > 0 or not task.answers
-            if not is_begun or seconds is None:
+            if not is_begun or seconds_left is None:
                 to_come.append(task)
-            else:
-                low, high = low + seconds.low, high + seconds.high
-                if not task.cut:
-                    measured.append((task, seconds))
+                continue
+            low, high = low + seconds_left.low, high + seconds_left.high
+            if not task.cut:
+                measured.append((task, seconds_left))
         for task in to_come:
-            # seconds a prompt: smaller tasks give the lower bound of a task to come, larger tasks the upper bound
-            least = max([(t.spent + s.low) / t.prompts for t, s in measured if task.holds(t)], default=0.0)
-            most = min([(t.spent + s.high) / t.prompts for t, s in measured if t.holds(task)], default=inf)
-            low += task.prompts * least / MARGIN
-            high += task.prompts * most * MARGIN
+            per_prompt = _bound_prompt(task, measured)
+            low += task.prompts * per_prompt.low / MARGIN
+            high += task.prompts * per_prompt.high * MARGIN
         return Seconds(low, high)
+
+
+def _bound_prompt(task: TaskTime, measured: Sequence[tuple[TaskTime, Seconds]]) -> Seconds:
+    """Return bounds on the seconds of a prompt with its answers, for a task to come.
+
+    measured: the pairs (a task that has begun, the bounds on its seconds left).
+    """
+    low, high = 0.0, inf
+    for other, seconds_left in measured:
+        # tasks that take no longer give the lower bound, tasks that take no less time the upper bound
+        if task.takes_as_long_as(other):
+            low = max(low, (other.spent_s + seconds_left.low) / other.prompts)
+        if other.takes_as_long_as(task):
+            high = min(high, (other.spent_s + seconds_left.high) / other.prompts)
+    return Seconds(low, high)

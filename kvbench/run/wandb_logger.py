@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbench.base.extras import require
 from kvbench.base.visible import say
@@ -133,25 +133,27 @@ class WandbLogger:
 class _CellRun:
     """The open W&B run of one cell. A step is the number of samples on disk, so a resumed cell continues its steps.
 
+    wandb_run: wandb's own object, which logs and finishes the run.
     group: the cell's group.
     samples: the cell's samples on disk, by example.
-    last: the time of the row that was logged last, in seconds of the monotonic clock.
+    last_row_s: the time of the row that was logged last, in seconds of the monotonic clock.
     """
 
-    run: Any
+    wandb_run: Any
     group: Group
     samples: dict[str, Sample]
-    last: float = -ROW_EVERY_S
+    last_row_s: float = -ROW_EVERY_S
 
     def progress(self) -> dict[str, Any]:
         """Return how many answers there are, their mean score and the mean share of tokens kept, by W&B's names.
 
         Without samples or scores, the means are left out.
         """
-        # the store may hold samples of a larger limit than this run's
-        ids = {example.id for example in self.group.examples}
         samples = self.samples.values()
-        row: dict[str, Any] = {"progress/answers": len(ids & self.samples.keys()), "progress/of": len(ids)}
+        # the store may hold samples of a larger limit than this run's
+        run_ids = {example.id for example in self.group.examples}
+        answered_ids = run_ids & self.samples.keys()
+        row: dict[str, Any] = {"progress/answers": len(answered_ids), "progress/of": len(run_ids)}
         scores = [s.score for s in samples if s.score is not None]
         if scores:
             row["progress/score"] = metric(self.group.task.metric).show(fmean(scores))
@@ -160,12 +162,24 @@ class _CellRun:
         return row
 
 
+class _NeedleMaps(NamedTuple):
+    """The two heat maps of one method, with the same points.
+
+    scores: the method's mean scores.
+    found: how much of the needle it found, in per cent.
+    """
+
+    scores: Heat
+    found: Heat
+
+
 class _Sender:
     """The object in the logger's thread that handles the run's events. Only this class uses wandb.
 
+    prepared: the plan of the run, from ``begin`` on.
     mode: ``online``, or ``offline`` to write runs to files.
     warn: the function that reports a problem to the user.
-    open: the open W&B run of each cell, by the cell's id.
+    open_runs: the open W&B run of each cell, by the cell's id.
     """
 
     prepared: RunPlan
@@ -176,7 +190,7 @@ class _Sender:
 
         self.wandb, self.cfg, self.mode, self.warn = wandb, cfg, cfg.mode, warn
         wandb.setup(wandb.Settings(**SETTINGS))
-        self.open: dict[str, _CellRun] = {}
+        self.open_runs: dict[str, _CellRun] = {}
 
     def begin(self, prepared: RunPlan) -> None:
         """Log in. Without a key, or if the service does not answer, go on with files."""
@@ -186,48 +200,52 @@ class _Sender:
         # wandb would ask for a key on the terminal, and nobody may be waiting there
         if not self.wandb.login(prompt=False, verify=False):
             self._go_offline("there is no key; wandb login sets one")
-        elif why := _why_unreachable(self.wandb.setup().settings.base_url):
-            self._go_offline(why)
+        elif reason := _explain_unreachable(self.wandb.setup().settings.base_url):
+            self._go_offline(reason)
 
     def stored(self, cell: Cell, sample: Sample) -> None:
         """Add a sample to its cell's run, and log a row of progress if the last one is ROW_EVERY_S old."""
-        run = self._open_run(cell)
+        cell_run = self._open_run(cell)
         # an example that is measured again replaces its sample, so the step stays the same
-        run.samples[sample.id] = sample
+        cell_run.samples[sample.id] = sample
         # short answers may come faster than W&B accepts rows
-        if time.monotonic() - run.last >= ROW_EVERY_S:
-            run.last = time.monotonic()
-            run.run.log(run.progress(), step=len(run.samples))
+        if time.monotonic() - cell_run.last_row_s >= ROW_EVERY_S:
+            cell_run.last_row_s = time.monotonic()
+            cell_run.wandb_run.log(cell_run.progress(), step=len(cell_run.samples))
 
     def ended(self, cell: Cell, status: str, means: CellSummary | None, reason: str | None) -> None:
         """Log a cell's last row with a table of answers, write its summary, and finish its run."""
-        run = self._open_run(cell)
-        row = run.progress()
+        cell_run = self._open_run(cell)
+        row = cell_run.progress()
         stored_samples = list(self.prepared.store.samples(cell.id).values())
-        shown = stored_samples[: self.cfg.samples]
-        if shown:
-            answers = {e.id: e.answers for e in run.group.task.examples}
-            row["samples"] = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
-            for s in shown:
-                references = s.answers
-                if references is None:
-                    # samples of older versions hold no references; the task still has them
-                    references = answers.get(s.id, ())
-                row["samples"].add_data(
-                    s.id, s.prediction, "\n".join(references), s.score, round(100 * s.kept / s.n, 3)
-                )
-        run.run.log(row, step=len(run.samples))
+        shown_samples = stored_samples[: self.cfg.samples]
+        if shown_samples:
+            row["samples"] = self._build_answer_table(shown_samples, cell_run.group)
+        cell_run.wandb_run.log(row, step=len(cell_run.samples))
         values: dict[str, object] = {"status": status}
         if reason:
             values["reason"] = reason
         if means is not None:
             values |= flatten_summary(means)
             values |= self._record_unchanged(cell)
-        run.run.summary.update(values)
-        del self.open[cell.id]
+        cell_run.wandb_run.summary.update(values)
+        del self.open_runs[cell.id]
         # W&B marks a run as failed by its exit code
         exit_code = 0 if status in ("complete", "done") else 1
-        run.run.finish(exit_code=exit_code)
+        cell_run.wandb_run.finish(exit_code=exit_code)
+
+    def _build_answer_table(self, samples: Sequence[Sample], group: Group) -> Any:
+        """Return W&B's table of one cell's answers, with references, scores and the share of tokens kept."""
+        references_of_task = {example.id: example.answers for example in group.task.examples}
+        table = self.wandb.Table(columns=["id", "prediction", "answers", "score", "kept %"])
+        for sample in samples:
+            references = sample.answers
+            if references is None:
+                # samples of older versions hold no references; the task still has them
+                references = references_of_task.get(sample.id, ())
+            kept_percent = round(100 * sample.kept / sample.n, 3)
+            table.add_data(sample.id, sample.prediction, "\n".join(references), sample.score, kept_percent)
+        return table
 
     def _record_unchanged(self, cell: Cell) -> dict[str, object]:
         """Return {"nothing_compressed": True} if the scores say nothing about the method, as metrics.json does."""
@@ -238,26 +256,30 @@ class _Sender:
     def close(self) -> None:
         """Finish all open runs, and log the heat maps of the needle tasks, if there are any, in a run of their own."""
         # runs that are still open here belong to cells that did not end
-        for run in self.open.values():
-            run.run.finish(exit_code=1)
+        for cell_run in self.open_runs.values():
+            cell_run.wandb_run.finish(exit_code=1)
         maps = _build_heat_maps(self.prepared)
-        if not maps:
-            return
+        if maps:
+            self._log_heat_maps(maps)
+
+    def _log_heat_maps(self, maps: Mapping[str, _NeedleMaps]) -> None:
+        """Log the heat maps of all methods, by label, as pictures and as a table, in one W&B run."""
         # a map of a method that compressed nothing says nothing about the method
-        titles = {label: f"{label}: {needle_found.mean():.0f} %" for label, (_, needle_found) in maps.items()}
+        titles = {label: f"{label}: {found.mean():.0f} %" for label, (_, found) in maps.items()}
         titles |= {label: f"{label}: nothing was compressed" for label in self._find_unchanged()}
-        # all methods share one run for the needle maps: a map spans lengths, and so cells
+        # the maps have a run of their own, since a map spans lengths, and so cells
         cells = self._needle_cells()
-        ids = sorted(cell.id for cell in cells)
+        cell_ids = sorted(cell.id for cell in cells)
         # the same cells give the same id, so that a resumed run goes on in the same W&B run
-        name = "needle-" + hashlib.sha256(" ".join(ids).encode()).hexdigest()[:9]
-        heat_run = self._start_run(name, cells[0], "needle heat maps", "heatmap", {"cells": ids})
+        run_id = "needle-" + hashlib.sha256(" ".join(cell_ids).encode()).hexdigest()[:9]
+        heat_run = self._start_run(run_id, cells[0], "needle heat maps", "heatmap", {"cells": cell_ids})
         table = self.wandb.Table(columns=["method", "length", "depth", "score", "n", "found"])
         images = []
-        for label, (scores, needle_found) in maps.items():
-            for row, (_, _, percent, _) in zip(scores.rows(), needle_found.rows(), strict=True):
-                table.add_data(label, *row, percent)
-            images.append(self.wandb.Image(draw_map(needle_found, titles[label]), caption=titles[label]))
+        for label, (scores, found) in maps.items():
+            # both maps have the same points, in the same order
+            for score_row, (_, _, found_percent, _) in zip(scores.rows(), found.rows(), strict=True):
+                table.add_data(label, *score_row, found_percent)
+            images.append(self.wandb.Image(draw_map(found, titles[label]), caption=titles[label]))
         heat_run.log({"heatmap": images, "heatmap_values": table})
         heat_run.finish()
 
@@ -281,26 +303,29 @@ class _Sender:
 
     def _open_run(self, cell: Cell) -> _CellRun:
         """Return the open W&B run of a cell. It is started when it is first asked for."""
-        if cell.id not in self.open:
+        if cell.id not in self.open_runs:
             cfg = self.prepared.cfg
             # every cell of the run is in one group
             group = next(group for group in self.prepared.groups if group.only([cell.id]).cells)
             # W&B filters and groups runs by their job_type: the run of a whole cell, or of one shard
             job_type = "shard" if cfg.shards > 1 else "cell"
-            run = self._start_run(
+            wandb_run = self._start_run(
                 name_run(cell, cfg.shard, cfg.shards),
                 cell,
                 name=f"{cell.label} · {cell.column}",
                 job_type=job_type,
                 config=describe_run(self.prepared, cell),
             )
-            self.open[cell.id] = _CellRun(run, group, self.prepared.store.samples(cell.id))
-        return self.open[cell.id]
+            self.open_runs[cell.id] = _CellRun(wandb_run, group, self.prepared.store.samples(cell.id))
+        return self.open_runs[cell.id]
 
     def _start_run(self, run_id: str, cell: Cell, name: str, job_type: str, config: dict[str, object]) -> Any:
         """Start a W&B run beside the open ones and return it. If the service fails in any way, start it on disk.
 
+        run_id: the id by which W&B resumes the run.
         cell: the run's cell, or one of several, whose dataset names the group of the run.
+        name, job_type: the run's name and kind on W&B's pages.
+        config: the settings that W&B's pages show.
         """
         dataset = cell.task.id.partition("/")[0]
         preset = self.prepared.cfg.preset
@@ -333,18 +358,18 @@ class _Sender:
             self._go_offline(_describe_error(error))
             return start()
 
-    def _go_offline(self, why: str) -> None:
-        """Write to files from now on. A cell with an open run continues in a file with the same id, from the store.
+    def _go_offline(self, reason: str) -> None:
+        """Write to files from now on, and warn the user of the ``reason``.
 
-        why: the reason, for the warning.
+        A cell with an open run continues in a file with the same id, from the store.
         """
         self.mode = "offline"
         # a run of the service cannot go on in a file
-        self.open.clear()
+        self.open_runs.clear()
         # a run that could not be started keeps its id until the service ends
         self.wandb.teardown()
         self.wandb.setup(self.wandb.Settings(**SETTINGS))
-        self.warn(f"cannot be used ({why})")
+        self.warn(f"cannot be used ({reason})")
 
 
 def name_run(cell: Cell, shard: int, shards: int) -> str:
@@ -403,7 +428,8 @@ def flatten_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, obje
     for key, value in values.items():
         # W&B plots single numbers, not pairs
         if key.endswith("ci") and value is not None:
-            flat |= {f"{prefix}{key}_low": value[0], f"{prefix}{key}_high": value[1]}
+            low, high = value
+            flat |= {f"{prefix}{key}_low": low, f"{prefix}{key}_high": high}
         elif isinstance(value, Mapping):
             flat |= flatten_names(value, f"{prefix}{key}/")
         elif value is not None:
@@ -411,11 +437,9 @@ def flatten_names(values: Mapping[str, Any], prefix: str = "") -> dict[str, obje
     return flat
 
 
-def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
-    """Return two maps of each method on the needle dataset, by label: its scores, and how much of the needle it found.
-
-    Refused cells are left out.
-    """
+def _build_heat_maps(prepared: RunPlan) -> dict[str, _NeedleMaps]:
+    """Return the two maps of each method on the needle dataset, by label. Refused cells are left out."""
+    # (length, depth, score) of each sample
     score_points: dict[str, list[tuple[float, float, float]]] = {}
     found_points: dict[str, list[tuple[float, float, float]]] = {}
     for group in prepared.groups:
@@ -424,20 +448,22 @@ def _build_heat_maps(prepared: RunPlan) -> dict[str, tuple[Heat, Heat]]:
         show, silence = metric(group.task.metric).show, score_silence(group.task)
         for cell in group.cells:
             # a refused cell must not be reported, in a picture either
-            if prepared.store.refusal(cell.id) is None:
-                points = read_points(prepared.store.samples(cell.id).values(), show)
-                score_points.setdefault(cell.label, []).extend(points)
-                above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in points]
-                found_points.setdefault(cell.label, []).extend(above_silence)
-    # a method without an answer yet has no map
-    return {
-        label: (build_map(score_points[label]), build_map(found_points[label]))
-        for label in score_points
-        if score_points[label]
-    }
+            if prepared.store.refusal(cell.id) is not None:
+                continue
+            points = read_points(prepared.store.samples(cell.id).values(), show)
+            score_points.setdefault(cell.label, []).extend(points)
+            # an empty answer scores ``silence``, and found 0 % of the needle
+            above_silence = [(length, depth, rescale_score(score, silence)) for length, depth, score in points]
+            found_points.setdefault(cell.label, []).extend(above_silence)
+    maps = {}
+    for label, points in score_points.items():
+        # a method without an answer yet has no map
+        if points:
+            maps[label] = _NeedleMaps(scores=build_map(points), found=build_map(found_points[label]))
+    return maps
 
 
-def _why_unreachable(url: str) -> str | None:
+def _explain_unreachable(url: str) -> str | None:
     """Return why a service does not answer, or None if it does. Asking is quicker than starting a run there."""
     import requests
 

@@ -62,7 +62,8 @@ def told(works, rows, noise=0.2):
     left, lines = TimeLeft(tasks), []
     for what, name, now in run[:-1]:
         (left.prompt_begun if what == "reading" else left.answered)(name, now)
-        for whole, seconds, truth in ((False, left.of_task(name), ends[name] - now), (True, left.of_run(), end - now)):
+        bounds = ((False, left.bound_task(name), ends[name] - now), (True, left.bound_run(), end - now))
+        for whole, seconds, truth in bounds:
             lines.append((now / end, whole, None if seconds is None else seconds.estimate(), truth))
     return lines
 
@@ -125,7 +126,7 @@ def test_nothing_is_told_where_one_batch_answers_everything():
         left.prompt_begun("a", 2.0 * i)
     for i in range(88):
         left.answered("a", 62.0 + i * 20 / 87)
-        seconds = left.of_task("a")
+        seconds = left.bound_task("a")
         assert i == 87 or seconds is None or seconds.estimate() is None
     assert seconds.estimate() == 0
 
@@ -133,22 +134,22 @@ def test_nothing_is_told_where_one_batch_answers_everything():
 def test_bounds_by_hand():
     task = TaskTime(answers=20, prompts=10)
     left = TimeLeft({"a": task, "next": TaskTime(answers=8, prompts=4), "longer": TaskTime(8, 4, length=1000)})
-    assert left.of_task("a") is None
+    assert left.bound_task("a") is None
     for now in (100, 103, 106, 109):  # four prompts of 3 s
         left.prompt_begun("a", now)
     for now in (112 + 8, 112 + 8, 112 + 8, 112 + 8):  # half of their answers, after 8 s
         left.answered("a", now)
-    assert (task.of_reading, task.of_answering) == (3, 8)
+    assert (task.prompt_s, task.answering_s) == (3, 8)
     # at least 1 s an answer, if the other four had ended, too; at most 2 s, and they may be twice as long as those
-    assert left.of_task("a") == (6 * 3 + 1 * 12, 6 * 3 + 4 * 16)
+    assert left.bound_task("a") == (6 * 3 + 1 * 12, 6 * 3 + 4 * 16)
     for now in (122, 124, 124, 124):
         left.answered("a", now)
-    assert left.of_task("a") == (6 * 3 + 1.5 * 12, 6 * 3 + 1.5 * 12)
+    assert left.bound_task("a") == (6 * 3 + 1.5 * 12, 6 * 3 + 1.5 * 12)
     # those to come: a prompt of `a` takes 6 s, and a longer one no less
-    assert left.of_run() == (36 + 2 * 4 * 6 / 1.5, float("inf"))
+    assert left.bound_run() == (36 + 2 * 4 * 6 / 1.5, float("inf"))
     left.ended("longer")
-    assert left.of_run() == (36 + 4 * 6 / 1.5, 36 + 4 * 6 * 1.5)
+    assert left.bound_run() == (36 + 4 * 6 / 1.5, 36 + 4 * 6 * 1.5)
     left.ended("a")  # before all answers came: it tells nothing of the next
-    assert left.of_task("a") == (0, 0) and left.of_run() == (0, float("inf"))
+    assert left.bound_task("a") == (0, 0) and left.bound_run() == (0, float("inf"))
     left.ended("next")
-    assert left.of_run() == (0, 0)
+    assert left.bound_run() == (0, 0)
