@@ -43,12 +43,17 @@ class Spectrum:
 
     It is W S = u diag(s) vt, hence W = u diag(s) vt S^-1. W is the weight of a group of heads, and S weighs its inputs
     (see ``of``).
+
+    weight: W [m, d], in its own dtype.
+    u: the left singular vectors [m, q].
+    s: the singular values [q], descending.
+    back: vt S^-1 [q, d], the right singular vectors on inputs that S does not weigh.
     """
 
-    weight: Tensor  # [m, d]
-    u: Tensor  # [m, q]
-    s: Tensor  # [q], descending
-    back: Tensor  # [q, d], vt S^-1
+    weight: Tensor
+    u: Tensor
+    s: Tensor
+    back: Tensor
 
     @classmethod
     def of(cls, weight: Tensor, scale: Tensor) -> Spectrum:
@@ -56,13 +61,13 @@ class Spectrum:
 
         S is the lower triangular Cholesky factor [d, d] of the inputs' moments (Palu), or a diagonal [d] (ASVD).
         """
-        w64, scale64 = weight.detach().double(), scale.to(weight.device).double()
+        weight64, scale64 = weight.detach().double(), scale.to(weight.device).double()
         if scale64.dim() == 1:
             # W S scales column j by S_j, and vt S^-1 divides it by S_j
-            u, s, vt = torch.linalg.svd(w64 * scale64, full_matrices=False)
+            u, s, vt = torch.linalg.svd(weight64 * scale64, full_matrices=False)
             back = vt / scale64
         else:
-            u, s, vt = torch.linalg.svd(w64 @ scale64, full_matrices=False)
+            u, s, vt = torch.linalg.svd(weight64 @ scale64, full_matrices=False)
             # the solution X of X S = vt
             back = torch.linalg.solve_triangular(scale64, vt, upper=False, left=False)
         return cls(weight=weight.detach(), u=u, s=s, back=back)
@@ -76,9 +81,9 @@ class Spectrum:
         if rank >= self.weight.shape[0]:
             return self.weight, None
         # down = sqrt(s) vt S^-1 and up = u sqrt(s), so that up down = u s vt S^-1
-        root = self.s[:rank].sqrt()
-        down = root[:, None] * self.back[:rank]
-        up = self.u[:, :rank] * root
+        roots = self.s[:rank].sqrt()
+        down = roots[:, None] * self.back[:rank]
+        up = self.u[:, :rank] * roots
         return down.to(self.weight.dtype), up.to(self.weight.dtype)
 
 
@@ -95,13 +100,13 @@ def damping_needed(moments: Tensor) -> float:
     The number is the diagonal's mean times the first fraction in JITTER that is large enough, which is 0 for moments
     that have a factor already. If no fraction is large enough, the number is the mean itself.
     """
-    m = moments.double()
-    mean = float(m.diagonal().mean())
-    eye = torch.eye(len(m), dtype=m.dtype, device=m.device)
-    for step in JITTER:
-        added = step * mean
+    moments64 = moments.double()
+    mean = float(moments64.diagonal().mean())
+    eye = torch.eye(len(moments64), dtype=moments64.dtype, device=moments64.device)
+    for fraction in JITTER:
+        added = fraction * mean
         # cholesky_ex reports 0 in ``info`` where the factor exists
-        if int(torch.linalg.cholesky_ex(m + added * eye).info) == 0:
+        if int(torch.linalg.cholesky_ex(moments64 + added * eye).info) == 0:
             return added
     return mean
 
@@ -111,8 +116,9 @@ def whitening_factor(moments: Tensor, added: float) -> Tensor:
 
     ``added`` must be large enough for the factor to exist; ``damping_needed`` finds such a number.
     """
-    m = moments.double()
-    return torch.linalg.cholesky(m + added * torch.eye(len(m), dtype=m.dtype, device=m.device))
+    moments64 = moments.double()
+    eye = torch.eye(len(moments64), dtype=moments64.dtype, device=moments64.device)
+    return torch.linalg.cholesky(moments64 + added * eye)
 
 
 def group_size(heads: int, most: int) -> int:
@@ -134,8 +140,9 @@ def nearest_rank(full: int, ratio: float, multiple: int | None) -> int:
     ``full``. With a ratio of 0 it is ``full``, even if that is no multiple.
     """
     step = step_of(full, multiple)
+    # the full rank need not be a multiple, and rounding would change it
     if ratio == 0:
-        return full  # which need not be a multiple
+        return full
     # floor(x + 0.5) rounds halves up, whereas round() would round them to even
     steps = math.floor((1 - ratio) * full / step + 0.5)
     return min(full, max(1, steps) * step)
@@ -150,19 +157,23 @@ def divided_ranks(weights: Sequence[float], full: int, ratio: float, multiple: i
     the shares with the largest remainders.
     """
     step = step_of(full, multiple)
+    # the full rank need not be a multiple, and rounding would change it
     if ratio == 0:
-        return [full] * len(weights)  # which need not be a multiple
-    # a unit is one multiple; the last unit of a full rank may be cut by ``full``
+        return [full] * len(weights)
+    # ranks are counted in units of one multiple; the last unit of a full rank may be cut by ``full``
     most_units = ceil_div(full, step)
-    # floor(x + 0.5) rounds halves up; every matrix gets at least one unit
-    total = max(len(weights), math.floor((1 - ratio) * full * len(weights) / step + 0.5))
-    units = round_shares(proportional_shares(weights, total, most_units), total)
+    # floor(x + 0.5) rounds halves up
+    total_units = math.floor((1 - ratio) * full * len(weights) / step + 0.5)
+    # there is at least one unit for every matrix
+    total_units = max(len(weights), total_units)
+    shares = proportional_shares(weights, total_units, most_units)
+    units = round_shares(shares, total_units)
     for i, count in enumerate(units):
         if count == 0:
-            # every rank has at least one unit, so the rank with most units gives one of its own
+            # the matrix with most units gives one of its own
             units[units.index(max(units))] -= 1
             units[i] = 1
-    return [min(full, unit * step) for unit in units]
+    return [min(full, count * step) for count in units]
 
 
 def searched_ranks(loss: Sequence[Sequence[float]], ranks: Sequence[int], full: int, target: int) -> list[int]:

@@ -40,11 +40,18 @@ class ProjectionShape:
     def of(cls, model: PreTrainedModel) -> ProjectionShape:
         """Return the sizes of the projections of ``model``."""
         modules = attention_modules(model)
-        # models without grouped heads have no num_key_value_heads
-        heads = int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
-        (k_weight, _), _ = key_value_weights(modules[0], heads)  # [Hk D, d]
+        heads = _count_kv_heads(model)
+        # the first layer stands for all layers
+        (k_weight, _), _ = key_value_weights(modules[0], heads)
+        # k_weight is [Hk D, d]
         rows, hidden = k_weight.shape
         return cls(layers=len(modules), heads=heads, head_dim=rows // heads, hidden=hidden)
+
+
+def _count_kv_heads(model: PreTrainedModel) -> int:
+    """Return the number of kv heads of each layer."""
+    # models without grouped heads have no num_key_value_heads
+    return int(getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads)
 
 
 QUERY, KEY, VALUE = range(3)
@@ -77,21 +84,24 @@ def head_rows(attention: nn.Module, tensors: Sequence[Tensor], heads: int) -> tu
     ``tensors`` has one tensor, such as a gradient, for each weight of ``projection_modules``, of the weight's shape.
     """
     if len(tensors) == 2:
-        return tensors[0].unflatten(0, (heads, -1)), tensors[1].unflatten(0, (heads, -1))
-    # rows [Hk, 3, D, d] are the query, key and value rows of each head
-    rows = tensors[0].unflatten(0, (heads, 3, -1))
+        keys, values = tensors
+        return keys.unflatten(0, (heads, -1)), values.unflatten(0, (heads, -1))
+    (fused,) = tensors
+    # [Hk, 3, D, d]: the query, key and value rows of each head
+    rows = fused.unflatten(0, (heads, 3, -1))
     return rows[:, KEY], rows[:, VALUE]
 
 
-def _split_fused(fused: nn.Linear, heads: int, which: int) -> Linear:
-    """Return (weight, bias) of the projection ``which``, one of QUERY, KEY and VALUE, in a fused projection.
+def _split_fused(fused: nn.Linear, heads: int, place: int) -> Linear:
+    """Return (weight, bias) of one projection in a fused one. ``place`` is QUERY, KEY or VALUE.
 
     The rows of a fused projection lie head by head: query, key and value rows of one head, then those of the next.
     """
 
-    def select(t: Tensor) -> Tensor:
-        """Return the rows of the chosen projection out of t [3 H D, ...], as [H D, ...]."""
-        return t.detach().unflatten(0, (heads, 3, -1))[:, which].flatten(0, 1).contiguous()
+    def select(tensor: Tensor) -> Tensor:
+        """Return the rows of the chosen projection out of a tensor [3 H D, ...], as [H D, ...]."""
+        by_head = tensor.detach().unflatten(0, (heads, 3, -1))
+        return by_head[:, place].flatten(0, 1).contiguous()
 
     if fused.bias is None:
         return select(fused.weight), None
@@ -124,19 +134,23 @@ class LowRank(nn.Module):
         """Return the keys or values [..., Hk D] of latents [..., R]. The keys are not rotated yet."""
         groups: list[Tensor] = []
         for group_latent, up in zip(latent.split(self.ranks, dim=-1), self.ups, strict=True):
+            # at full rank the latents are the outputs
             if up is None:
-                groups.append(group_latent)  # at full rank the latents are the outputs
+                groups.append(group_latent)
             else:
                 groups.append(F.linear(group_latent, up))
-        outputs = torch.cat(groups, dim=-1) if len(groups) > 1 else groups[0]  # one group needs no copy
+        # one group needs no copy
+        outputs = torch.cat(groups, dim=-1) if len(groups) > 1 else groups[0]
         if self.bias is None:
             return outputs
         return outputs + self.bias
 
     def take(self) -> Tensor:
         """Return the latents [T, R] of the last call and forget them. The call's input must have had a single row."""
-        assert self.latent is not None
-        latent, self.latent = self.latent[0], None
+        assert self.latent is not None, "the projection must have run since the last ``take``"
+        # [1, T, R] -> [T, R]
+        latent = self.latent[0]
+        self.latent = None
         return latent
 
 
@@ -172,21 +186,28 @@ def swap_projections(model: PreTrainedModel, layers: Sequence[tuple[Factors, Fac
     # replaced so far: (attention module, name of its attribute, the model's own projection)
     originals: list[tuple[nn.Module, str, nn.Module]] = []
     try:
-        for attention, (k, v) in zip(attention_modules(model), layers, strict=True):
-            modules = projection_modules(attention)
-            (_, k_bias), (_, v_bias) = key_value_weights(attention, heads)
-            k_proj, v_proj = LowRank(k, k_bias), LowRank(v, v_bias)
-            if len(modules) == 1:
-                replacements: dict[str, nn.Module] = {"query_key_value": Fused(modules[0], heads, k_proj, v_proj)}
-            else:
-                replacements = {"k_proj": k_proj, "v_proj": v_proj}
-            for name, module in replacements.items():
+        for attention, (k_factors, v_factors) in zip(attention_modules(model), layers, strict=True):
+            for name, module in _build_projections(attention, heads, k_factors, v_factors).items():
                 originals.append((attention, name, getattr(attention, name)))
                 setattr(attention, name, module)
         yield
     finally:
+        # an error may have come after only some layers were replaced
         for attention, name, module in reversed(originals):
             setattr(attention, name, module)
+
+
+def _build_projections(
+    attention: nn.Module, heads: int, k_factors: Factors, v_factors: Factors
+) -> dict[str, nn.Module]:
+    """Return the low-rank projections of an attention module with ``heads`` kv heads, by the attribute to replace."""
+    (_, k_bias), (_, v_bias) = key_value_weights(attention, heads)
+    k_proj, v_proj = LowRank(k_factors, k_bias), LowRank(v_factors, v_bias)
+    modules = projection_modules(attention)
+    if len(modules) == 2:
+        return {"k_proj": k_proj, "v_proj": v_proj}
+    (fused,) = modules
+    return {"query_key_value": Fused(fused, heads, k_proj, v_proj)}
 
 
 @dataclass(frozen=True)
@@ -200,14 +221,17 @@ class KeyRotation:
         if self.rotary is None:
             return keys
         # the rotary module reads only the dtype and device of the keys
-        cos, sin = (t[:, None] for t in self.rotary(keys, positions))  # [U, 1, L, rotary dimensions]
-        rotary, rest = keys[..., : cos.shape[-1]], keys[..., cos.shape[-1] :]
-        first, second = rotary.chunk(2, dim=-1)
+        cos, sin = self.rotary(keys, positions)
+        # [U, L, rotary dimensions] -> [U, 1, L, rotary dimensions]: the same for all heads
+        cos, sin = cos[:, None], sin[:, None]
+        width = cos.shape[-1]
+        to_rotate, unrotated = keys[..., :width], keys[..., width:]
+        first, second = to_rotate.chunk(2, dim=-1)
         # rotation of (x1, x2) by angle t: (x1 cos t - x2 sin t, x2 cos t + x1 sin t)
-        rotated = rotary * cos + torch.cat((-second, first), dim=-1) * sin
-        if not rest.shape[-1]:
+        rotated = to_rotate * cos + torch.cat((-second, first), dim=-1) * sin
+        if not unrotated.shape[-1]:
             return rotated
-        return torch.cat((rotated, rest), dim=-1)
+        return torch.cat((rotated, unrotated), dim=-1)
 
 
 @dataclass(frozen=True)
@@ -247,6 +271,5 @@ def lifts(model: PreTrainedModel) -> list[LatentLift]:
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):
-            heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-            layer_lifts.append(LatentLift(k, v, turn, int(heads)))
+            layer_lifts.append(LatentLift(k, v, turn, heads=_count_kv_heads(model)))
     return layer_lifts

@@ -29,20 +29,20 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
     the mean over windows. Without ``fisher`` no gradients are computed, and the Fisher values are None.
     """
     shape, modules = ProjectionShape.of(model), attention_modules(model)
-    projections = [projection_modules(attention) for attention in modules]
-    device = projections[0][0].weight.device
-    total = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
+    device = projection_modules(modules[0])[0].weight.device
+    sums = torch.zeros(shape.layers, shape.hidden, shape.hidden, dtype=torch.float64, device=device)
     tokens, windows = 0, 0
 
-    def add(layer: int, x: Tensor) -> None:
+    def add_moments(layer: int, x: Tensor) -> None:
         """Add x x^T of the tokens of x [B, n, d] to the layer's sum."""
         # x [B, n, d] -> [B n, d]: the sum of x x^T over tokens is X^T X
         flat = x.detach().reshape(-1, x.shape[-1]).float()
-        total[layer] += flat.T @ flat
+        sums[layer] += flat.T @ flat
 
     parameters = _select_projection_weights(modules, fisher)
-    squares = [torch.zeros_like(p, dtype=torch.float32) for p in parameters]  # sums of g^2 over windows
-    with only_gradients_of(model, parameters), projection_inputs(model, add):
+    # the sums of g^2 over windows
+    squares = [torch.zeros_like(parameter, dtype=torch.float32) for parameter in parameters]
+    with only_gradients_of(model, parameters), projection_inputs(model, add_moments):
         for window in samples:
             window_loss = loss_on_window(model, window)
             if fisher:
@@ -51,18 +51,32 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
                     square += gradient.float().square()
             tokens += len(window)
             windows += 1
-    mean = (total / max(tokens, 1)).float()  # without windows the moments are 0
+    # without windows the moments are 0
+    moments = (sums / max(tokens, 1)).float()
     if not fisher:
-        return mean, None
-    weights_per_layer = len(projections[0])  # 2, or GPT-NeoX's one
+        return moments, None
+    return moments, _average_by_head(modules, shape.heads, squares, windows)
+
+
+def _average_by_head(
+    modules: Sequence[nn.Module], heads: int, squares: Sequence[Tensor], windows: int
+) -> Tensor:
+    """Return the Fisher values [layers, 2, Hk]: sqrt(E[g^2]), averaged over a head's key entries and value entries.
+
+    modules: the attention modules, each with ``heads`` kv heads.
+    squares: the sums of g^2 over ``windows`` windows, for each weight of ``_select_projection_weights``.
+    """
+    # 2, or GPT-NeoX's one
+    weights_per_layer = len(projection_modules(modules[0]))
     fisher_layers = []
     for i, attention in enumerate(modules):
         layer_squares = squares[i * weights_per_layer : (i + 1) * weights_per_layer]
-        roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]  # sqrt(E[g^2])
+        # sqrt(E[g^2])
+        roots = [(square / max(windows, 1)).sqrt() for square in layer_squares]
         # the mean over each head's entries, for keys and for values: [Hk, D, d] -> [Hk]
-        head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, shape.heads)]
+        head_means = [rows.mean(dim=(1, 2)) for rows in head_rows(attention, roots, heads)]
         fisher_layers.append(torch.stack(head_means))
-    return mean, torch.stack(fisher_layers)
+    return torch.stack(fisher_layers)
 
 
 def _select_projection_weights(modules: Sequence[nn.Module], fisher: bool) -> list[Tensor]:
@@ -93,18 +107,19 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
     samples: the windows of text.
     """
     shape = ProjectionShape.of(model)
-    total = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
+    sums = torch.zeros(shape.layers, shape.hidden, dtype=torch.float64, device=model.device)
     tokens = 0
 
-    def add(layer: int, x: Tensor) -> None:
+    def add_sizes(layer: int, x: Tensor) -> None:
         """Add |x| of the tokens of x [B, n, d] to the layer's sum."""
-        total[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
+        sums[layer] += x.detach().reshape(-1, x.shape[-1]).double().abs().sum(dim=0)
 
-    with only_gradients_of(model, ()), projection_inputs(model, add):
+    with only_gradients_of(model, ()), projection_inputs(model, add_sizes):
         for window in samples:
-            loss_on_window(model, window)  # ``add`` sees the inputs, and the loss itself is not used
+            # ``add_sizes`` sees the inputs while the model runs, and the loss itself is not used
+            loss_on_window(model, window)
             tokens += len(window)
-    return (total / max(tokens, 1)).float()
+    return (sums / max(tokens, 1)).float()
 
 
 def mean_loss(model: PreTrainedModel, windows: Sequence[Tensor], layers: Sequence[tuple[Factors, Factors]]) -> float:
@@ -155,14 +170,14 @@ def only_gradients_of(model: PreTrainedModel, wanted: Sequence[Tensor]) -> Itera
 
     Without wanted parameters no gradients are computed. The model's settings come back on exit.
     """
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    former_flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
-        for parameter, _ in flags:
+        for parameter, _ in former_flags:
             parameter.requires_grad_(False)
         for weight in wanted:
             weight.requires_grad_(True)
         with evaluating(model), torch.set_grad_enabled(bool(wanted)):
             yield
     finally:
-        for parameter, required in flags:
+        for parameter, required in former_flags:
             parameter.requires_grad_(required)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ from kvbench.base.errors import UsageError
 from kvbench.kv.exact_attention import attend_rows
 from kvbench.kv.model_shape import key_layers, state_layers
 from kvbench.models.interface import KvbenchLayer, attached, attention_modules, evaluating, model_cache
-from kvbench.models.state_layer import in_model_order, state_layers_of
+from kvbench.models.state_layer import StateLayer, in_model_order, state_layers_of
 from kvbench.storage.roles import Rotary
 
 TOKENS = 8
@@ -78,28 +78,30 @@ def count_states(model: PreTrainedModel) -> tuple[int, int]:
     if not state_layers(model.config):
         return 0, 0
     if model not in _COUNTED:
-        config = model.config
-        reader = model
-        if model.device.type == "meta":
-            # without weights, PyTorch finds the shapes of experts' products in bf16 only; the model keeps its dtype
-            reader = copy.deepcopy(model).bfloat16()
-        layers = [ProbeLayer() for _ in key_layers(config)]
-        states = state_layers_of(config, layers)
-        token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)  # any token, at position 0
-        with torch.no_grad(), attached(reader):
-            reader(
-                input_ids=token,
-                position_ids=token,
-                use_cache=True,
-                **model_cache(config, in_model_order(config, layers, states)),
-            )
         conv_numbers, recurrent_numbers = 0, 0
-        for layer in states:
+        for layer in _read_one_token(model):
             conv, recurrent = layer.state().counts
             conv_numbers += conv
             recurrent_numbers += recurrent
         _COUNTED[model] = conv_numbers, recurrent_numbers
     return _COUNTED[model]
+
+
+def _read_one_token(model: PreTrainedModel) -> list[StateLayer]:
+    """Return the cache layers with states after the model has read one token."""
+    config = model.config
+    reader = model
+    if model.device.type == "meta":
+        # without weights, PyTorch finds the shapes of experts' products in bf16 only; the model keeps its dtype
+        reader = copy.deepcopy(model).bfloat16()
+    layers = [ProbeLayer() for _ in key_layers(config)]
+    states = state_layers_of(config, layers)
+    cache = model_cache(config, in_model_order(config, layers, states))
+    # any token will do: 0, at position 0
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    with torch.no_grad(), attached(reader):
+        reader(input_ids=token, position_ids=token, use_cache=True, **cache)
+    return states
 
 
 def _compare_attention(model: PreTrainedModel) -> Probe:
@@ -111,34 +113,12 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
     # any tokens will do; small test models may have fewer than TOKENS
     ids = torch.arange(TOKENS, device=model.device) % model.config.vocab_size
     positions = torch.arange(TOKENS, device=model.device)[None]
-    outputs: dict[tuple[int, str], Tensor] = {}  # the outputs of each layer's k_proj and v_proj [1, T, H D]
-
-    def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
-        """Return a forward hook that records a projection's output under ``key``."""
-
-        def record(module: nn.Module, args: object, output: Tensor) -> None:
-            """Record the output of a projection (a forward hook)."""
-            outputs[key] = output
-
-        return record
-
     # random weights serve as well as trained ones, because both attentions compute with the same weights
-    attention = model.config._attn_implementation
-    with torch.no_grad(), evaluating(model):
-        model.set_attn_implementation("eager")
-        try:
-            model_logits = model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
-        finally:
-            model.set_attn_implementation(attention)
-    with torch.no_grad(), attached(model), ExitStack() as stack:
+    model_logits = _compute_own_logits(model, ids, positions)
+    with torch.no_grad(), attached(model):
         later_layers, _ = _read_tokens(model, ids, positions + SHIFT)
-        # hooked only now, so that ``outputs`` belong to the reading at ``positions``
-        for i, module in enumerate(attention_modules(model)):
-            for name in ("k_proj", "v_proj"):
-                if hasattr(module, name):
-                    hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
-                    stack.callback(hook.remove)
-        layers, logits = _read_tokens(model, ids, positions)
+        with _recording_projections(model) as outputs:
+            layers, logits = _read_tokens(model, ids, positions)
     # the two attentions sum in different orders, and half precision then differs by more
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
     # own logits that are no numbers can be compared with nothing, and are refused when a prompt is read
@@ -150,7 +130,7 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
             "logits are not the model's own"
         )
     # several rotary modules mean that layers rotate in different ways
-    frequencies = [m.get_buffer("inv_freq") for m in model.modules() if hasattr(m, "inv_freq")]
+    frequencies = [module.get_buffer("inv_freq") for module in model.modules() if hasattr(module, "inv_freq")]
     rotary = Rotary(frequencies[0]) if len(frequencies) == 1 else None
     unrolled, mixed = None, None
     if rotary is None or not _are_rotated(layers, later_layers, rotary, tolerance):
@@ -158,6 +138,43 @@ def _compare_attention(model: PreTrainedModel) -> Probe:
     if not _are_projected(layers, outputs, rotary, positions=positions, tolerance=tolerance):
         mixed = "its cached keys and values are not what its projections give"
     return Probe(unrolled=unrolled, mixed=mixed)
+
+
+def _compute_own_logits(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the logits [T, V] of tokens [T] at positions [1, T] under transformers' plain attention."""
+    attention = model.config._attn_implementation
+    with torch.no_grad(), evaluating(model):
+        model.set_attn_implementation("eager")
+        try:
+            return model(input_ids=ids[None], position_ids=positions, use_cache=False).logits[0]
+        finally:
+            model.set_attn_implementation(attention)
+
+
+@contextmanager
+def _recording_projections(model: PreTrainedModel) -> Iterator[dict[tuple[int, str], Tensor]]:
+    """While the context is open, record the outputs [1, T, H D] of each layer's k_proj and v_proj, if it has them.
+
+    The context yields the outputs by (layer, name of the projection). A later call replaces an earlier one.
+    """
+    outputs: dict[tuple[int, str], Tensor] = {}
+
+    def make_recorder(key: tuple[int, str]) -> Callable[[nn.Module, object, Tensor], None]:
+        """Return a forward hook that records a projection's output under ``key``."""
+
+        def record(module: nn.Module, args: object, output: Tensor) -> None:
+            """Record the output of a projection (a forward hook)."""
+            outputs[key] = output
+
+        return record
+
+    with ExitStack() as stack:
+        for i, module in enumerate(attention_modules(model)):
+            for name in ("k_proj", "v_proj"):
+                if hasattr(module, name):
+                    hook = getattr(module, name).register_forward_hook(make_recorder((i, name)))
+                    stack.callback(hook.remove)
+        yield outputs
 
 
 def _are_rotated(
@@ -209,14 +226,14 @@ def _read_tokens(model: PreTrainedModel, ids: Tensor, positions: Tensor) -> tupl
     config = model.config
     layers = [ProbeLayer() for _ in key_layers(config)]
     all_layers = in_model_order(config, layers, state_layers_of(config, layers))
-    out = model(input_ids=ids[None], position_ids=positions, **model_cache(config, all_layers))
-    return layers, out.logits[0]
+    output = model(input_ids=ids[None], position_ids=positions, **model_cache(config, all_layers))
+    return layers, output.logits[0]
 
 
 def _relative_distance(a: Tensor, b: Tensor) -> float:
-    """Return the relative distance |a - b| / |b| in Euclidean norms."""
-    b = b.float()
+    """Return the relative distance |a - b| / |b| in Euclidean norms. It is NaN if a number of either is NaN."""
+    b32 = b.float()
     # a model's layers may lie on several devices
-    difference = a.to(b.device).float() - b
+    difference = a.to(b32.device).float() - b32
     # the lower limit of |b| avoids division by 0
-    return float(difference.norm() / b.norm().clamp_min(1e-30))
+    return float(difference.norm() / b32.norm().clamp_min(1e-30))

@@ -32,6 +32,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         super().__init__(number_of_states=getattr(config, "number_of_conv_states", 1))
         if not rows:
             return
+        # the keys number the layer's states: 0, 1, ...
         for i in self.conv_states:
             conv = [row.conv[i] for row in rows]
             recurrent = [row.recurrent[i] for row in rows]
@@ -55,14 +56,14 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """Return a copy of one row's state."""
         index = torch.tensor([row])
         return LayerState(
-            conv=tuple(_choose_rows(t, index) for t in self.conv_states.values()),
-            recurrent=tuple(_choose_rows(t, index) for t in self.recurrent_states.values()),
+            conv=tuple(_choose_rows(state, index) for state in self.conv_states.values()),
+            recurrent=tuple(_choose_rows(state, index) for state in self.recurrent_states.values()),
         )
 
     def nbytes(self) -> int:
         """Return how many bytes the states of all rows take."""
-        tensors = [*self.conv_states.values(), *self.recurrent_states.values()]
-        return sum(t.nbytes for t in tensors if t is not None)
+        states = [*self.conv_states.values(), *self.recurrent_states.values()]
+        return sum(state.nbytes for state in states if state is not None)
 
     def join(self, other: StateLayer) -> None:
         """Append the rows of ``other``, the same layer of another batch."""
@@ -80,26 +81,26 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
 class StateBesideKeys(StateLayer, KvbenchLayer):
     """A layer that holds a state and keys (Falcon H1). The keys are in a layer of their own, which methods compress.
 
-    of_keys: the layer that holds the keys.
+    key_layer: the layer that holds the keys.
     """
 
     def __init__(self, keys: KvbenchLayer, config: Any, rows: Sequence[LayerState] = ()) -> None:
         """Make a layer from the layer of its keys, and from the states with which its rows go on."""
         StateLayer.__init__(self, config, rows)
-        self.of_keys = keys
+        self.key_layer = keys
 
     def add(self, k: Tensor, v: Tensor) -> None:
         """Store keys and values in the layer of keys."""
-        self.of_keys.add(k, v)
+        self.key_layer.add(k, v)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         """Return the attention over the layer of keys."""
-        return self.of_keys.attend(query, scale, window)
+        return self.key_layer.attend(query, scale, window)
 
     @property
     def seen(self) -> int:  # type: ignore[override]
         """The number of tokens that the layer of keys has read."""
-        return self.of_keys.seen
+        return self.key_layer.seen
 
 
 def state_layers_of(
@@ -112,18 +113,20 @@ def state_layers_of(
         that the caller can free each.
     """
     layers: list[StateLayer] = []
-    keys = iter(with_keys)
-    remaining = iter(columns) if columns is not None else None
-    # layers with keys and states with columns are taken in the order of the model's layers
+    # both iterators are advanced in the order of the model's layers
+    key_layers = iter(with_keys)
+    remaining_columns = iter(columns) if columns is not None else None
     for kind in layer_types(config):
-        of_keys = next(keys) if kind not in KEYLESS else None
+        key_layer = next(key_layers) if kind not in KEYLESS else None
         if kind not in HOLD_STATES:
             continue
-        states: Sequence[LayerState] = next(remaining) if remaining is not None else ()
-        if of_keys is None:
-            layers.append(StateLayer(config, states))
+        rows: Sequence[LayerState] = ()
+        if remaining_columns is not None:
+            rows = next(remaining_columns)
+        if key_layer is None:
+            layers.append(StateLayer(config, rows))
         else:
-            layers.append(StateBesideKeys(of_keys, config, states))
+            layers.append(StateBesideKeys(key_layer, config, rows))
     return layers
 
 
@@ -140,28 +143,29 @@ def in_model_order(config: Any, with_keys: Iterable[Any], with_states: Sequence[
     if not with_states and not any(kind in KEYLESS for kind in kinds):
         return list(with_keys)
     layers: list[Any] = []
-    keys, states = iter(with_keys), iter(with_states)
+    key_layers, state_layers = iter(with_keys), iter(with_states)
     for kind in kinds:
-        layer: Any = cache_utils.DummyLayer()  # an MLP alone holds nothing
+        # an MLP alone holds nothing
+        layer: Any = cache_utils.DummyLayer()
         if kind not in KEYLESS:
-            layer = next(keys)
+            layer = next(key_layers)
         if kind in HOLD_STATES:
             # if a layer holds both, the cache layer with the state passes keys on to the one with the keys
-            layer = next(states)
+            layer = next(state_layers)
         layers.append(layer)
     return layers
 
 
 def _join_rows(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Return the rows of all ``parts`` [b, ...] in one new tensor [B, ...]; None if the layer has no such state."""
-    tensors = [t for t in parts if t is not None]
+    tensors = [part for part in parts if part is not None]
     if not tensors:
         return None
     return torch.cat(tensors)
 
 
-def _choose_rows(t: Tensor | None, rows: Tensor) -> Tensor | None:
-    """Return a copy of the rows ``rows`` of a state t [B, ...]; None if the layer has no such state."""
-    if t is None:
+def _choose_rows(state: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Return a copy of the rows with the indices ``rows`` of a state [B, ...]; None if the layer has no such state."""
+    if state is None:
         return None
-    return t.index_select(0, rows.to(t.device))
+    return state.index_select(0, rows.to(state.device))
