@@ -62,14 +62,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Raise UsageError for an impossible value: YAML and the command line give values of any type."""
-        for key, value, allowed in (
-            ("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16")),
-            ("weights", self.weights, ("trained", "random")),
-            ("attention", self.attention, ("sdpa", "eager")),
-        ):
+        choices = {
+            "dtype": ("auto", "float32", "bfloat16", "float16"),
+            "weights": ("trained", "random"),
+            "attention": ("sdpa", "eager"),
+        }
+        for key, allowed in choices.items():
+            value = getattr(self, key)
             if value not in allowed:
                 raise unknown(f"value of model.{key}", value, allowed)
-        are_texts = isinstance(self.stop, (list, tuple)) and all(isinstance(s, str) and s for s in self.stop)
+        are_texts = isinstance(self.stop, (list, tuple)) and all(isinstance(text, str) and text for text in self.stop)
         check("model.stop", self.stop, are_texts, "a list of texts that are not empty")
         # YAML gives a list, and a list cannot be hashed; a frozen dataclass is set only in this way
         object.__setattr__(self, "stop", tuple(self.stop))
@@ -77,21 +79,16 @@ class ModelConfig:
             hint = "Or a mapping of layers to devices."
             raise unknown("value of model.device_map", self.device_map, DEVICE_MAPS, hint)
         is_map = self.device_map is None or isinstance(self.device_map, (str, Mapping))
-        check(
-            "model.device_map", self.device_map, is_map, f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
-        )
+        allowed_maps = f"{', '.join(DEVICE_MAPS)}, or a mapping of layers to devices"
+        check("model.device_map", self.device_map, is_map, allowed_maps)
         for key, text in (("revision", self.revision), ("chat_template", self.chat_template)):
             # YAML reads a revision such as 20240101 as a number
             is_text = text is None or (isinstance(text, str) and bool(text))
             check(f"model.{key}", text, is_text, "a text, in quotes if it is a number, or null")
         scaling = self.rope_scaling
         is_scaling = scaling is None or (isinstance(scaling, Mapping) and "rope_type" in scaling)
-        check(
-            "model.rope_scaling",
-            scaling,
-            is_scaling,
-            "null or a mapping with rope_type, as {rope_type: linear, factor: 4}",
-        )
+        allowed_scaling = "null or a mapping with rope_type, as {rope_type: linear, factor: 4}"
+        check("model.rope_scaling", scaling, is_scaling, allowed_scaling)
         context = self.context
         is_length = context is None or (is_whole(context) and context >= 1)
         check("model.context", context, is_length, "a whole number")

@@ -40,25 +40,12 @@ def check_sizes(path: str, config: Any) -> None:
         raise UsageError(f"model={path}: its config.json is no JSON object, but {type(config).__name__}")
     for key in SIZES:
         value = config.get(key)
-        if value is not None and not isinstance(value, list) and not (is_whole(value) and value >= 1):
+        # transformers knows what null and a list mean
+        if value is None or isinstance(value, list):
+            continue
+        if not (is_whole(value) and value >= 1):
             raise _refusal(path, key, value, WHOLE)
-    # the next checks compare sizes that depend on each other, as far as both are given as numbers
-    numbers = {key: value for key, value in config.items() if is_whole(value)}
-    # absent sizes count as 1, which divides every number, or as 0, which is a multiple of every number
-    heads = numbers.get("num_attention_heads", 1)
-    kv_heads = numbers.get("num_key_value_heads", 1)
-    # each kv head serves a group of query heads; without a number of heads, the family's default is not known here
-    if "num_attention_heads" in numbers and heads % kv_heads:
-        raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
-    hidden = numbers.get("hidden_size", 0)
-    # without a head_dim, the heads divide the hidden size among them
-    if config.get("head_dim") is None and hidden % heads:
-        allowed = f"a divisor of hidden_size={hidden}, or a head_dim beside it"
-        raise _refusal(path, "num_attention_heads", heads, allowed)
-    # a padding id beyond the vocabulary has no row in the embedding; -1 stands for none
-    padding, vocabulary = numbers.get("pad_token_id", -1), numbers.get("vocab_size")
-    if vocabulary is not None and padding >= vocabulary:
-        raise _refusal(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
+    _check_related_sizes(path, config)
     # older checkpoints say torch_dtype
     for key in ("dtype", "torch_dtype"):
         name = config.get(key)
@@ -76,6 +63,29 @@ def check_sizes(path: str, config: Any) -> None:
     _check_thetas(path, config)
 
 
+def _check_related_sizes(path: str, config: Mapping[str, Any]) -> None:
+    """Raise UsageError for sizes that do not fit each other, as far as both are given as numbers.
+
+    Each size alone must be possible.
+    """
+    numbers = {key: value for key, value in config.items() if is_whole(value)}
+    # absent sizes count as 1, which divides every number, or as 0, which is a multiple of every number
+    heads = numbers.get("num_attention_heads", 1)
+    kv_heads = numbers.get("num_key_value_heads", 1)
+    # each kv head serves a group of query heads; without a number of heads, the family's default is not known here
+    if "num_attention_heads" in numbers and heads % kv_heads:
+        raise _refusal(path, "num_key_value_heads", kv_heads, f"a divisor of num_attention_heads={heads}")
+    hidden = numbers.get("hidden_size", 0)
+    # without a head_dim, the heads divide the hidden size among them
+    if config.get("head_dim") is None and hidden % heads:
+        allowed = f"a divisor of hidden_size={hidden}, or a head_dim beside it"
+        raise _refusal(path, "num_attention_heads", heads, allowed)
+    # a padding id beyond the vocabulary has no row in the embedding; -1 stands for none
+    padding, vocabulary = numbers.get("pad_token_id", -1), numbers.get("vocab_size")
+    if vocabulary is not None and padding >= vocabulary:
+        raise _refusal(path, "pad_token_id", padding, f"null or an id below vocab_size={vocabulary}")
+
+
 def check_end_ids(path: str, file: str, config: Any) -> None:
     """Raise UsageError if the ``eos_token_id`` in a JSON file of a checkpoint is no id, no list of ids and not null.
 
@@ -85,12 +95,14 @@ def check_end_ids(path: str, file: str, config: Any) -> None:
     """
     if not isinstance(config, Mapping):
         raise UsageError(f"model={path}: its {file} is no JSON object, but {type(config).__name__}")
-    ends = config.get("eos_token_id")
+    stated = config.get("eos_token_id")
+    if stated is None:
+        return
     # the file may state one id, or a list of ids
-    ids: list[Any] = ends if isinstance(ends, list) else [ends]
-    if ends is not None and not all(is_whole(i) and i >= 0 for i in ids):
+    ids: list[Any] = stated if isinstance(stated, list) else [stated]
+    if not all(is_whole(token_id) and token_id >= 0 for token_id in ids):
         allowed = "null, a token id of 0 or more, or a list of them"
-        raise UsageError(f"model={path}: its {file} says eos_token_id={ends!r}, which is not possible: {allowed}")
+        raise UsageError(f"model={path}: its {file} says eos_token_id={stated!r}, which is not possible: {allowed}")
 
 
 def _is_dtype(name: str) -> bool:

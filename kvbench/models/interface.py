@@ -150,19 +150,24 @@ def attention(
         demands = " and ".join(unserved) or "a mask of its own"
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
     if scaling is None:
-        scaling = query.shape[-1] ** -0.5  # 1 / sqrt(D)
+        # 1 / sqrt(D)
+        scaling = query.shape[-1] ** -0.5
     query = scale_queries(module, query, key.newest_positions)
     # the cache holds latents, so attention runs over them: see ``models.latent``
-    latent = expands_after_caching(module)
-    if latent:
+    over_latents = expands_after_caching(module)
+    if over_latents:
         query = absorb_query(module, query)
+    window = sliding_window
     # a window that is longer than the text changes nothing
-    window = sliding_window if sliding_window is not None and key.seen > sliding_window else None
-    sinks = s_aux.detach()[:, None, None] if s_aux is not None else None  # [Hq, 1, 1], to meet logits [Hq, T, L]
+    if window is not None and key.seen <= window:
+        window = None
+    # [Hq] -> [Hq, 1, 1], to meet logits [Hq, T, L]
+    sinks = s_aux.detach()[:, None, None] if s_aux is not None else None
     out = key.attend(query, LogitScale.of(scaling, softcap, sinks), window)
-    if latent:
+    if over_latents:
         out = head_outputs(module, out)
-    return out.transpose(1, 2), None  # [B, Hq, T, D] -> [B, T, Hq, D]
+    # [B, Hq, T, D] -> [B, T, Hq, D]
+    return out.transpose(1, 2), None
 
 
 def sliding_window(config: Any) -> int | None:
@@ -170,7 +175,8 @@ def sliding_window(config: Any) -> int | None:
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if types is None:
-        slides = getattr(config, "use_sliding_window", True)  # Qwen2 has a window that it may not use
+        # Qwen2 has a window that it may not use
+        slides = getattr(config, "use_sliding_window", True)
     else:
         slides = "sliding_attention" in types
     # a model with local layers has other layers that attend everything
@@ -225,7 +231,8 @@ def attached(model: PreTrainedModel) -> Iterator[None]:
 
     The model's own settings come back on exit. Such contexts may be nested.
     """
-    tell_untried()  # the user may have loaded this model without kvbench
+    # loading tells this, too, but the user may have loaded the model without kvbench
+    tell_untried()
     previous = model.config._attn_implementation
     if previous == NAME:
         # an outer context has set everything, and restores it
@@ -272,7 +279,7 @@ def layer_hooks(model: PreTrainedModel, finished: Callable[[int, Tensor], None])
             hidden = args[0]
         finished(int(module.layer_idx), hidden)  # type: ignore[arg-type]
 
-    handles = [m.register_forward_hook(announce, with_kwargs=True) for m in attention_modules(model)]
+    handles = [module.register_forward_hook(announce, with_kwargs=True) for module in attention_modules(model)]
     try:
         yield
     finally:
@@ -293,7 +300,7 @@ def call_hooks(model: PreTrainedModel, calls: dict[int, AttentionCall]) -> Itera
         """Record the call of an attention module (a forward pre-hook)."""
         calls[int(module.layer_idx)] = AttentionCall(module, kwargs, rotary)  # type: ignore[arg-type]
 
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in attention_modules(model)]
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in attention_modules(model)]
     try:
         yield
     finally:
@@ -310,39 +317,48 @@ def token_hooks(model: PreTrainedModel, tokens_read: Callable[[int], TokensRead 
     Hidden states, position ids and rotations are cut, so that later layers compute fewer tokens.
     """
 
-    def make_cut(index: int) -> Callable[..., object]:
-        """Return the hook for layer ``index``."""
+    def make_hook(index: int) -> Callable[..., object]:
+        """Return the forward pre-hook for layer ``index``."""
 
         def cut_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-            """Return (args, kwargs) of a decoder layer's call with only the tokens that the layer reads."""
+            """Return the layer's inputs with only the tokens that it reads; None leaves them as they are."""
             tokens = tokens_read(index)
             if tokens is None:
-                return None  # PyTorch leaves the inputs as they are
-            kwargs = dict(kwargs)
-            if "hidden_states" in kwargs:
-                kwargs["hidden_states"] = tokens.of_previous(kwargs["hidden_states"])
-            else:
-                hidden = tokens.of_previous(args[0])
-                args = (hidden, *args[1:])
-            # every layer receives the whole prompt's positions, not those of the layer before
-            for name in ("position_ids", "position_embeddings"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = tokens.of_prompt(kwargs[name])
-            # releases before 5.4 also pass positions without a batch axis, by which Ministral scales queries
-            if kwargs.get("cache_position") is not None:
-                # [n] -> [1, n] -> [1, m] -> [m]
-                kwargs["cache_position"] = tokens.of_prompt(kwargs["cache_position"][None])[0]
-            return args, kwargs
+                return None
+            return _cut_inputs(tokens, args, kwargs)
 
         return cut_inputs
 
-    decoders = decoder_layers(model)
-    handles = [m.register_forward_pre_hook(make_cut(i), with_kwargs=True) for i, m in enumerate(decoders)]
+    handles = []
+    for i, layer in enumerate(decoder_layers(model)):
+        handles.append(layer.register_forward_pre_hook(make_hook(i), with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _cut_inputs(
+    tokens: TokensRead, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) of a decoder layer's call with only these ``tokens``."""
+    cut_kwargs = dict(kwargs)
+    # families differ in how their layers pass hidden states
+    if "hidden_states" in kwargs:
+        cut_kwargs["hidden_states"] = tokens.of_previous(kwargs["hidden_states"])
+    else:
+        hidden, *other_args = args
+        args = (tokens.of_previous(hidden), *other_args)
+    # every layer receives the whole prompt's positions, not those of the layer before
+    for name in ("position_ids", "position_embeddings"):
+        if kwargs.get(name) is not None:
+            cut_kwargs[name] = tokens.of_prompt(kwargs[name])
+    # releases before 5.4 also pass positions without a batch axis, by which Ministral scales queries
+    if kwargs.get("cache_position") is not None:
+        # [n] -> [1, n] -> [1, m] -> [m]
+        cut_kwargs["cache_position"] = tokens.of_prompt(kwargs["cache_position"][None])[0]
+    return args, cut_kwargs
 
 
 @contextmanager
@@ -361,15 +377,7 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
             # further arguments may have a value for each token, and would have to be cut as well
             if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= size:
                 return forward(hidden, *args, **kwargs)
-            first = forward(hidden[:, :size])
-            if not isinstance(first, Tensor):
-                return forward(hidden)  # a mixture of experts may return router logits, too
-            # one tensor for all parts: joining them at the end would hold the output twice
-            out = first.new_empty(*hidden.shape[:2], first.shape[-1])
-            out[:, :size] = first
-            for start in range(size, hidden.shape[1], size):
-                out[:, start : start + size] = forward(hidden[:, start : start + size])
-            return out
+            return _run_in_parts(forward, hidden, size)
 
         return forward_in_parts
 
@@ -393,16 +401,33 @@ def mlps_in_parts(model: PreTrainedModel, size: int) -> Iterator[None]:
                 mlp.forward = former
 
 
+def _run_in_parts(forward: Callable[[Tensor], Any], hidden: Tensor, size: int) -> Any:
+    """Return ``forward(hidden)`` of hidden states [B, n, d], computed for ``size`` tokens at a time.
+
+    If the first part shows that ``forward`` returns more than one tensor, all tokens are computed at once.
+    """
+    first = forward(hidden[:, :size])
+    # a mixture of experts may return router logits, too
+    if not isinstance(first, Tensor):
+        return forward(hidden)
+    # one tensor for all parts: joining them at the end would hold the output twice
+    out = first.new_empty(*hidden.shape[:2], first.shape[-1])
+    out[:, :size] = first
+    for start in range(size, hidden.shape[1], size):
+        out[:, start : start + size] = forward(hidden[:, start : start + size])
+    return out
+
+
 @dataclass(frozen=True)
 class TokensRead:
     """The m tokens that a layer reads, out of a prompt's n tokens.
 
-    places: the tokens' indices among those that the layer before has read; None: the layer reads the same tokens.
-    positions: the tokens' positions in the prompt.
+    places: [m], the tokens' indices among those that the layer before has read; None: the layer reads the same tokens.
+    positions: [m], the tokens' positions in the prompt.
     """
 
-    places: Tensor | None  # [m]
-    positions: Tensor  # [m]
+    places: Tensor | None
+    positions: Tensor
 
     def of_previous(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [B, m, d] of these tokens, out of the states [B, m', d] of the layer before."""
@@ -416,7 +441,7 @@ class TokensRead:
         ``by_token`` are position ids [B, n] or rotations [B, n, D], or a tuple of such tensors.
         """
         if isinstance(by_token, tuple):
-            return tuple(self.of_prompt(t) for t in by_token)
+            return tuple(self.of_prompt(tensor) for tensor in by_token)
         return by_token.index_select(1, self.positions.to(by_token.device))
 
 
@@ -453,8 +478,8 @@ def all_layers(model: PreTrainedModel) -> list[nn.Module]:
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Return the attention modules that store keys and values in the cache, in layer order."""
     # layers at the end may share the keys and values of an earlier one, and layers with a state may hold none
-    listed = range(len(layer_types(model.config)) + sharing_layers(model.config))
-    keyless = set(listed).difference(key_layers(model.config))
+    all_numbers = range(len(layer_types(model.config)) + sharing_layers(model.config))
+    keyless = set(all_numbers).difference(key_layers(model.config))
     modules = []
     for module in model.modules():
         # the class name is compared first, because asking a module for an attribute that it lacks is slow

@@ -93,7 +93,8 @@ def locate(cfg: ModelConfig) -> ModelSource:
     folder = Path(cfg.path).expanduser()
     try:
         exists = folder.exists()
-    except OSError:  # the name is too long for a file
+    # the name is too long for a file
+    except OSError:
         exists = False
     if exists:
         manifest.check_copy(folder)
@@ -131,8 +132,8 @@ def load_tokenizer(cfg: ModelConfig, source: ModelSource) -> PreTrainedTokenizer
         return tokenizer
     except Exception as error:
         # a damaged tokenizer fails with errors of many types
-        why = f"{type(error).__name__}: {headline(error)}"
-        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {why}") from None
+        reason = f"{type(error).__name__}: {headline(error)}"
+        raise UsageError(f"model={cfg.path}: its tokenizer cannot be loaded: {reason}") from None
 
 
 def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
@@ -145,15 +146,17 @@ def end_tokens(cfg: ModelConfig, source: ModelSource) -> set[int]:
         generation = GenerationConfig.from_pretrained(
             source.location, local_files_only=not cfg.download, **_revision_option(source)
         )
+    # the checkpoint has no such file
     except (OSError, ValueError):
-        generation = None  # the checkpoint has no such file
+        generation = None
     token_ids: set[int] = set()
     for config in (source.config, generation):
-        eos = getattr(config, "eos_token_id", None)
-        if isinstance(eos, int):
-            token_ids.add(eos)
+        # one id, a list of ids, or None
+        stated = getattr(config, "eos_token_id", None)
+        if isinstance(stated, int):
+            token_ids.add(stated)
         else:
-            token_ids.update(eos or ())  # a list of ids, or None
+            token_ids.update(stated or ())
     return token_ids
 
 
@@ -176,7 +179,8 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
     dtype = resolve_dtype(cfg, device, source.config)
     try:
         if cfg.weights == "random":
-            torch.manual_seed(0)  # every run gets the same random weights
+            # every run gets the same random weights
+            torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
         else:
             options: dict[str, object] = {}
@@ -197,7 +201,8 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
-    except UsageError:  # its message states the reason already
+    # its message states the reason already
+    except UsageError:
         raise
     except SafetensorError as error:
         raise UsageError(
@@ -302,41 +307,43 @@ def fingerprint(folder: Path, whole_limit: int = WHOLE_HASH_LIMIT) -> str:
     """
     digest = hashlib.sha256()
     # other files, such as a README, change no result
-    paths = [p for p in folder.iterdir() if p.suffix == ".safetensors" or p.name in IDENTITY_FILES]
+    paths = [path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name in IDENTITY_FILES]
     for path in sorted(paths):
         if not path.is_file():
             raise UsageError(f"model={folder}: {path.name} is no file")
         size = path.stat().st_size
         # names and sizes count as well: the same bytes in files of other names are another checkpoint
         digest.update(f"{path.name}:{size}\n".encode())
-        with path.open("rb") as f:
+        with path.open("rb") as file:
             if size > whole_limit and path.suffix == ".safetensors":
-                for content in _read_slices(f):
+                for content in _read_slices(file):
                     digest.update(content)
             else:
                 # files may be larger than memory, so they are read block by block
-                while block := f.read(2**20):
+                while block := file.read(2**20):
                     digest.update(block)
     return digest.hexdigest()[:16]
 
 
-def _read_slices(f: BinaryIO) -> Iterator[bytes]:
+def _read_slices(file: BinaryIO) -> Iterator[bytes]:
     """Yield the header of a safetensors file, then two slices of each tensor: its beginning and its middle.
 
-    f: the open file, at its beginning.
+    file: the open file, at its beginning.
     """
     # a file has 8 bytes with the header's length, the header in JSON, and then all tensors, at the header's offsets
-    length = f.read(8)
-    header = f.read(int.from_bytes(length, "little"))
+    length = file.read(8)
+    header = file.read(int.from_bytes(length, "little"))
     yield length + header
-    start = f.tell()
+    tensors_start = file.tell()
     for name, entry in sorted(json.loads(header).items()):
-        if name != "__metadata__":
-            first, last = entry["data_offsets"]
-            for offset in (first, (first + last) // 2):
-                f.seek(start + offset)
-                # a slice ends with its tensor
-                yield f.read(min(SLICE, last - offset))
+        # this entry describes the file, and has no tensor
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        for offset in (start, (start + end) // 2):
+            file.seek(tensors_start + offset)
+            # a slice ends with its tensor
+            yield file.read(min(SLICE, end - offset))
 
 
 def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
@@ -369,8 +376,9 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     # the configuration is read last, as it may run into errors that the checks above explain better
     try:
         config = config_with_scaling(cfg, AutoConfig.from_pretrained(folder))
+    # its message states the reason already
     except UsageError:
-        raise  # its message states the reason already
+        raise
     except Exception as error:
         # the families' own checks raise errors of many types
         raise UsageError(f"model={cfg.path}: its config.json cannot be used: {headline(error)}") from None
@@ -450,8 +458,9 @@ def config_with_scaling(cfg: ModelConfig, config: Any) -> Any:
             )
         config.rope_parameters = dict(parameters) | dict(cfg.rope_scaling)
     weights.check_rope(cfg.path, getattr(config, "rope_parameters", None), config)
+    # called for its error if kvbench cannot run the model
     try:
-        traits.of_config(config)  # called for its error if kvbench cannot run the model
+        traits.of_config(config)
     except UsageError as error:
         raise UsageError(f"model={cfg.path}: {error}") from None
     return config
@@ -462,12 +471,14 @@ def resolve_dtype(cfg: ModelConfig, device: torch.device, config: Any) -> torch.
 
     A checkpoint that states no dtype runs in bfloat16 on a GPU.
     """
+    # ModelConfig has checked the name
     if cfg.dtype != "auto":
-        return getattr(torch, cfg.dtype)  # ModelConfig has checked the name
+        return getattr(torch, cfg.dtype)
     # CPUs without bf16 units compute half precision slowly
     if device.type == "cpu":
         return torch.float32
-    checkpoint_dtype = getattr(config, "dtype", None)  # None if config.json does not state one
+    # None if config.json does not state one
+    checkpoint_dtype = getattr(config, "dtype", None)
     if isinstance(checkpoint_dtype, torch.dtype):
         return checkpoint_dtype
     return torch.bfloat16

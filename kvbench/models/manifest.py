@@ -41,7 +41,7 @@ def write_manifest(folder: Path, sums: Mapping[str, str], origin: Mapping[str, s
     stamps: Stamps = {}
     files: dict[str, object] = {}
     for name, checksum in sums.items():
-        stamp = _stamp_of_file(folder / name, checksum)
+        stamp = _stamp_file(folder / name, checksum)
         stamps[name] = stamp
         files[name] = {"sha256": checksum, "bytes": stamp["bytes"]}
     content: dict[str, object] = {"version": 1}
@@ -60,7 +60,7 @@ def check_copy(folder: Path) -> None:
         return
     # sizes come first, because they cost nothing and reveal most damage
     try:
-        damage = wrong_size(folder) or wrong_sum(folder)
+        damage = find_wrong_size(folder) or find_wrong_sum(folder)
     except UNREADABLE:
         damage = f"{folder / NAME} cannot be read"
     if damage:
@@ -78,7 +78,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     return {name: str(record["sha256"]) for name, record in _read_files(folder).items()}
 
 
-def wrong_size(folder: Path) -> str | None:
+def find_wrong_size(folder: Path) -> str | None:
     """Return a message on the first file that is missing or has another size than in the manifest, or None.
 
     Raises one of UNREADABLE if the manifest cannot be read.
@@ -93,12 +93,14 @@ def wrong_size(folder: Path) -> str | None:
     return None
 
 
-def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
+def find_wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str | None:
     """Return a message on the first file that is unreadable or has another checksum than in the manifest, or None.
 
     Files whose checksums were right on this ``machine`` before, and whose size, time and inode have not changed, are
-    not read. With ``again``, all files are read. If all files are right, this is recorded beside the manifest. Raises
-    one of UNREADABLE if the manifest cannot be read.
+    not read. If all files are right, this is recorded beside the manifest. Raises one of UNREADABLE if the manifest
+    cannot be read.
+
+    again: True to read all files, whatever is known of them.
     """
     known_stamps: Stamps = {} if again else _read_checked(folder).get(machine, {})
     stamps: Stamps = {}
@@ -106,18 +108,19 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
         path = folder / name
         try:
             # the stamp is taken before the file is read, so that the next run notices a change during the reading
-            stamp = _stamp_of_file(path, checksum)
-            if known_stamps.get(name) != stamp:
-                if again:
-                    actual = sha256(path)
-                else:
-                    # this process remembers the sum if it has read the file before
-                    actual = _sum_of(path, (stamp["bytes"], stamp["mtime_ns"], stamp["inode"]))
-                if actual != checksum:
-                    return f"{path} has the checksum {actual}, it had {checksum}"
+            stamp = _stamp_file(path, checksum)
+            stamps[name] = stamp
+            if known_stamps.get(name) == stamp:
+                continue
+            if again:
+                actual = sha256(path)
+            else:
+                # this process remembers the sum if it has read the file before
+                actual = _compute_sum_once(path, (stamp["bytes"], stamp["mtime_ns"], stamp["inode"]))
         except OSError as error:
             return f"{path} cannot be read ({error.strerror})"
-        stamps[name] = stamp
+        if actual != checksum:
+            return f"{path} has the checksum {actual}, it had {checksum}"
     # an unchanged record is not rewritten, because several processes may load the model at once
     if known_stamps != stamps:
         _remember_stamps(folder, stamps, machine)
@@ -126,21 +129,21 @@ def wrong_sum(folder: Path, again: bool = False, machine: str = MACHINE) -> str 
 
 def _read_files(folder: Path) -> dict[str, dict[str, str | int]]:
     """Return {name: record} of the manifest's files. Raises one of UNREADABLE if the manifest is missing or damaged."""
-    # a missing manifest is {}, so that it raises KeyError, one of UNREADABLE
+    # a missing manifest reads as None, and {} raises KeyError below, which is one of UNREADABLE
     content = read_json(folder / NAME) or {}
     files = content["files"]
     # a name with folders in it would lead out of this folder
     return {Path(name).name: dict(record) for name, record in files.items()}
 
 
-def _stamp_of_file(path: Path, checksum: str) -> Stamp:
+def _stamp_file(path: Path, checksum: str) -> Stamp:
     """Return the size, time and inode of a file, which change with its content, with the checksum it should have."""
     status = path.stat()
     return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino, "sha256": checksum}
 
 
 @cache
-def _sum_of(path: Path, status: tuple[int | str, ...]) -> str:
+def _compute_sum_once(path: Path, status: tuple[int | str, ...]) -> str:
     """Return a file's SHA-256. It is computed once in a process, even if no record can be written into the folder.
 
     status: the file's size, time and inode. They are a part of the cache's key, so that a changed file is read again.

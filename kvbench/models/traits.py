@@ -93,8 +93,10 @@ TESTED = (
     "minicpm3",
 )
 """Families on which every method is tested."""
-MOST_LAYERS = 4096  # a config.json may ask for a million layers, and building them would take hours
-MOVING = ("dynamic", "longrope")  # the rotary types whose frequencies depend on the length read so far
+MOST_LAYERS = 4096
+"""The most layers of a model. A config.json may ask for a million, and building them would take hours."""
+MOVING = ("dynamic", "longrope")
+"""The rotary types whose frequencies depend on the length read so far."""
 LAYER_TYPES = (
     "full_attention",
     "indexed_attention",
@@ -170,18 +172,12 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
-    unrolled: str | None
-    if not learned_positions(model) or _reads_position_table(model):
-        unrolled = _find_rotation_fault(model)
-    elif any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
-        # the names of such tables in OPT, GPT-2 and their relatives
-        unrolled = f"the family {family!r} learns its positions"
-    else:
-        unrolled = f"the family {family!r} rotates no keys"
+    unrolled = _find_position_fault(model)
     mixed = _find_projection_fault(model)
     # config and modules may not show every rule of a family, so most families are probed; on meta there are no weights
     if family not in READ and model.device.type != "meta":
         result = probe.probe_model(model)
+        # a reason that the modules show says more than the probe's
         unrolled = unrolled or result.unrolled
         mixed = mixed or result.mixed
     capped = getattr(model.config, "attn_logit_softcapping", None) is not None
@@ -197,6 +193,17 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         one_by_one=reads_one_by_one(model.config),
         paired=_attends_twice(model),
     )
+
+
+def _find_position_fault(model: PreTrainedModel) -> str | None:
+    """Return why cached keys cannot be moved to other positions, as the modules show it; None if they can."""
+    if not learned_positions(model) or _reads_position_table(model):
+        return _find_rotation_fault(model)
+    family = str(model.config.model_type)
+    # the names of tables of positions in OPT, GPT-2 and their relatives
+    if any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
+        return f"the family {family!r} learns its positions"
+    return f"the family {family!r} rotates no keys"
 
 
 def shape_of(config: Any) -> Shape:
@@ -275,7 +282,7 @@ def check_served(model: PreTrainedModel) -> None:
     arguments = inspect.signature(model.forward).parameters
     # the device of each part of the model, if accelerate has spread them; None or {} on one device
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    # each reason has a value that is true if it applies; the first that applies is given, so specific ones come first
+    # {reason: a value that is true if the reason applies}. The first that applies is given, so specific ones come first
     reasons = {
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
@@ -311,10 +318,10 @@ def check_served(model: PreTrainedModel) -> None:
         ),
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(
-            hasattr(sys.modules.get(type(m).__module__), "ALL_ATTENTION_FUNCTIONS") for m in modules
+            hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules
         ),
         "it takes no position ids": "position_ids" not in arguments,
-        "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
+        "its attention is not causal": any(getattr(module, "is_causal", True) is False for module in modules),
     }
     for reason, applies in reasons.items():
         if applies:
@@ -326,13 +333,16 @@ def _head_size_varies(config: Any) -> bool:
     try:
         local = local_layers(config)
         # the different pairs of (True for a local layer, the layer's kv heads and head dimension)
-        heads = {(i in local, layer_heads(config, i)) for i in key_layers(config)}
-    except RuntimeError:  # transformers raises this for a size that differs by layer
+        sizes_by_kind = {(i in local, layer_heads(config, i)) for i in key_layers(config)}
+    # transformers raises this for a size that differs by layer
+    except RuntimeError:
         return True
-    except AttributeError:  # the model has no attention, and is refused for that reason
+    # the model has no attention, and is refused for that reason
+    except AttributeError:
         return False
-    # one pair for each of the two kinds means one size for each
-    return len(heads) > len({is_local for is_local, _ in heads})
+    kinds = {is_local for is_local, _ in sizes_by_kind}
+    # with one size for each kind, there are as many pairs as kinds
+    return len(sizes_by_kind) > len(kinds)
 
 
 def _indexer_is_known(modules: list[nn.Module]) -> bool:
@@ -350,8 +360,9 @@ def context_length(config: Any, configured: int | None = None) -> int | None:
     configured: the length that the user has set; None: no length. The reach of an indexer limits the text under any
         setting.
     """
-    limits = (configured or getattr(config, "max_position_embeddings", None), indexer_reach(config))
-    return min((limit for limit in limits if limit is not None), default=None)
+    stated = configured or getattr(config, "max_position_embeddings", None)
+    limits = [limit for limit in (stated, indexer_reach(config)) if limit is not None]
+    return min(limits, default=None)
 
 
 def _refusal(config: Any, reason: str) -> UsageError:
@@ -392,12 +403,12 @@ def _find_rotation_fault(model: PreTrainedModel) -> str | None:
     if kind in MOVING:
         return f"its rotary positions ({kind}) change with the length of the text"
     # Gemma 3's local layers rotate by another base
-    if sum(hasattr(m, "inv_freq") for m in model.modules()) != 1:
+    if sum(hasattr(module, "inv_freq") for module in model.modules()) != 1:
         return "its layers rotate keys in different ways"
-    if not all(getattr(m, "use_rope", True) for m in modules):
+    if not all(getattr(module, "use_rope", True) for module in modules):
         return "some of its layers do not rotate keys"
-    # Rotation by halves maps [x1, x2] to [-x2, x1], hence 0 1 2 3 to -2 -3 0 1. Other families rotate neighbouring
-    # dimensions.
+    # rotation by halves maps [x1, x2] to [-x2, x1], hence 0 1 2 3 to -2 -3 0 1; other families rotate neighbouring
+    # dimensions
     rotate_half = getattr(sys.modules[type(modules[0]).__module__], "rotate_half", None)
     if rotate_half is None or rotate_half(torch.arange(4.0)).tolist() != [-2, -3, 0, 1]:
         return "it rotates keys by another rule than halves"
@@ -424,7 +435,7 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
     # other children, such as a norm of keys (Qwen3's k_norm), may change keys after their projection
     between = [name for name in names if name not in PLAIN_PARTS and "dropout" not in name]
     if between:
-        # one of them is enough for the message
+        # the last one is enough for the message
         return f"{between[-1]} stands between its projections and the cache"
     if getattr(model.config, "clip_qkv", None) is not None:
         return "it clips keys and values after the projection (clip_qkv)"

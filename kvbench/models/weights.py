@@ -16,7 +16,8 @@ from kvbench.base.errors import UsageError
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes in which a parameter may be stored, as safetensors names them."""
-SHOWN = 3  # a message names this many weights
+SHOWN = 3
+"""The most weights that a message names."""
 MOST_TIMES = 4
 """A config.json that asks for more than this many times the stored weights is refused before memory is taken.
 
@@ -46,17 +47,19 @@ def read_weights(path: str, location: str, **options: Any) -> PreTrainedModel:
         location, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
     )
     model, info = loading
+    mismatches = []
+    for name, stored_shape, expected_shape in info["mismatched_keys"]:
+        mismatches.append(f"{name} {list(stored_shape)} for {list(expected_shape)}")
     # transformers only reports these faults, and would run the model with made-up weights
-    mismatches = [f"{name} {list(stored)} for {list(expected)}" for name, stored, expected in info["mismatched_keys"]]
-    for fault, names in (
-        (WRONG_SHAPE, mismatches),
-        ("lacks weights that its config.json asks for", info["missing_keys"]),
-        ("has weights that its config.json has no place for", info["unexpected_keys"]),
-        (
-            "stores weights as integers, as quantised models do, which kvbench does not read",
-            _find_integers(model, location),
+    names_by_fault = {
+        WRONG_SHAPE: mismatches,
+        "lacks weights that its config.json asks for": info["missing_keys"],
+        "has weights that its config.json has no place for": info["unexpected_keys"],
+        "stores weights as integers, as quantised models do, which kvbench does not read": _find_integers(
+            model, location
         ),
-    ):
+    }
+    for fault, names in names_by_fault.items():
         if names:
             raise _fault(path, fault, names)
     return model
@@ -114,18 +117,24 @@ def _list_first(names: Iterable[str]) -> str:
 
 def _find_integers(model: PreTrainedModel, location: str) -> list[str]:
     """Return the names of stored tensors that are not floats, although the model's parameters of these names are."""
-    parameters = {name for name, p in model.named_parameters() if p.is_floating_point()}
-    # some checkpoints are saved without the prefix of the model's body, or with another one: names are then compared
-    # from the layer's number on, as in 0.mlp.up_proj.weight
+    parameters = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    # some checkpoints are saved without the prefix of the model's body
     prefix = f"{model.base_model_prefix}."
-    in_layers = {name.partition("layers.")[2] for name in parameters} - {""}
+    # others have another prefix: names are then compared from the layer's number on, as in 0.mlp.up_proj.weight
+    names_in_layers = {_cut_to_layer(name) for name in parameters} - {""}
     stored = _read_headers(_find_folder(model.config, location))
     integers = []
     for name, (dtype, _) in stored.items():
-        is_parameter = name in parameters or prefix + name in parameters or name.partition("layers.")[2] in in_layers
-        if dtype not in FLOATS and is_parameter:
+        if dtype in FLOATS:
+            continue
+        if name in parameters or prefix + name in parameters or _cut_to_layer(name) in names_in_layers:
             integers.append(name)
     return integers
+
+
+def _cut_to_layer(name: str) -> str:
+    """Return a weight's name from the layer's number on; '' for a weight outside the layers."""
+    return name.partition("layers.")[2]
 
 
 def _read_headers(folder: Path) -> dict[str, Stored]:

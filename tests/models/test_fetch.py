@@ -434,12 +434,12 @@ def test_checksums_are_computed_once_until_a_file_changes(usable, read):
 
 def test_another_machine_checks_for_itself_and_keeps_the_others(usable, read):
     own = json.loads((usable.model / manifest.CHECKED).read_text())
-    assert manifest.wrong_sum(usable.model, machine="another") is None
+    assert manifest.find_wrong_sum(usable.model, machine="another") is None
     assert sorted(read) == sorted(gguf.FILES)
     both = json.loads((usable.model / manifest.CHECKED).read_text())
     assert {name: stamps for name, stamps in both.items() if name != "another"} == own and len(both) == 2
     for i in range(2 * manifest.MACHINES):
-        assert manifest.wrong_sum(usable.model, machine=f"machine {i}") is None
+        assert manifest.find_wrong_sum(usable.model, machine=f"machine {i}") is None
     assert len(json.loads((usable.model / manifest.CHECKED).read_text())) == manifest.MACHINES
 
 
