@@ -169,11 +169,7 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     if lock_handle is None:
         raise UsageError(f"another process is fetching {package.name}; wait for it to end")
     try:
-        # rmtree refuses to remove what a link leads to
-        if folder.is_symlink():
-            raise UsageError(f"{folder} is a link: remove it, then fetch")
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: remove it, then fetch")
+        _check_place(folder)
         if folder.is_dir():
             damage = find_damage(package, folder)
             if damage is None and not gguf_file(package.name).is_file():
@@ -198,6 +194,15 @@ def fetch(package: Package, say: Say, given: Path | None = None, download: Downl
     finally:
         # closing the file gives the lock back
         os.close(lock_handle)
+
+
+def _check_place(folder: Path) -> None:
+    """Raise UsageError if a link or a file is in the place of a model's folder."""
+    # rmtree refuses to remove what a link leads to
+    if folder.is_symlink():
+        raise UsageError(f"{folder} is a link: remove it, then fetch")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder: remove it, then fetch")
 
 
 def _build_folder(package: Package, part: Path, say: Say, *, local_file: Path | None, download: Download) -> None:

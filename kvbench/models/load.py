@@ -178,23 +178,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
     _check_device_map(cfg)
     dtype = resolve_dtype(cfg, device, source.config)
     try:
-        if cfg.weights == "random":
-            # every run gets the same random weights
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(source.config, dtype=dtype)
-        else:
-            options: dict[str, object] = {}
-            if cfg.device_map:
-                options["device_map"] = cfg.device_map
-            options |= _revision_option(source)
-            model = weights.read_weights(
-                cfg.path,
-                source.location,
-                config=source.config,
-                dtype=dtype,
-                local_files_only=not cfg.download,
-                **options,
-            )
+        model = _build_model(cfg, source, dtype)
         # with a device_map, the layers are on their devices already
         if not cfg.device_map:
             model = model.to(device)
@@ -214,6 +198,26 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         raise UsageError(
             f"model={cfg.path} cannot be loaded on {cfg.device_map or device}: {headline(error)}"
         ) from None
+
+
+def _build_model(cfg: ModelConfig, source: ModelSource, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model with random weights or with its checkpoint's. Without ``device_map`` it is on the CPU."""
+    if cfg.weights == "random":
+        # every run gets the same random weights
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(source.config, dtype=dtype)
+    options: dict[str, object] = {}
+    if cfg.device_map:
+        options["device_map"] = cfg.device_map
+    options |= _revision_option(source)
+    return weights.read_weights(
+        cfg.path,
+        source.location,
+        config=source.config,
+        dtype=dtype,
+        local_files_only=not cfg.download,
+        **options,
+    )
 
 
 def _check_device_map(cfg: ModelConfig) -> None:
@@ -365,14 +369,8 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
             f"model={cfg.path} holds an adapter (adapter_config.json), which kvbench does not apply: merge it into its "
             "base model's weights and save those"
         )
-    if cfg.weights == "trained" and not any(folder.glob("*.safetensors")):
-        has_pickles = any(folder.glob("*.bin"))
-        pickles = " (*.bin files are pickles, which kvbench does not load)" if has_pickles else ""
-        raise UsageError(
-            f"model={cfg.path} has no *.safetensors weights{pickles}. Convert or finish the download, or use "
-            "weights=random for the same architecture without them"
-        )
-    _check_shards(cfg, folder)
+    if cfg.weights == "trained":
+        _check_weight_files(cfg, folder)
     # the configuration is read last, as it may run into errors that the checks above explain better
     try:
         config = config_with_scaling(cfg, AutoConfig.from_pretrained(folder))
@@ -385,10 +383,18 @@ def _check_folder(cfg: ModelConfig, folder: Path) -> ModelSource:
     return ModelSource(location=str(folder), revision=None, config=config, fingerprint=fingerprint(folder))
 
 
-def _check_shards(cfg: ModelConfig, folder: Path) -> None:
-    """Raise UsageError if the folder's index of weight files is damaged, or names files that are missing."""
+def _check_weight_files(cfg: ModelConfig, folder: Path) -> None:
+    """Raise UsageError if a folder has no safetensors, or if its index of them is damaged or names missing files."""
+    if not any(folder.glob("*.safetensors")):
+        has_pickles = any(folder.glob("*.bin"))
+        pickles = " (*.bin files are pickles, which kvbench does not load)" if has_pickles else ""
+        raise UsageError(
+            f"model={cfg.path} has no *.safetensors weights{pickles}. Convert or finish the download, or use "
+            "weights=random for the same architecture without them"
+        )
     index = folder / "model.safetensors.index.json"
-    if cfg.weights != "trained" or not index.is_file():
+    # a model in one file has no index
+    if not index.is_file():
         return
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())

@@ -271,19 +271,22 @@ def check_whole(config: Any) -> None:
 
 def check_served(model: PreTrainedModel) -> None:
     """Raise UsageError with the reason for a model whose cache or attention kvbench does not compute."""
+    check_whole(model.config)
+    # the first reason that applies is given, so specific ones come first
+    reasons = _list_attention_faults(model) | _list_layer_faults(model) | _list_code_faults(model)
+    for reason, applies in reasons.items():
+        if applies:
+            raise _refusal(model.config, reason)
+
+
+def _list_attention_faults(model: PreTrainedModel) -> dict[str, object]:
+    """Return reasons to refuse a model for its kind of attention, each with a value that is true if it applies."""
     config, modules = model.config, attention_modules(model)
-    check_whole(config)
     layers = getattr(config, "num_hidden_layers", 0)
-    layer_numbers = [module.layer_idx for module in modules]
-    unserved = sorted(set(layer_types(config)) - set(LAYER_TYPES))
     up_fault = None
     if latent_width(config):
         up_fault = next((fault for fault in map(find_up_fault, modules) if fault is not None), None)
-    arguments = inspect.signature(model.forward).parameters
-    # the device of each part of the model, if accelerate has spread them; None or {} on one device
-    devices = set((getattr(model, "hf_device_map", None) or {}).values())
-    # {reason: a value that is true if the reason applies}. The first that applies is given, so specific ones come first
-    reasons = {
+    return {
         "it reads through cross-attention": (
             config.is_encoder_decoder or getattr(config, "cross_attention_layers", None)
         ),
@@ -298,6 +301,17 @@ def check_served(model: PreTrainedModel) -> None:
             latent_width(config) and not all(expands_after_caching(module) for module in modules)
         ),
         f"{up_fault}: load it unquantised, and merge adapters first": up_fault is not None,
+    }
+
+
+def _list_layer_faults(model: PreTrainedModel) -> dict[str, object]:
+    """Return reasons to refuse a model for its layers, each with a value that is true if it applies."""
+    config = model.config
+    unserved = sorted(set(layer_types(config)) - set(LAYER_TYPES))
+    layer_numbers = [module.layer_idx for module in attention_modules(model)]
+    # the device of each part of the model, if accelerate has spread them; None or {} on one device
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    return {
         f"it has layers of the type {', '.join(unserved)}, and only {', '.join(LAYER_TYPES)} run": unserved,
         "all of its layers attend chunks": chunk_size(config) is not None and not local_layers(config),
         "none of its layers has keys and values": not key_layers(config),
@@ -316,6 +330,14 @@ def check_served(model: PreTrainedModel) -> None:
         "its layers share keys and lie on several devices: load it on one, without device_map=": (
             sharing_layers(config) and len(devices) > 1
         ),
+    }
+
+
+def _list_code_faults(model: PreTrainedModel) -> dict[str, object]:
+    """Return reasons to refuse a model for its family's code, each with a value that is true if it applies."""
+    modules = attention_modules(model)
+    arguments = inspect.signature(model.forward).parameters
+    return {
         # modeling files that use the interface import its table of functions
         "its attention does not go through transformers' attention interface": not all(
             hasattr(sys.modules.get(type(module).__module__), "ALL_ATTENTION_FUNCTIONS") for module in modules
@@ -323,9 +345,6 @@ def check_served(model: PreTrainedModel) -> None:
         "it takes no position ids": "position_ids" not in arguments,
         "its attention is not causal": any(getattr(module, "is_causal", True) is False for module in modules),
     }
-    for reason, applies in reasons.items():
-        if applies:
-            raise _refusal(config, reason)
 
 
 def _head_size_varies(config: Any) -> bool:

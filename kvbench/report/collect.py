@@ -1,4 +1,8 @@
-"""Collect a report's columns, rows and notes from stored samples. Each cell's samples are read from disk once."""
+"""Collect a report's columns, rows and notes from stored samples. Each cell's samples are read from disk once.
+
+A cell is one method on one task, and a group has the cells of one task. A method is a chain of stages, and the full
+cache is the chain without stages.
+"""
 
 from __future__ import annotations
 

@@ -39,11 +39,8 @@ def build_tables(report: ReportData) -> list[Table]:
         # means over different tasks do not compare, so a row that lacks a score is left out
         if len(scores) < len(columns):
             continue
-        means = []
-        for length in lengths:
-            # the score at a length: the sum of its tasks' scores over the number of tasks
-            total = sum(scores[task, length] for task in tasks)
-            means.append(total / len(tasks))
+        # the score at a length is the mean over its tasks
+        means = [sum(scores[task, length] for task in tasks) / len(tasks) for length in lengths]
         # the means over lengths, in the order of MEANS
         if has_several_lengths:
             means += over_lengths(means)

@@ -111,6 +111,7 @@ class Table:
         """Return the table with only these columns."""
 
         def pick(texts: Sequence[str]) -> tuple[str, ...]:
+            """Return the texts of these columns out of those of all columns."""
             return tuple(texts[column] for column in columns)
 
         # a table without groups has (), and no column can be picked from that
