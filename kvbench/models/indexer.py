@@ -37,9 +37,10 @@ def choosing_all(modules: list[nn.Module]) -> Iterator[None]:
 
     def choose(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return an empty choice under kvbench's cache, else the indexer's own choice (an indexer's forward)."""
-        has_own_cache = any(isinstance(value, LatentCache) for value in (*args, *kwargs.values()))
+        # families differ in the argument that holds the cache
+        has_kvbench_cache = any(isinstance(value, LatentCache) for value in (*args, *kwargs.values()))
         # without kvbench's cache the model's own attention runs, which needs the choice
-        if not has_own_cache:
+        if not has_kvbench_cache:
             own_forward = own_forwards.get(self)
             if own_forward is not None:
                 return own_forward(hidden_states, *args, **kwargs)

@@ -419,7 +419,8 @@ def _find_on_hub(cfg: ModelConfig) -> ModelSource:
     except Exception as error:
         # the hub and its cache fail with errors of many types
         raise MissingModel(_absence_message(cfg, error), names=[cfg.path]) from None
-    # the commit identifies the files; a branch such as "main" may move to others
+    # transformers notes the commit in the configuration. The commit identifies the files, whereas a branch such as
+    # "main" may move to others
     commit = getattr(config, "_commit_hash", None) or cfg.revision
     return ModelSource(
         location=cfg.path, revision=commit, config=config_with_scaling(cfg, config), fingerprint=f"{cfg.path}@{commit}"

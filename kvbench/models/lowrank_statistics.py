@@ -119,6 +119,7 @@ def mean_sizes(model: PreTrainedModel, samples: Iterable[Tensor]) -> Tensor:
             # ``add_sizes`` sees the inputs while the model runs, and the loss itself is not used
             loss_on_window(model, window)
             tokens += len(window)
+    # without windows the means are 0
     return (sums / max(tokens, 1)).float()
 
 

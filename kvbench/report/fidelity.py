@@ -66,13 +66,10 @@ def _find_divergences(cell: CellResult) -> Mapping[str, FidelitySummary]:
 
 def _build_line(method: str, fidelity: FidelitySummary) -> tuple[str, ...]:
     """Return a line of the table, a text for each of HEADS: numbers with their intervals below them."""
-    if not fidelity.at_floor:
-        mean = _add_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
-    elif fidelity.kl_max:
-        # rounding alone makes as much, so the number would say nothing about the method
-        mean = "≤ rounding"
-    else:
-        mean = "0"
+    mean = _add_interval(f"{fidelity.kl_mean:.3g}", fidelity.ci, ".2g")
+    # rounding alone makes as much, so the number would say nothing about the method
+    if fidelity.at_floor:
+        mean = "≤ rounding" if fidelity.kl_max else "0"
     # a percentile of few tokens would be their maximum
     p99 = f"{fidelity.kl_p99:.2g}" if fidelity.kl_p99 is not None else "—"
     return (

@@ -68,8 +68,9 @@ def same_as_full(sample: Sample, full: Sample, by_query_head: bool = False) -> b
     # results of older versions lack the payloads by kind of head
     if by_query_head and full.payload_kv_head and full.payload_query_head:
         full_payload *= full.payload_query_head / full.payload_kv_head
-    same_tokens = _keeps_all_tokens(sample) and holds_all_while_decoding
-    same_bytes = sample.payload16 >= full_payload
-    same_answer = sample.prediction == full.prediction and sample.score == full.score
-    differs = any(diverges(text) for text in (sample.fidelity or {}).values())
-    return same_tokens and same_bytes and same_answer and not differs
+    keeps_tokens = _keeps_all_tokens(sample) and holds_all_while_decoding
+    keeps_bytes = sample.payload16 >= full_payload
+    answers_alike = sample.prediction == full.prediction and sample.score == full.score
+    # the next-token distributions on texts, if they were compared with the full cache's
+    differs_on_texts = any(diverges(text) for text in (sample.fidelity or {}).values())
+    return keeps_tokens and keeps_bytes and answers_alike and not differs_on_texts

@@ -282,7 +282,12 @@ class DecodeQueue:
                     lost.append((row, outcome))
                 else:
                     remade[row] = outcome
-        complete = [remade.get(row, row) for row in rows if row in remade or not row.given_up]
+        complete = []
+        for row in rows:
+            if row in remade:
+                complete.append(remade[row])
+            elif not row.given_up:
+                complete.append(row)
         entered = complete
         if self.remake is not None:
             # the batch holds the numbers now, and the prompt can be read again

@@ -125,7 +125,7 @@ class GroupRun:
         """Answer examples, each for its cells. An error of one cell takes only that cell out of the run."""
         for i, (example, cells_left) in enumerate(work):
             cells = self.active_cells(cells_left)
-            # an empty queue takes any number of rows
+            # make room, and answer prompts that have waited too long; this ends, since an empty queue takes any number
             while not self.queue.has_room(len(cells)) or (len(self.queue) and self.reading_s() > AT_RISK_S):
                 self.advance_queue()
                 # decoding may have taken some out of the run
