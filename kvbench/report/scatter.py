@@ -55,8 +55,8 @@ def draw_report(report: ReportData) -> Shown:
     line_looks = looks.looks_of([line_of(row.method) for row in report.rows])
     with styled():
         # the legend takes half an inch below the panels, and each line above its entries a little more
-        explained = _explain_lines(report, columns)
-        height = HEIGHT * rows + 0.5 + LINE * len(explained)
+        title_lines = _explain_lines(report, columns)
+        height = HEIGHT * rows + 0.5 + LINE * len(title_lines)
         figure = Shown(figsize=(WIDTH * columns, height), dpi=200, layout="constrained")
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for i, task in enumerate(tasks):
@@ -68,7 +68,7 @@ def draw_report(report: ReportData) -> Shown:
         # the last row may have more places than tasks
         for panel in panels[len(tasks) :]:
             panel.set_visible(False)
-        _draw_legend(figure, panels[: len(tasks)], columns, title="\n".join(explained))
+        _draw_legend(figure, panels[: len(tasks)], columns, title="\n".join(title_lines))
     return figure
 
 
@@ -82,13 +82,13 @@ def _draw_legend(figure: Shown, panels: Sequence[Any], columns: int, title: str)
             entries.setdefault(label, handle)
     # an entry is as wide as the longest label and eight letters, for its line and the gap behind it
     longest = max(map(len, entries), default=0)
-    fitting = columns * LETTERS // (8 + longest)
+    most_columns = columns * LETTERS // (8 + longest)
     # at least one column: a label may be wider than the panels, and there may be no entry
     figure.legend(
         list(entries.values()),
         list(entries),
         loc="outside lower center",
-        ncols=max(1, min(fitting, len(entries))),
+        ncols=max(1, min(most_columns, len(entries))),
         title=title or None,
         title_fontsize=rcParams["legend.fontsize"],
     )

@@ -348,7 +348,6 @@ def csv(fields: Sequence[str], records: Iterable[Mapping[str, object]]) -> str:
     out = io.StringIO()
     writer = csv_module.DictWriter(out, fields, restval="", extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
-
     for record in records:
         writer.writerow({field: _disarm_formula(value) for field, value in record.items()})
     return out.getvalue()
