@@ -30,7 +30,7 @@ from kvbench.run.model_changed import ModelChanged
 from kvbench.run.runner import run_groups
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import collect_provenance
-from kvbench.store.results import CellSummary, Facts
+from kvbench.store.results import CellSummary, Facts, Status
 from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import DAMAGED
 from kvbench.tasks.base import Tokenizer
@@ -287,17 +287,27 @@ def _settle_group(
             summary = _write_metrics(cell, group, reader)
         if summary is not None:
             summaries[cell.id] = summary
-        stored = store.status(cell.id)
-        status, reason = stored.status, stored.reason
-        if status == DAMAGED:
-            status = "failed"
-        elif status not in ("complete", "refused", "failed", "interrupted"):
-            # for listeners, cells that another process measures and cells without examples in this shard are done
-            status = "interrupted" if error is not None and cell.id in unfinished else "done"
-        if not reason and error is not None and status == "interrupted":
-            reason = ending(error)
+        status, reason = _describe_end(store.status(cell.id), cell.id in unfinished, error)
         broadcast.ended(cell, status, summary, reason)
     return summaries
+
+
+def _describe_end(stored: Status, is_unfinished: bool, error: BaseException | None) -> tuple[str, str | None]:
+    """Return (the status, the reason) of a cell for the listeners, as they hear that the cell has ended.
+
+    stored: the cell's status in the store.
+    is_unfinished: True if the cell lacks an answer.
+    error: the error that ended the run early; None if the run was carried out.
+    """
+    status, reason = stored.status, stored.reason
+    if status == DAMAGED:
+        status = "failed"
+    elif status not in ("complete", "refused", "failed", "interrupted"):
+        # cells that another process measures, and cells without examples in this shard, count as done
+        status = "interrupted" if error is not None and is_unfinished else "done"
+    if not reason and error is not None and status == "interrupted":
+        reason = ending(error)
+    return status, reason
 
 
 def _write_metrics(cell: Cell, group: Group, reader: SampleReader) -> CellSummary | None:
