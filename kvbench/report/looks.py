@@ -160,7 +160,7 @@ def _split_label(label: str) -> list[tuple[str, str]]:
     parts = []
     for part in label.split("+"):
         match = PART.match(part)
-        # a part without any letter or digit is no method, and is printed as it stands
+        # a part that names no method, such as an empty one, is printed as it stands
         if match is None:
             parts.append((part, ""))
             continue
@@ -206,7 +206,7 @@ def luminance(color: str) -> float:
     # (place of the channel's two hexadecimal digits behind the #, weight)
     for start, weight in ((1, 0.2126), (3, 0.7152), (5, 0.0722)):
         value = int(color[start : start + 2], 16) / 255
-        # sRGB is linear near black, and a power above
+        # sRGB's curve is a line near black, and a power above
         if value > 0.03928:
             linear = ((value + 0.055) / 1.055) ** 2.4
         else:

@@ -187,7 +187,9 @@ def _average_divergence(row: ReportRow) -> float | None:
 
 
 def _describe_outcome(row: ReportRow, worse: Sequence[str], better: Sequence[str]) -> str:
-    """Return in words whether a method is better or worse than the full cache; '' if it was not measured or refused.
+    """Return in words whether a method is better or worse than the full cache, or why this is not known.
+
+    Return '' if no task is measured, refused or failed.
 
     worse: the tasks on which the method is worse by an interval.
     better: the tasks on which it is better by an interval.

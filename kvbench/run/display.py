@@ -35,7 +35,7 @@ class Display:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """Make a display of no work yet: ``begin`` tells it the run."""
+        """Make a display of no work yet. ``begin`` counts the work of a run."""
         self.console, self.clock = console, clock
         self.times: dict[str, TaskTime] = {}
         self.answers = 0
