@@ -58,9 +58,7 @@ def measure_moments(model: PreTrainedModel, samples: Iterable[Tensor], fisher: b
     return moments, _average_by_head(modules, shape.heads, squares, windows)
 
 
-def _average_by_head(
-    modules: Sequence[nn.Module], heads: int, squares: Sequence[Tensor], windows: int
-) -> Tensor:
+def _average_by_head(modules: Sequence[nn.Module], heads: int, squares: Sequence[Tensor], windows: int) -> Tensor:
     """Return the Fisher values [layers, 2, Hk]: sqrt(E[g^2]), averaged over a head's key entries and value entries.
 
     modules: the attention modules, each with ``heads`` kv heads.

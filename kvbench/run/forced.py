@@ -49,9 +49,7 @@ def score_text(
     return run_in_parts(rows, partial(_score_together, host, text, full))
 
 
-def _score_together(
-    host: Host, text: ScoredText, full: PromptCache | None, rows: Sequence[QueuedRow]
-) -> list[Scored]:
+def _score_together(host: Host, text: ScoredText, full: PromptCache | None, rows: Sequence[QueuedRow]) -> list[Scored]:
     """Return the score of the text under each of ``rows``, computed in one pass. ``score_text`` explains the rest."""
     # [T]: the tokens behind the compressed prefix, which are fed and scored
     fed_ids = torch.tensor(text.ids[text.prefix :])
