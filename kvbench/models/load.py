@@ -181,7 +181,7 @@ def load_weights(cfg: ModelConfig, source: ModelSource, device: torch.device) ->
         model = _build_model(cfg, source, dtype)
         # with a device_map, the layers are on their devices already
         if not cfg.device_map:
-            model = model.to(device)
+            model = model.to(device)  # type: ignore[arg-type]
         return model.eval()
     except torch.OutOfMemoryError:
         raise KvbenchError(f"model={cfg.path} does not fit into the memory of {device} as {dtype}") from None
