@@ -55,10 +55,7 @@ from kvbench.tasks.prompt import Encoded
 REASON_LENGTH = 300
 """The most characters of an error's message in a stored reason."""
 AT_RISK_S = 60.0
-"""Seconds of reading after which the prompts read so far are answered, though the decode batch has room for more.
-
-A run that is killed loses at most this much reading, and the answers that are being decoded.
-"""
+"""Seconds of reading after which the prompts read so far are answered, so that a killed run loses no more of it."""
 BUSY_WAIT_S = 0.05
 """Seconds to wait for a cell's lock once another cell is known to be measured by another process."""
 REPEATED_TOKENS = 32
@@ -67,6 +64,8 @@ REMEMBER_NOTHING = "remember nothing between prompts, and draw random numbers fr
 """The advice to the author of a method that computes a prompt differently the second time."""
 Result = TypeVar("Result")
 Item = TypeVar("Item", QueuedRow, Asking)
+Todo = Mapping[str, Sequence[Cell]]
+"""The cells of one group that still need each example, by the example's id."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +288,12 @@ class GroupRun:
 
         An item that fails on its own marks its cell as failed or refused.
         """
+        return self._take_out_failed(run_in_parts(items, lambda part: self._call_with_room(partial(work, part))))
+
+    def _take_out_failed(self, outcomes: Iterable[tuple[Item, QueuedRow | Exception]]) -> list[QueuedRow]:
+        """Return the rows of ``outcomes``. The cell of an item with an exception is marked as failed or refused."""
         rows = []
-        for item, outcome in run_in_parts(items, lambda part: self._call_with_room(partial(work, part))):
+        for item, outcome in outcomes:
             if isinstance(outcome, Exception):
                 self.take_out(item.cell, outcome, item.example)
             else:
@@ -341,14 +344,8 @@ class GroupRun:
                     self.fail_cell(row.cell, error, example)
                 return []
             outcomes = forced.compare_rows(self.host, rows, full, texts)
-        compared = []
         self.check_model([row.cell for row in rows], example)
-        for row, outcome in outcomes:
-            if isinstance(outcome, Exception):
-                self.take_out(row.cell, outcome, example)
-            else:
-                compared.append(outcome)
-        return compared
+        return self._take_out_failed(outcomes)
 
     def advance_queue(self) -> None:
         """Decode until some rows have ended, and score and store those. The queue must not be empty."""
@@ -569,12 +566,7 @@ def run_groups(
         cells = _list_waiting(todo)
         if not cells:
             return busy
-        work: list[Work] = []
-        # take the groups' examples in turns, so that two examples with a shared prompt follow each other
-        for examples in zip_longest(*[group.examples for group in groups]):
-            for example, cells_left in zip(examples, todo, strict=True):
-                if example is not None and example.id in cells_left:
-                    work.append((example, cells_left[example.id]))
+        work = _order_work(groups, todo)
         foreign = [cell for cell in cells if cell.chain.foreign]
         group_run = GroupRun(
             host=host, store=store, writers=writers, listeners=listeners or Listeners(), shard=shard, foreign=foreign
@@ -593,11 +585,19 @@ def run_groups(
     return busy
 
 
-def _list_waiting(todo: Sequence[Mapping[str, Sequence[Cell]]]) -> list[Cell]:
-    """Return the cells that still need an example, each once.
+def _order_work(groups: Sequence[Group], todo: Sequence[Todo]) -> list[Work]:
+    """Return the examples of the groups that some cell still needs, in the order in which they are read."""
+    work: list[Work] = []
+    # take the groups' examples in turns, so that two examples with a shared prompt follow each other
+    for examples in zip_longest(*[group.examples for group in groups]):
+        for example, cells_left in zip(examples, todo, strict=True):
+            if example is not None and example.id in cells_left:
+                work.append((example, cells_left[example.id]))
+    return work
 
-    todo: for each group, the cells that need each example, by example id.
-    """
+
+def _list_waiting(todo: Sequence[Todo]) -> list[Cell]:
+    """Return the cells that still need an example, each once."""
     cells_by_id: dict[str, Cell] = {}
     for cells_by_example in todo:
         for cells in cells_by_example.values():
