@@ -24,6 +24,7 @@ from kvbench.run.answers import QueuedRow
 from kvbench.run.host import Host
 from kvbench.store.fidelity import TOKENS, TextFidelity, join_texts
 from kvbench.tasks.encoding import EncodedTurns
+from kvbench.tasks.prompt import Encoded
 
 COMPARED_AT_ONCE = 12
 """The most rows that are compared at once: each takes memory for its logits, and more at once gain nothing."""
@@ -97,6 +98,23 @@ def _find_first_counted(text: ScoredText) -> int:
     if text.scored_from is None:
         return 0
     return max(0, text.scored_from - text.prefix)
+
+
+def compare_with_full(
+    host: Host, example: Example, encoded: Encoded, *, rows: Sequence[QueuedRow], full: PromptCache, most: int
+) -> list[tuple[QueuedRow, QueuedRow | Exception]]:
+    """Compare each row with the cache ``full`` of the same prompt on texts of up to ``most`` tokens after the prompt.
+
+    Return each row beside a copy with its divergences, or beside the exception by which the row failed.
+    """
+    if isinstance(encoded, EncodedTurns):
+        return compare_answers(host, rows, full, encoded, most)
+    try:
+        texts = choose_texts(host, example, full, most)
+    # without texts no row can be compared
+    except Exception as error:
+        return [(row, error) for row in rows]
+    return compare_rows(host, rows, full, texts)
 
 
 def compare_rows(

@@ -333,17 +333,7 @@ class GroupRun:
         """Compare rows with the full cache on texts that continue the prompt. Return the rows with divergences."""
         # all cells of a task are compared on texts of the same length
         most = int(rows[0].cell.identity["fidelity"]["tokens"])
-        if isinstance(encoded, EncodedTurns):
-            outcomes = forced.compare_answers(self.host, rows, full, encoded, most)
-        else:
-            try:
-                texts = forced.choose_texts(self.host, example, full, most)
-            # without texts no row can be compared
-            except Exception as error:
-                for row in rows:
-                    self.fail_cell(row.cell, error, example)
-                return []
-            outcomes = forced.compare_rows(self.host, rows, full, texts)
+        outcomes = forced.compare_with_full(self.host, example, encoded, rows=rows, full=full, most=most)
         self.check_model([row.cell for row in rows], example)
         return self._take_out_failed(outcomes)
 
