@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from kvbench.report import style
@@ -78,14 +79,25 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
         return
     # the level is a line across the panel, so the x of its rows must not decide the limits
     if panel.level:
-        everything = everything[~mask_of(everything, panel.level)]
+        everything = everything[~mask_rows(everything, panel.level)]
     # limits are those of all data, so that panels can be compared
-    values = everything[panel.y].dropna()
-    _set_scales(ax, panel, everything[panel.x].dropna(), values)
+    xs, ys = everything[panel.x].dropna(), everything[panel.y].dropna()
+    _set_scale(ax.set_xscale, ax.xaxis, panel.xscale, xs)
+    _set_scale(ax.set_yscale, ax.yaxis, panel.yscale, ys)
     _set_ticks(ax, panel, sorted(everything[panel.x].unique()))
     # panels with a shared x axis turn it together, and a second call would turn it back
     if panel.reverse and not ax.xaxis_inverted():
         ax.invert_xaxis()
+    _set_limits(ax, panel, everything)
+    _draw_references(ax, rows, panel)
+
+
+def _set_limits(ax: Axes, panel: Panel, everything: pd.DataFrame) -> None:
+    """Set the ends of a panel's axes as ``decades``, ``bottom`` or ``top``, ``highest`` and ``right`` say.
+
+    everything: the data of all panels, without the rows of the level.
+    """
+    values = everything[panel.y].dropna()
     highest = values.max()
     if panel.decades:
         # the axis begins so many decades below the highest value, or just below the lowest if that is higher; values
@@ -107,6 +119,13 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
         ax.set_ylim(top=panel.highest)
     if panel.right is not None:
         ax.set_xlim(right=panel.right)
+
+
+def _draw_references(ax: Axes, rows: pd.DataFrame, panel: Panel) -> None:
+    """Draw the grey range ``shade`` and the dotted lines ``at_x`` and ``at_y`` of a panel.
+
+    rows: the data of this panel.
+    """
     if panel.shade:
         ax.axvspan(*panel.shade, color=style.PALE, alpha=0.4, lw=0)
     # a line outside of the panel's own data would widen the axis
@@ -120,25 +139,23 @@ def set_axes(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFram
         ax.axhline(panel.at_y, color=style.GREY, lw=0.6, ls=":")
 
 
-def _set_scales(ax: Axes, panel: Panel, xs: pd.Series[float], ys: pd.Series[float]) -> None:
-    """Set the scales of a panel's axes that are not linear.
+def _set_scale(set_scale: Callable[..., None], axis: Axis, scale: str, values: pd.Series[float]) -> None:
+    """Set the scale of one axis and the look of its ticks. An axis without a ``scale`` stays linear.
 
-    xs, ys: the values along both axes. They decide whether an ``auto`` scale is logarithmic.
+    set_scale: the method of matplotlib's Axes that sets this axis' scale.
+    scale: as ``Panel.xscale``.
+    values: the values along the axis. They decide whether an ``auto`` scale is logarithmic.
     """
-    for set_scale, axis, scale, values in (
-        (ax.set_xscale, ax.xaxis, panel.xscale, xs),
-        (ax.set_yscale, ax.yaxis, panel.yscale, ys),
-    ):
-        if scale == "log2":
-            set_scale("log", base=2)
-            axis.set_major_formatter(lambda v, _: f"{v:.3g}")
-        elif scale == "log":
-            set_scale("log")
-        elif scale == "auto" and values.max() > WIDE * values.min():
-            set_scale("log")
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(lambda v, _: f"{v:g}")
-            axis.set_minor_locator(NullLocator())
+    if scale == "log2":
+        set_scale("log", base=2)
+        axis.set_major_formatter(lambda tick, _: f"{tick:.3g}")
+    elif scale == "log":
+        set_scale("log")
+    elif scale == "auto" and values.max() > WIDE * values.min():
+        set_scale("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(lambda tick, _: f"{tick:g}")
+        axis.set_minor_locator(NullLocator())
 
 
 def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
@@ -151,6 +168,7 @@ def _set_ticks(ax: Axes, panel: Panel, xs: Sequence[float]) -> None:
     # minor ticks of a logarithmic axis would stand between those that are set
     ax.xaxis.set_minor_locator(NullLocator())
     if panel.ticks == "even":
+        # matplotlib writes the labels of these ticks
         indices, _ = style.integer_ticks(xs, most=9)
         ax.xaxis.set_major_locator(FixedLocator([xs[i] for i in indices]))
         return
@@ -182,7 +200,7 @@ def _thin_out(values: Sequence[float]) -> list[float]:
     return ticks
 
 
-def mask_of(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
+def mask_rows(data: pd.DataFrame, where: Mapping[str, object]) -> pd.Series[bool]:
     """Return a mask that is True for the rows with the values of ``where``, by column."""
     mask = pd.Series(True, index=data.index)
     for column, value in where.items():

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure as Canvas
 
 from kvbench.papers.figures.head import Head
 from kvbench.papers.figures.names import name_task
-from kvbench.papers.figures.panel import Panel, mask_of, set_axes
+from kvbench.papers.figures.panel import Panel, mask_rows, set_axes
 from kvbench.report import looks, style
 from kvbench.tasks.metrics import stats
 
@@ -72,11 +72,11 @@ class Picture:
     def draw(self, data: pd.DataFrame, heading: str = "", note: str = "") -> Canvas:
         """Return the drawing of ``data``, with a ``heading`` and a ``note`` above it."""
         for column, texts in self.names.items():
-            data = data.assign(**{column: data[column].map(lambda value, texts=texts: texts.get(value, value))})
-        places = self._places(data)
-        rows_of_places = math.ceil(len(places) / self._places_in_a_row(places))
+            data = data.assign(**{column: _replace_values(data[column], texts)})
+        places = self._list_places(data)
+        places_down = math.ceil(len(places) / self._count_places_across(places))
         head = Head.of(heading, note, self.width)
-        fig = style.canvas(self.width, self.base + self.height * rows_of_places + head.height)
+        fig = style.canvas(self.width, self.base + self.height * places_down + head.height)
         head.write(fig)
         if self.beside is None:
             self._fill(fig, data, first_letter=0)
@@ -93,10 +93,10 @@ class Picture:
                 _write_line_names(ax)
         return fig
 
-    def _places(self, data: pd.DataFrame) -> list[dict[str, object]]:
+    def _list_places(self, data: pd.DataFrame) -> list[dict[str, object]]:
         """Return the places of the grid, row by row: {column: value} with the values that the rows of a place have."""
         # rows that a place does not show, such as those of the picture beside, may have no value in these columns
-        data = data[mask_of(data, self.panels[0].where)]
+        data = data[mask_rows(data, self.panels[0].where)]
         places: list[dict[str, object]] = [{}]
         for column in (self.rows, self.columns):
             if not column:
@@ -104,14 +104,15 @@ class Picture:
             values = list(dict.fromkeys(data[column]))
             if column in self.names:
                 values = [text for text in self.names[column].values() if text in values]
-            # the last column varies fastest, which puts its values beside each other
+            # each place so far becomes one for each value; the last column varies fastest, so its values stand beside
+            # each other
             longer_places = []
             for place in places:
                 longer_places += [place | {column: value} for value in values]
             places = longer_places
         return places
 
-    def _places_in_a_row(self, places: Sequence[Mapping[str, object]]) -> int:
+    def _count_places_across(self, places: Sequence[Mapping[str, object]]) -> int:
         """Return how many places stand beside each other in a row of the grid, at most ``wrap``."""
         # without a column there is one place in a row: its value is None
         count = len({place.get(self.columns) for place in places})
@@ -125,10 +126,12 @@ class Picture:
 
         first_letter: how many letters of titles are used already, by a picture at the left.
         """
-        places = self._places(data)
+        places = self._list_places(data)
+        places_across = self._count_places_across(places)
+        places_down = math.ceil(len(places) / places_across)
         # the panels of a place are stacked if there are heights, else they stand side by side
-        places_across, panels_down = self._places_in_a_row(places), len(self.heights) or 1
-        places_down, panels_across = math.ceil(len(places) / places_across), len(self.panels) // panels_down
+        panels_down = len(self.heights) or 1
+        panels_across = len(self.panels) // panels_down
         axes = fig.subplots(
             places_down * panels_down,
             places_across * panels_across,
@@ -137,38 +140,35 @@ class Picture:
             sharey=self.sharey,
             squeeze=False,
         )
+        last_row_has_gaps = len(places) % places_across > 0
         titles: list[tuple[Axes, str]] = []
         # for each colour bar, (axes, image, label) of the panels that share it
         images: dict[int, list[tuple[Axes, Any, str]]] = {}
         for i, place in enumerate(places):
             row, column = divmod(i, places_across)
             in_last_row = i + places_across >= len(places)
-            last_row_has_gaps = len(places) % places_across > 0
-            for j, panel in enumerate(self.panels):
-                # the place's first panel in the grid of panels, and from there the j-th, downwards or to the right
-                down, across = row * panels_down, column * panels_across
-                if panels_down > 1:
-                    down += j
-                else:
-                    across += j
-                ax = axes[down, across]
-                everything = data[mask_of(data, panel.where)]
-                rows = everything[mask_of(everything, place)]
+            # the axes of the place's panels, downwards or to the right
+            down, across = row * panels_down, column * panels_across
+            place_axes = axes[down : down + panels_down, across : across + panels_across].flat
+            for ax, panel in zip(place_axes, self.panels, strict=True):
+                everything = data[mask_rows(data, panel.where)]
+                rows = everything[mask_rows(everything, place)]
                 if rows.empty:
                     continue
                 image = KINDS[panel.kind](ax, rows, panel, everything)
                 set_axes(ax, rows, panel, everything)
-                first_row = _with_printed_names(rows.iloc[0])
+                first_row = _read_printed_values(rows.iloc[0])
                 if panel.title:
                     titles.append((ax, panel.title.format(**first_row)))
                 # x is labelled below the last row of the grid, or everywhere if that row has gaps; y only at the left
                 if in_last_row or last_row_has_gaps:
                     ax.set_xlabel(panel.xlabel.format(**first_row))
-                # a shared x axis hides the numbers of upper panels: show those of unstacked panels, and the lowest ones
-                if panels_down == 1 or (in_last_row and j == len(self.panels) - 1):
-                    ax.tick_params(labelbottom=True)
                 if column == 0:
                     ax.set_ylabel(panel.ylabel.format(**first_row))
+                # a shared x axis hides the numbers of upper panels: show those of unstacked panels, and the lowest ones
+                is_lowest = in_last_row and panel is self.panels[-1]
+                if panels_down == 1 or is_lowest:
+                    ax.tick_params(labelbottom=True)
                 if image is not None:
                     bar = i if self.bars == "each" else 0
                     images.setdefault(bar, []).append((ax, image, panel.bar.format(**first_row)))
@@ -179,11 +179,8 @@ class Picture:
         # about 15 characters of a title fit into an inch
         max_characters = 15 * self.width / (places_across * panels_across)
         self._write_titles(titles, first_letter, max_characters, stacked=panels_down > 1)
-        for drawn in images.values():
-            # one map and its label stand for all maps of the bar
-            _, image, label = drawn[-1]
-            bar_axes = fig.colorbar(image, ax=[ax for ax, _, _ in drawn], aspect=20, pad=0.01, label=label)
-            bar_axes.outline.set_visible(False)
+        for sharing_panels in images.values():
+            _draw_colour_bar(fig, sharing_panels)
         if panels_down > 1 and places_down > 1:
             style.tighten(fig)
         return first_letter + len(titles)
@@ -216,27 +213,33 @@ class Picture:
                 written.set_fontsize(6.5)
 
 
-def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+def _draw_colour_bar(fig: Any, sharing_panels: Sequence[tuple[Axes, Any, str]]) -> None:
+    """Draw the common colour bar of several maps beside them.
+
+    sharing_panels: (axes, image, label) of each map.
+    """
+    # one map and its label stand for all maps of the bar
+    _, image, label = sharing_panels[-1]
+    all_axes = [ax for ax, _, _ in sharing_panels]
+    bar_axes = fig.colorbar(image, ax=all_axes, aspect=20, pad=0.01, label=label)
+    bar_axes.outline.set_visible(False)
+
+
+def draw_lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
     """Draw a panel of lines: one for each value of ``hue``, with its intervals, and a dashed one for the ``level``.
 
     rows: the data of this panel.
     everything: the data of all panels of the picture, so that a name has one look in all of them.
     """
+    is_level = pd.Series(False, index=rows.index)
+    curves = everything
     if panel.level:
-        is_level = mask_of(rows, panel.level)
-        curves = everything[~mask_of(everything, panel.level)]
-    else:
-        is_level = pd.Series(False, index=rows.index)
-        curves = everything
-    level_rows = rows[is_level].dropna(subset=[panel.y])
-    fails = panel.fails and _write_failure(ax, level_rows, panel)
-    if len(level_rows) and not fails:
-        level = float(level_rows[panel.y].iloc[0])
-        ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
+        is_level = mask_rows(rows, panel.level)
+        curves = everything[~mask_rows(everything, panel.level)]
+    fails = _draw_level(ax, rows[is_level].dropna(subset=[panel.y]), panel)
     names = list(dict.fromkeys(curves[panel.hue]))
-    crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
-    of_methods = panel.hue in METHOD_COLUMNS
     method_looks = looks.looks_of([str(name) for name in names])
+    crowded = bool(panel.crowd) and len(names) > len(style.PALETTE)
     # more than two bands would hide each other, so points have error bars instead, which stand beside each other
     drawn_here = rows.loc[~is_level, panel.hue].nunique()
     has_bars = bool(panel.low) and drawn_here > MOST_BANDS and not panel.first_band
@@ -247,42 +250,69 @@ def lines(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) 
         if fails:
             # NaN draws no points, but keeps the curve's entry in the legend
             curve_rows = curve_rows.assign(**{panel.y: np.nan, panel.low: np.nan, panel.high: np.nan})
-        # there are more than MOST_BANDS names here, so the division is possible
         if dodged:
+            # there are more than MOST_BANDS names here, so the division is possible
             side = i / (len(names) - 1) - 0.5
             curve_rows = _dodge(curve_rows, curves[panel.x], side, panel)
-        look = _line_look(panel, name, names, points=len(curve_rows), method_looks=method_looks)
+        look = _choose_line_look(panel, name, names, points=len(curve_rows), method_looks=method_looks)
         if crowded or name in panel.quiet:
             look = {"color": style.GREY, "lw": 0.6, "zorder": BEHIND}
+        # equal labels are one entry of the legend, which stands for all lines of a crowd
+        label = panel.crowd if crowded else _label_line(panel, name, method_looks)
+        has_interval = bool(panel.low) and (name == names[0] or not panel.first_band)
         units: Iterable[tuple[object, pd.DataFrame]] = [(0, curve_rows)]
         if panel.unit:
             units = curve_rows.groupby(panel.unit, sort=False)
         for _, line in units:
             if line.empty:
                 continue
-            label = f"{name}"
-            if of_methods:
-                label = method_looks[label].name
-            elif panel.hue in ("task", "source"):
-                label = name_task(label)
-            if panel.shaded and line[panel.shaded].any():
-                ground = line[line[panel.shaded]]
-                ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
-            if crowded:
-                label = panel.crowd  # equal labels are one entry of the legend, which stands for all quiet lines
-            keywords: style.LineKeywords = {"label": label} | look
-            (curve,) = ax.plot(line[panel.x], line[panel.y], **keywords)
-            if panel.low and not (panel.first_band and name != names[0]):
+            color = _draw_line(ax, line, panel, {"label": label} | look)
+            if has_interval:
                 # points without a line have nothing that a band could go along
                 with_band = look.get("linestyle") != "none" and not has_bars
                 bounded = line.dropna(subset=[panel.low, panel.high])
-                _draw_intervals(ax, bounded, panel, color=curve.get_color(), with_band=with_band)
+                _draw_intervals(ax, bounded, panel, color=color, with_band=with_band)
     if crowded:
         mean = rows.groupby(panel.x)[panel.y].mean()
         ax.plot(mean.index, mean, color=style.BLUE, lw=1.6, marker="o", label="mean")
 
 
-def _line_look(
+def _draw_level(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
+    """Draw the full cache's score as a dashed line, or write that the model fails. Return True if it fails.
+
+    level_rows: the rows of the full cache that have a score. Without any, nothing is drawn.
+    """
+    if panel.fails and _write_failure(ax, level_rows, panel):
+        return True
+    if len(level_rows):
+        level = float(level_rows[panel.y].iloc[0])
+        ax.axhline(level, color=style.GREY, ls="--", lw=0.9, label="full cache", zorder=0)
+    return False
+
+
+def _draw_line(ax: Axes, line: pd.DataFrame, panel: Panel, keywords: style.LineKeywords) -> Any:
+    """Draw one line, with a grey background behind its ``shaded`` points. Return its colour.
+
+    line: the rows of the line's points.
+    keywords: matplotlib's keywords for the line, its label included.
+    """
+    if panel.shaded and line[panel.shaded].any():
+        ground = line[line[panel.shaded]]
+        ax.scatter(ground[panel.x], ground[panel.y], s=75, color=style.PALE, linewidths=0, zorder=0.5)
+    (curve,) = ax.plot(line[panel.x], line[panel.y], **keywords)
+    return curve.get_color()
+
+
+def _label_line(panel: Panel, name: object, method_looks: Mapping[str, looks.Look]) -> str:
+    """Return the text of a line in the legend: the printed name of a method or a task, else the name itself."""
+    if panel.hue in METHOD_COLUMNS:
+        return method_looks[str(name)].name
+    if panel.hue in ("task", "source"):
+        return name_task(str(name))
+    return str(name)
+
+
+def _choose_line_look(
     panel: Panel, name: Any, names: Sequence[Any], points: int, method_looks: Mapping[str, looks.Look]
 ) -> style.LineKeywords:
     """Return matplotlib's keywords for the line ``name``.
@@ -334,19 +364,19 @@ def _write_failure(ax: Axes, level_rows: pd.DataFrame, panel: Panel) -> bool:
     return True
 
 
-def _dodge(rows: pd.DataFrame, xs: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
+def _dodge(rows: pd.DataFrame, all_x: pd.Series[float], side: float, panel: Panel) -> pd.DataFrame:
     """Return a curve's rows moved along x, so that the error bars of curves with equal x stand beside each other.
 
     The first and the last curve move apart by the share DODGED of the axis.
 
-    xs: the x of all curves. Their range stands for the length of the axis.
+    all_x: the x of all curves. Their range stands for the length of the axis.
     side: the curve's place among all curves, from -0.5 for the first to 0.5 for the last.
     """
     if panel.xscale.startswith("log"):
         # on a logarithmic axis a distance is a factor: (max / min)^(DODGED * side)
-        factor = (xs.max() / xs.min()) ** (DODGED * side)
+        factor = (all_x.max() / all_x.min()) ** (DODGED * side)
         return rows.assign(**{panel.x: rows[panel.x] * factor})
-    return rows.assign(**{panel.x: rows[panel.x] + DODGED * side * (xs.max() - xs.min())})
+    return rows.assign(**{panel.x: rows[panel.x] + DODGED * side * (all_x.max() - all_x.min())})
 
 
 def _draw_intervals(ax: Axes, rows: pd.DataFrame, panel: Panel, *, color: Any, with_band: bool) -> None:
@@ -365,12 +395,12 @@ def _draw_intervals(ax: Axes, rows: pd.DataFrame, panel: Panel, *, color: Any, w
         ax.errorbar(rows[panel.x], rows[panel.y], spread, ls="", elinewidth=0.5, color=color, alpha=0.8)
 
 
-def points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
+def draw_points(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
     """Draw a panel with a point for each row, coloured by ``value``. Return the points, for a colour bar."""
     return ax.scatter(rows[panel.x], rows[panel.y], c=rows[panel.value], s=11, linewidths=0.3, edgecolors="black")
 
 
-def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
+def draw_bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> None:
     """Draw a panel with a bar for each x; a ``marked`` bar is red. Only the first row of an x counts."""
     rows = rows.drop_duplicates(panel.x)
     colors = [style.GREY] * len(rows)
@@ -379,7 +409,7 @@ def bars(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
     ax.bar(rows[panel.x], rows[panel.y], width=0.8, color=colors)
 
 
-def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
+def draw_map(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -> Any:
     """Draw a map of the mean ``value`` of each x and y, x to the right and y downwards.
 
     Return matplotlib's image of the map, for a colour bar.
@@ -395,17 +425,17 @@ def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
     lowest, highest = None, None
     if panel.limits:
         lowest, highest = panel.limits
-    numbers = panel.numbers
-    if table.size > 100:
-        numbers = ""  # they would be too small to read
+    # numbers of a large map would be too small to read
+    numbers = "" if table.size > 100 else panel.numbers
     norm = None
     if panel.log:
         # all maps share one colour bar
         norm = LogNorm(everything[panel.value].min(), everything[panel.value].max())
     if panel.floor:
         # a logarithm needs values above 0
-        table, norm = table.clip(lower=panel.floor), LogNorm(panel.floor, 1)
-    column_labels = [f"{v:g}" for v in table.columns]
+        table = table.clip(lower=panel.floor)
+        norm = LogNorm(panel.floor, 1)
+    column_labels = [f"{value:g}" for value in table.columns]
     image = style.heat(
         ax, table, row_labels, columns=column_labels, numbers=numbers, vmin=lowest, vmax=highest, norm=norm
     )
@@ -415,15 +445,20 @@ def heat(ax: Axes, rows: pd.DataFrame, panel: Panel, everything: pd.DataFrame) -
 
 
 KINDS: dict[str, Callable[[Axes, pd.DataFrame, Panel, pd.DataFrame], Any]] = {
-    "lines": lines,
-    "points": points,
-    "bars": bars,
-    "heat": heat,
+    "lines": draw_lines,
+    "points": draw_points,
+    "bars": draw_bars,
+    "heat": draw_map,
 }
 """The functions that draw a panel on its axes, by ``Panel.kind``. They take (axes, rows, panel, everything)."""
 
 
-def _with_printed_names(row: pd.Series) -> dict[str, Any]:
+def _replace_values(values: pd.Series[Any], texts: Mapping[object, str]) -> pd.Series[Any]:
+    """Return a column with the texts that replace its values. A value that ``texts`` lacks stays."""
+    return values.map(lambda value: texts.get(value, value))
+
+
+def _read_printed_values(row: pd.Series) -> dict[str, Any]:
     """Return a row's values by column, with methods and tasks under their printed names."""
     values: dict[str, Any] = {str(column): value for column, value in row.items()}
     for column in METHOD_COLUMNS:
@@ -439,6 +474,7 @@ def _write_line_names(ax: Axes) -> None:
     """Write the name of each line of a panel beside the line's highest point. The figure must be laid out."""
     # (x, y, name, colour) of each line
     highest: list[tuple[float, float, str, str]] = []
+    # [x, y] of all points, which the names keep clear of
     points: list[list[float]] = []
     for line in ax.get_lines():
         label = str(line.get_label())
@@ -459,7 +495,7 @@ def _draw_legend(fig: Any, where: str, columns: int) -> None:
     columns: the most columns of a legend below.
     """
     # lines of one label look alike in all panels, so any of them stands for the label
-    handles = {}
+    handles: dict[str, Any] = {}
     for ax in fig.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles[label] = handle
