@@ -46,7 +46,7 @@ ROWS = 16
 """So many caches with one compressed layer each are compared in one batch."""
 
 
-def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
+def _list_compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, list[Sample]]]:
     """Yield (point, group, samples) of each cell of a compressed method that has samples in this run.
 
     Refused cells are left out. So are the full cache's cells, since its divergence from itself is 0.
@@ -63,7 +63,7 @@ def _compressed_cells(measured: MeasuredFigure) -> Iterator[tuple[Point, Group, 
                 yield point, group, samples
 
 
-def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
+def measure_by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence of each point, task and kind of text, with its interval, beside tokens and bytes.
 
     kept, bytes: tokens kept, and bytes held at 16 bits, in per cent of the full cache's.
@@ -72,9 +72,10 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     n: the number of texts.
     """
     rows = []
-    for point, group, samples in _compressed_cells(measured):
+    for point, group, samples in _list_compressed_cells(measured):
         tokens_kept = sum(sample.kept for sample in samples)
-        kept = 100 * tokens_kept / sum(sample.n for sample in samples)
+        tokens_read = sum(sample.n for sample in samples)
+        kept = 100 * tokens_kept / tokens_read
         x = point.x
         if math.isnan(x):
             # a method that the user named stands at the share of tokens that it kept, with two digits
@@ -85,10 +86,11 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
             full16=sum(sample.full16 for sample in samples),
         )
         for kind, text in TEXTS.items():
-            summary = summarise_texts(_texts_of_kind(samples, kind))
+            summary = summarise_texts(_choose_texts_of_kind(samples, kind))
             # no sample of the task was compared on this kind of text
             if summary is None:
                 continue
+            # with too few texts there is no interval
             low, high = summary.ci or (math.nan, math.nan)
             rows.append(
                 {
@@ -108,12 +110,12 @@ def by_budget(measured: MeasuredFigure) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
+def _choose_texts_of_kind(samples: Sequence[Sample], kind: str) -> list[TextFidelity]:
     """Return the comparisons on one kind of text (see TEXTS), without samples that were not compared on it."""
     return [sample.fidelity[kind] for sample in samples if sample.fidelity and kind in sample.fidelity]
 
 
-def by_position(measured: MeasuredFigure) -> pd.DataFrame:
+def measure_by_position(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence over texts for each run of SMOOTH positions after the prompt, with its interval.
 
     There is a row for each point, task, kind of text and run of positions.
@@ -122,38 +124,38 @@ def by_position(measured: MeasuredFigure) -> pd.DataFrame:
     n: the number of texts that are long enough to reach the run.
     """
     rows: list[Place] = []
-    for point, group, samples in _compressed_cells(measured):
+    for point, group, samples in _list_compressed_cells(measured):
         for kind, text in TEXTS.items():
-            texts = _texts_of_kind(samples, kind)
-            for start in range(0, _longest_text(texts), SMOOTH):
+            texts = _choose_texts_of_kind(samples, kind)
+            for start in range(0, _count_positions(texts), SMOOTH):
                 mean = mean_divergence(texts, start, start + SMOOTH)
                 # the longest text reaches every run
                 assert mean is not None
                 place: Place = {"series": point.series, "task": group.task.id, "text": text}
-                rows.append(place | {"position": _middle_position(start, SMOOTH)} | _mean_numbers(mean))
+                rows.append(place | {"position": _find_middle(start, SMOOTH)} | _make_mean_columns(mean))
     return pd.DataFrame(rows)
 
 
-def _longest_text(texts: Sequence[TextFidelity]) -> int:
+def _count_positions(texts: Sequence[TextFidelity]) -> int:
     """Return the number of positions of the longest text; 0 without texts."""
     return max((len(text.kl) for text in texts), default=0)
 
 
-def _middle_position(start: int, smooth: int) -> float:
-    """Return the middle of a run of ``smooth`` positions: start + 1 to start + smooth.
+def _find_middle(start: int, length: int) -> float:
+    """Return the middle of a run of positions, from start + 1 to start + length.
 
     start: the index of the run's first position, from 0. Positions count from 1.
     """
-    return start + (smooth + 1) / 2
+    return start + (length + 1) / 2
 
 
-def _mean_numbers(mean: MeanDivergence) -> Place:
+def _make_mean_columns(mean: MeanDivergence) -> Place:
     """Return the columns kl, low, high and n of a mean divergence. With too few texts low and high are NaN."""
     low, high = mean.ci or (math.nan, math.nan)
     return {"kl": mean.kl, "low": low, "high": high, "n": mean.n}
 
 
-def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
+def measure_by_layer(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence over prompts of each method with one layer compressed, for each layer in turn.
 
     There is a row for each method, task, kind of text and layer. Layer -1 stands for all layers compressed at once.
@@ -165,12 +167,12 @@ def by_layer(measured: MeasuredFigure) -> pd.DataFrame:
         series = [point.series for point in sweep_run.sweep.points]
         for group in sweep_run.run.groups:
             for example in group.examples:
-                for name, text, layer, mean in _prompt_divergences(host, group.task, example, series, sweep_run.chains):
+                for name, text, layer, mean in _measure_prompt(host, group.task, example, series, sweep_run.chains):
                     rows.append((name, group.task.id, text, layer, mean))
-    return _over_prompts(pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"]))
+    return _average_over_prompts(pd.DataFrame(rows, columns=["series", "task", "text", "layer", "kl"]))
 
 
-def _prompt_divergences(
+def _measure_prompt(
     host: Host, task: Task, example: Example, series: Sequence[str], chains: Sequence[Chain]
 ) -> Iterator[tuple[str, str, int, float]]:
     """Yield (series, kind of text in words, layer, mean divergence) of one prompt.
@@ -183,45 +185,45 @@ def _prompt_divergences(
     # a question that a run withholds until the cache is compressed is a part of the prompt here
     ids = list(encoded.ids) + list(encoded.question)
     # one pass over the prompt fills the full cache and that of each method
-    caches = host.prefill(ids, [Chain()] + list(chains))
-    full = caches[0]
+    full, *compressed = host.prefill(ids, [Chain()] + list(chains))
     texts = choose_texts(host, example, full)
     if example.scored is not None:
         # a scored text has no reference answer: its own continuation behind the prompt takes the place of one
         texts["reference"] = list(example.scored.ids[len(ids) :])
     for kind, tokens in texts.items():
-        for name, cache in zip(series, caches[1:], strict=True):
-            for layer, mean in _layer_divergences(host.model, full, cache, torch.tensor(tokens)):
+        for name, cache in zip(series, compressed, strict=True):
+            for layer, mean in _measure_layers(host.model, full, cache, torch.tensor(tokens)):
                 yield name, TEXTS[kind], layer, mean
 
 
-def _over_prompts(data: pd.DataFrame) -> pd.DataFrame:
+def _average_over_prompts(data: pd.DataFrame) -> pd.DataFrame:
     """Return the mean divergence over prompts, with its interval, for each combination of the other columns.
 
     data: a row for each prompt and combination, with the prompt's mean divergence in the column ``kl``.
     """
-    by = [column for column in data if column != "kl"]
+    place_columns = [column for column in data if column != "kl"]
     means: list[Place] = []
-    for names, kl in data.groupby(by, sort=False)["kl"]:
+    for place_values, kl in data.groupby(place_columns, sort=False)["kl"]:
         # every prompt weighs the same, so the mean is sum(kl) / sum(1), and it gets the interval of such a ratio
-        sums = np.stack([kl, np.ones(len(kl))], axis=1)
-        place: Place = dict(zip(by, names, strict=True))
-        means.append(place | _mean_numbers(MeanDivergence(float(kl.mean()), stats.ratio_interval(sums), len(kl))))
+        terms = np.stack([kl, np.ones(len(kl))], axis=1)
+        mean = MeanDivergence(float(kl.mean()), stats.ratio_interval(terms), len(kl))
+        place: Place = dict(zip(place_columns, place_values, strict=True))
+        means.append(place | _make_mean_columns(mean))
     return pd.DataFrame(means)
 
 
-def _layer_divergences(
+def _measure_layers(
     model: PreTrainedModel, full: PromptCache, cache: PromptCache, tokens: Tensor
 ) -> list[tuple[int, float]]:
     """Return (layer, mean divergence over ``tokens``) for each layer of ``cache`` with all other layers exact.
 
     Layer -1 stands for all layers of ``cache`` at once.
     """
-    single = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
+    single_layer_caches = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []
-    for start in range(0, len(single), ROWS):
+    for start in range(0, len(single_layer_caches), ROWS):
         # the second result is the divergence by rounding alone, which this figure does not show
-        forced_texts, _ = diverge(model, full, single[start : start + ROWS], tokens)
+        forced_texts, _ = diverge(model, full, single_layer_caches[start : start + ROWS], tokens)
         for forced in forced_texts:
             # ``diverge`` compares every cache that it is given
             assert forced.divergence is not None
@@ -232,7 +234,7 @@ def _layer_divergences(
     return list(enumerate(means)) + [(-1, float(all_layers.divergence.kl.mean()))]
 
 
-def with_samples(data: pd.DataFrame) -> pd.DataFrame:
+def add_samples(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data with a column ``samples`` for the note above the figure, such as ``n = 4 to 8 texts``.
 
     Rows about reference texts come first, since panels are drawn in the order of the rows.
@@ -249,83 +251,87 @@ def with_samples(data: pd.DataFrame) -> pd.DataFrame:
     return data.assign(samples=count)
 
 
-def with_rounding(data: pd.DataFrame) -> pd.DataFrame:
+def add_rounding(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data with two columns for the note above the figure.
 
     samples: the number of texts in words, such as ``n = 4 to 8 texts``.
     rounding: the largest divergence that rounding alone makes, as text.
     """
-    return with_samples(data.assign(rounding=f"{data['floor'].max():.0e}"))
+    largest_rounding = f"{data['floor'].max():.0e}"
+    return add_samples(data.assign(rounding=largest_rounding))
 
 
-def with_methods(data: pd.DataFrame) -> pd.DataFrame:
+def add_methods(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data with columns for the panels' titles and the note above the figure.
 
     method: the first word of the series: its method, without the budget that may follow.
     tokens: the number of positions that a running mean goes over.
     samples: the number of texts in words, such as ``n = 4 to 8 texts``.
     """
-    n_runs = data["position"].nunique()
     # "snapkv, budget" and "h2o orig" are series of snapkv and of h2o
     method = data["series"].str.partition(",")[0].str.split().str[0]
-    return with_samples(data.assign(method=method, tokens=_runs_in_mean(n_runs) * SMOOTH_LONG))
+    # the data have one position for each run of SMOOTH_LONG positions
+    runs_in_mean = _count_runs_in_mean(data["position"].nunique())
+    return add_samples(data.assign(method=method, tokens=runs_in_mean * SMOOTH_LONG))
 
 
-def single_layers(data: pd.DataFrame) -> pd.DataFrame:
+def choose_single_layers(data: pd.DataFrame) -> pd.DataFrame:
     """Return the rows about single layers, without those about all layers at once, with a column ``samples``."""
-    return with_samples(data[data["layer"] >= 0])
+    return add_samples(data[data["layer"] >= 0])
 
 
-def layer_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_layers(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield three facts by kind of text and method.
 
     They are the layer that diverges most if it alone is compressed, the divergence with this layer compressed, and the
     divergence with all layers compressed.
     """
-    # by_layer has all layers together as layer -1
-    single, all_layers = single_layers(data), data[data["layer"] < 0]
+    # layer -1 stands for all layers together
+    single, all_layers = choose_single_layers(data), data[data["layer"] < 0]
     worst = single.loc[single.groupby(["text", "series"], sort=False)["kl"].idxmax()]
     yield Fact("Layer that alone diverges most", worst.set_index(["text", "series"])["layer"].astype(float), "{:.0f}")
-    yield Fact("Its divergence in nats", _interval_texts(worst, ["text", "series", "layer"]), "{}", "layer {:g}")
-    yield Fact("All layers together", _interval_texts(all_layers, ["text", "series", "n"]), "{}", "n = {:g}")
+    yield Fact("Its divergence in nats", _format_intervals(worst, ["text", "series", "layer"]), "{}", "layer {:g}")
+    yield Fact("All layers together", _format_intervals(all_layers, ["text", "series", "n"]), "{}", "n = {:g}")
 
 
-def _interval_texts(data: pd.DataFrame, by: list[str]) -> pd.Series[str]:
-    """Return each row's divergence in nats as text, such as ``0.12 [0.1, 0.15]``, indexed by the columns ``by``."""
+def _format_intervals(data: pd.DataFrame, index_columns: list[str]) -> pd.Series[str]:
+    """Return each row's divergence in nats as text, such as ``0.12 [0.1, 0.15]``, indexed by ``index_columns``.
+
+    A row without an interval, whose low and high are NaN, has the divergence alone.
+    """
     texts = []
     for kl, low, high in zip(data["kl"], data["low"], data["high"], strict=True):
         text = f"{kl:.3g}"
         if not math.isnan(low):
             text += f" [{low:.3g}, {high:.3g}]"
         texts.append(text)
-    return pd.Series(texts, index=pd.MultiIndex.from_frame(data[by]))
+    return pd.Series(texts, index=pd.MultiIndex.from_frame(data[index_columns]))
 
 
-def budget_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_budgets(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield three facts: the divergences, the largest divergence by rounding alone, and the number of examples.
 
     Divergences are in nats, by kind of text, method and bytes held in per cent of the full cache's.
     """
-    yield Fact(
-        "Nats at the per cent of bytes held", data.set_index(["text", "series", "bytes"])["kl"], "{:.3g}", "{:.1f}"
-    )
+    divergences = data.set_index(["text", "series", "bytes"])["kl"]
+    yield Fact("Nats at the per cent of bytes held", divergences, form="{:.3g}", at="{:.1f}")
     yield Fact("Rounding alone, at most", f"{data['floor'].max():.1g} nats")
     yield Fact("Examples", f"n = {int(data['n'].min())} to {int(data['n'].max())}")
 
 
-def position_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_positions(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the divergences, by kind of text and method, over the first and over the last SMOOTH positions."""
     for label, position in (("first", data["position"].min()), ("last", data["position"].max())):
         rows = data[data["position"] == position]
         yield Fact(
             f"Nats over the {label} {SMOOTH} positions",
-            _interval_texts(rows, ["text", "series", "n"]),
+            _format_intervals(rows, ["text", "series", "n"]),
             "{}",
             "n = {:g}",
         )
 
 
-def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
+def measure_by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
     """Return the mean divergence on long texts' own continuations for each run of SMOOTH_LONG positions.
 
     There is a row for each point, task and run.
@@ -337,12 +343,12 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
     held: the most tokens of prompt and continuation that any head held; 0 if nothing was decoded.
     """
     rows = []
-    for point, group, samples in _compressed_cells(measured):
+    for point, group, samples in _list_compressed_cells(measured):
         most_held = max((sample.decode_peak or 0 for sample in samples), default=0)
-        texts = _texts_of_kind(samples, "reference")
-        starts = range(0, _longest_text(texts), SMOOTH_LONG)
+        texts = _choose_texts_of_kind(samples, "reference")
+        starts = range(0, _count_positions(texts), SMOOTH_LONG)
         # a running mean goes over the run itself, ``before`` positions in front of it, and about as many behind it
-        runs_in_mean = _runs_in_mean(len(starts))
+        runs_in_mean = _count_runs_in_mean(len(starts))
         before = runs_in_mean // 2 * SMOOTH_LONG
         after = runs_in_mean * SMOOTH_LONG - before
         for start in starts:
@@ -355,13 +361,13 @@ def by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
                 "task": group.task.id,
                 "text": TEXTS["reference"],
                 "held": most_held,
-                "position": _middle_position(start, SMOOTH_LONG),
+                "position": _find_middle(start, SMOOTH_LONG),
             }
-            rows.append(place | _mean_numbers(running) | {"kl": run.kl, "running": running.kl})
+            rows.append(place | _make_mean_columns(running) | {"kl": run.kl, "running": running.kl})
     return pd.DataFrame(rows)
 
 
-def _runs_in_mean(runs: int) -> int:
+def _count_runs_in_mean(runs: int) -> int:
     """Return how many runs of positions a running mean goes over: an eighth of all runs, at least one.
 
     runs: the number of runs in the longest text.
@@ -369,7 +375,7 @@ def _runs_in_mean(runs: int) -> int:
     return max(1, round(runs / RUNNING))
 
 
-def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_answers(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield facts by method: the mean divergence in each quarter of the continuation, and the most tokens held.
 
     The last fact is the number of texts.
@@ -384,8 +390,8 @@ def answer_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 CODE = {
-    "fidelity/answers": Code(by_long_position, answer_facts, with_methods),
-    "fidelity/budget": Code(by_budget, budget_facts, with_rounding),
-    "fidelity/positions": Code(by_position, position_facts, with_samples),
-    "fidelity/layers": Code(by_layer, layer_facts, single_layers),
+    "fidelity/answers": Code(measure_by_long_position, state_answers, add_methods),
+    "fidelity/budget": Code(measure_by_budget, state_budgets, add_rounding),
+    "fidelity/positions": Code(measure_by_position, state_positions, add_samples),
+    "fidelity/layers": Code(measure_by_layer, state_layers, choose_single_layers),
 }

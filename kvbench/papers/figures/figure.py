@@ -48,36 +48,44 @@ class Fact:
     form: str = "{:.1f}"
     at: str = "{}"
 
-    def text(self) -> str:
-        """Return ``label: values`` as text, such as ``Best: h2o 41.2 at 25 %``; '' if no number is known.
-
-        Each number stands between its name and its place, which are the levels of the values' index.
-        """
+    def format_text(self) -> str:
+        """Return ``label: values`` as text, such as ``Best: h2o 41.2 at 25 %``; '' if no number is known."""
         if isinstance(self.values, str):
             return f"{self.label}: {self.values}"
         # NaN stands for a value that could not be computed
         values = pd.Series(self.values).dropna()
         if values.empty:
             return ""
-        # the values of a list, and a single number, have no names
         if not isinstance(self.values, pd.Series | dict):
-            return f"{self.label}: {', '.join(self.form.format(value) for value in values)}"
-        if values.index.nlevels == 1:
-            parts = [f"{self.at.format(name)} {self.form.format(value)}" for name, value in values.items()]
-            return f"{self.label}: {', '.join(parts)}"
-        # the last level of the index is the place, those before it are the name
+            # the values of a list, and a single number, have no names
+            shown = ", ".join(self.form.format(value) for value in values)
+        elif values.index.nlevels == 1:
+            shown = ", ".join(f"{self.at.format(name)} {self.form.format(value)}" for name, value in values.items())
+        else:
+            shown = self._format_places(values)
+        return f"{self.label}: {shown}"
+
+    def _format_places(self, values: pd.Series[Any]) -> str:
+        """Return numbers as text, by name and then by place, such as ``h2o 41.2 at 25, 43.0 at 50; snapkv 42.1 at 25``.
+
+        values: the last level of their index is the place, the levels before it are the name.
+        """
         name_levels = list(range(values.index.nlevels - 1))
         parts = []
-        for name, rows in values.groupby(level=name_levels, sort=False):
+        for name, numbers in values.groupby(level=name_levels, sort=False):
+            # a name of several levels is a tuple
             title = " ".join(map(str, name)) if isinstance(name, tuple) else name
-            numbers = [f"{self.form.format(value)} at {self.at.format(index[-1])}" for index, value in rows.items()]
-            parts.append(f"{title} {', '.join(numbers)}")
-        return f"{self.label}: {'; '.join(parts)}"
+            texts = []
+            for index, value in numbers.items():
+                place = index[-1]
+                texts.append(f"{self.form.format(value)} at {self.at.format(place)}")
+            parts.append(f"{title} {', '.join(texts)}")
+        return "; ".join(parts)
 
 
-def sentences(facts: Iterable[Fact]) -> str:
+def join_facts(facts: Iterable[Fact]) -> str:
     """Return the facts as one text with a sentence for each. Facts without a value are left out."""
-    texts = [fact.text() for fact in facts]
+    texts = [fact.format_text() for fact in facts]
     return " ".join(f"{text}." for text in texts if text)
 
 
@@ -160,19 +168,20 @@ class Figure:
         prepared = self.prepare(data)
         # str.capitalize would lower all other letters, as those of KL
         heading = self.title[:1].upper() + self.title[1:]
-        return self.picture.draw(prepared, heading, self._note(data, prepared, csv_facts))
+        return self.picture.draw(prepared, heading, self._compose_note(data, prepared, csv_facts))
 
-    def _note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
+    def _compose_note(self, data: pd.DataFrame, prepared: pd.DataFrame, csv_facts: Mapping[str, str]) -> str:
         """Return the note below the heading: the model, the texts or tasks that it read, n, intervals, and ``note``.
 
         prepared: the data as ``prepare`` returns them.
         """
-        # each text is '' if the figure has no such thing
+        # a part that the figure does not have is ''
         parts = [names.find_model(csv_facts), names.find_texts(csv_facts), names.find_tasks(data)]
         if "samples" in prepared:
             parts.append(str(prepared["samples"].iloc[0]))
         if "low" in data:
             has_intervals = data["low"].notna().any()
+            # with too few examples, the ends of all intervals are NaN
             parts.append("95 % intervals" if has_intervals else "too few for intervals")
         elif "samples" in prepared:
             # a figure of activations has no samples either, and its note says nothing about intervals
@@ -188,7 +197,7 @@ class Figure:
 
     def finding(self, data: pd.DataFrame) -> str:
         """Return the findings of the data as text, a sentence for each fact; '' if no fact has a value."""
-        return sentences(self.facts(data))
+        return join_facts(self.facts(data))
 
     def write(self, data: pd.DataFrame, facts: Mapping[str, object], folder: Path) -> tuple[list[Path], str]:
         """Write the figure's CSV, PNG and SVG below ``folder``. Return (paths of the files, finding).
@@ -233,14 +242,15 @@ class Figure:
             data = pd.read_csv(io.StringIO(body))
         except ValueError as error:
             raise UsageError(f"{self.id}: the CSV cannot be read: {error}") from None
+        problem = ""
         missing = [column for column in self.columns if column not in data.columns]
         if missing:
             problem = f"it has no column {', '.join(missing)}"
         elif data.empty:
             problem = "it has no rows"
-        else:
-            return self.complete(data, facts_of(text))
-        raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
+        if problem:
+            raise UsageError(f"{self.id}: the CSV does not hold this figure's data: {problem}")
+        return self.complete(data, facts_of(text))
 
 
 def own_folder(results: Path | str, model: str) -> Path:
@@ -259,7 +269,7 @@ def figure_folder(results: Path | str, model: str) -> Path:
     return Path(results) / "figures"
 
 
-def percent_text(fraction: float) -> str:
+def format_percent(fraction: float) -> str:
     """Return a fraction in per cent as text: 0.12 is ``12 %``."""
     return f"{100 * fraction:.0f} %"
 

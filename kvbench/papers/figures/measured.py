@@ -25,6 +25,7 @@ from kvbench.papers.measured.our_table import split_options, stored_scores
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.plan import config, presets, run_plan
 from kvbench.plan.cells import Group
+from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
 from kvbench.report import of_run
@@ -106,22 +107,22 @@ class SweepRun:
         """
         rows: list[Row] = []
         for point, cells in self.points():
-            measured = self._results(cells)
-            # a point without any measured task has no row; ``left_out`` names it for the head of the CSV
+            measured = self._list_results(cells)
+            # a point without any measured task has no row; ``list_omissions`` names it for the head of the CSV
             if not measured:
                 continue
             x = point.x
             if math.isnan(x):
-                kept = _held([result.means for result in measured])["kept"]
+                kept = _count_held([result.means for result in measured])["kept"]
                 # a method that the user named stands at the share of tokens that it kept, with two digits
                 x = float(f"{kept:.2g}")
             place: Row = {"series": point.series, "x": x}
             for result in measured:
-                task = _task_name(result.group, self.run.groups)
-                rows.append(place | {"task": task} | _task_numbers(result))
+                task = _name_task(result.group, self.run.groups)
+                rows.append(place | {"task": task} | _make_task_columns(result))
             # a mean over some of the tasks would compare with none of the other points
             if len(cells) > 1 and len(measured) == len(cells):
-                rows.append(place | {"task": MEAN} | _mean_numbers(measured))
+                rows.append(place | {"task": MEAN} | _make_mean_columns(measured))
         # reindex: rows may lack columns, and without any row there would be no columns at all
         return pd.DataFrame(rows).reindex(columns=list(COLUMNS)).astype(dict.fromkeys(VALUES, float))
 
@@ -133,69 +134,80 @@ class SweepRun:
         of its interval are NaN with fewer than stats.FEWEST examples. Tasks that are measured as perplexity have no
         row.
         """
-        cells_of = {(point.series, point.x): cells for point, cells in self.points()}
+        cells_by_place = {(point.series, point.x): cells for point, cells in self.points()}
         rows: list[Row] = []
-        for (series, x), cells in cells_of.items():
+        for (series, x), cells in cells_by_place.items():
             if not series.endswith(f"+{stage}"):
                 continue
             # a chain is named after its stages in order: h2o+vatp has h2o as its base
-            base_cells = cells_of.get((series.removesuffix(f"+{stage}"), x))
+            base_cells = cells_by_place.get((series.removesuffix(f"+{stage}"), x))
             if base_cells is None:
                 continue
             place: Row = {"series": series, "x": x}
-            # columns tell the groups of a grid of a dataset's option apart, which share the task's id
-            without_stage = {result.group.column: result.scores for result in self._results(base_cells)}
             differences_by_task: list[list[float]] = []
-            for result in self._results(cells):
-                task_metric = metric(result.group.task.metric)
-                scale = task_metric.scale
-                base_scores = without_stage.get(result.group.column, {})
-                differences = []
-                for example, score in result.scores.items():
-                    if example in base_scores:
-                        differences.append(scale * (score - base_scores[example]))
-                # differences of log losses are no points, since a log loss is printed as a perplexity
-                if not differences or task_metric.formula:
-                    continue
+            for group, differences in self._subtract_scores(cells, base_cells):
+                scale = metric(group.task.metric).scale
+                task = _name_task(group, self.run.groups)
+                rows.append(place | {"task": task} | _make_gain_columns([differences], scale))
                 differences_by_task.append(differences)
-                task = _task_name(result.group, self.run.groups)
-                rows.append(place | {"task": task} | _gain_numbers([differences], scale))
-            # all metrics but perplexities have one scale, so the scale of the last task will do
+            # a mean over some of the tasks would compare with none of the other points
             if len(cells) > 1 and len(differences_by_task) == len(cells):
-                rows.append(place | {"task": MEAN} | _gain_numbers(differences_by_task, scale))
+                # all metrics but perplexities have one scale, so the scale of the last task will do
+                rows.append(place | {"task": MEAN} | _make_gain_columns(differences_by_task, scale))
         return pd.DataFrame(rows).reindex(columns=[*ROW, *GAINS]).astype(dict.fromkeys(("x", *GAINS), float))
 
-    def _results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
+    def _subtract_scores(
+        self, cells: Sequence[tuple[Group, Cell]], base_cells: Sequence[tuple[Group, Cell]]
+    ) -> Iterator[tuple[Group, list[float]]]:
+        """Yield (group, differences) of each task: the scores of a point's cells less those of the base method's cells.
+
+        Differences are as printed, with one for each example that both have answered. Tasks without such examples and
+        tasks that are measured as perplexity are left out.
+        """
+        # columns tell the groups of a grid of a dataset's option apart, which share the task's id
+        base_scores_by_column = {result.group.column: result.scores for result in self._list_results(base_cells)}
+        for result in self._list_results(cells):
+            task_metric = metric(result.group.task.metric)
+            base_scores = base_scores_by_column.get(result.group.column, {})
+            differences = []
+            for example, score in result.scores.items():
+                if example in base_scores:
+                    differences.append(task_metric.scale * (score - base_scores[example]))
+            # differences of log losses are no points, since a log loss is printed as a perplexity
+            if differences and not task_metric.formula:
+                yield result.group, differences
+
+    def _list_results(self, cells: Sequence[tuple[Group, Cell]]) -> list[_TaskResult]:
         """Return the results of a point's cells, without refused cells and those that have no answer."""
         results = []
         for group, cell in cells:
             means = report_cell(group, cell, SampleReader(self.run.store)).summary
             if means is not None:
                 scores = stored_scores(self.run.store, group, cell)
-                results.append(_TaskResult(group, means, self._pairs(group, cell), scores))
+                results.append(_TaskResult(group, means, self._pair_with_full(group, cell), scores))
         return results
 
-    def _pairs(self, group: Group, cell: Cell) -> stats.Pairs:
+    def _pair_with_full(self, group: Group, cell: Cell) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         # a run without the full cache compares the cell with itself, so all shares are 100 %
-        full_cell = next((c for c in group.cells if c.chain.is_full), cell)
+        full_cell = next((candidate for candidate in group.cells if candidate.chain.is_full), cell)
         scores = stored_scores(self.run.store, group, cell)
         full_scores = stored_scores(self.run.store, group, full_cell)
         pairs = [(score, full_scores[example]) for example, score in scores.items() if example in full_scores]
         # without pairs the array still needs its two columns
         return np.array(pairs, dtype=float).reshape(-1, 2)
 
-    def left_out(self) -> list[str]:
+    def list_omissions(self) -> list[str]:
         """Return ``cell: reason`` as text for each cell whose scores are missing, incomplete or meaningless."""
         reasons = []
         for _, group, cell in self.cells():
-            reason = self._why_left_out(group, cell)
+            reason = self._explain_omission(group, cell)
             if reason is not None:
                 # the name of a column tells grids of one task apart, which the task's id does not
                 reasons.append(f"{cell.label} on {group.column}: {reason}")
         return reasons
 
-    def _why_left_out(self, group: Group, cell: Cell) -> str | None:
+    def _explain_omission(self, group: Group, cell: Cell) -> str | None:
         """Return why a cell's scores are missing, incomplete or meaningless; None if all is well."""
         store = self.run.store
         # a refused cell can have older samples, but they are not shown
@@ -255,7 +267,7 @@ class MeasuredFigure:
             # methods that the user named have nan in place of a declared x
             own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
             example_counts.update(len(group.examples) for group in sweep_run.run.groups)
-            omissions += sweep_run.left_out()
+            omissions += sweep_run.list_omissions()
         examples = f"{min(example_counts)}"
         if len(example_counts) > 1:
             examples += f" to {max(example_counts)}"
@@ -283,13 +295,9 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     datasets = list(dict.fromkeys(sweep.reads(tiny) for sweep in sweeps))
     names = split_list(options["dataset"]) if "dataset" in options else datasets
     # a figure with several datasets has a budget for each, so the user can choose among them but name no other
-    if len(datasets) > 1:
-        for name in names:
-            if not any(_is_within(name, dataset) for dataset in datasets):
-                raise UsageError(
-                    f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
-                    f"{', '.join(datasets)}"
-                )
+    has_budget_by_dataset = len(datasets) > 1
+    if has_budget_by_dataset:
+        _check_datasets(figure, names, datasets)
     # results= only names the folder, and limit= may be meant for other figures of the same command
     options_of_runs = [key for key in options if key not in ("results", "limit")]
     if options_of_runs and not sweeps:
@@ -297,11 +305,23 @@ def prepare(figure: Figure, options: Mapping[str, str]) -> MeasuredFigure:
     sweep_runs = []
     for sweep in sweeps:
         sweep_names = names
-        if len(datasets) > 1:
+        if has_budget_by_dataset:
             sweep_names = [name for name in names if _is_within(name, sweep.reads(tiny))]
+        # a sweep without any of the user's datasets is not run
         if sweep_names:
-            sweep_runs.append(_plan_sweep(figure, sweep, model, dict(options) | {"dataset": ",".join(sweep_names)}))
+            sweep_options = dict(options) | {"dataset": ",".join(sweep_names)}
+            sweep_runs.append(_plan_sweep(figure, sweep, model, sweep_options))
     return MeasuredFigure(tuple(sweep_runs))
+
+
+def _check_datasets(figure: Figure, names: Sequence[str], datasets: Sequence[str]) -> None:
+    """Raise UsageError if one of ``names`` is none of the figure's ``datasets`` and no task of one."""
+    for name in names:
+        if not any(_is_within(name, dataset) for dataset in datasets):
+            raise UsageError(
+                f"dataset={name} is not possible with {figure.id}, which has a budget for each of its datasets: "
+                f"{', '.join(datasets)}"
+            )
 
 
 def _is_within(name: str, dataset: str) -> bool:
@@ -310,25 +330,42 @@ def _is_within(name: str, dataset: str) -> bool:
 
 
 def _plan_sweep(figure: Figure, sweep: Sweep, model: str, options: Mapping[str, str]) -> SweepRun:
-    """Plan the run of one sweep on a model.
+    """Plan the run of one sweep on a model, with the methods that the user names or else with the sweep's points.
 
     options: the user's options, with the datasets to read under ``dataset``.
     """
-    tiny = model == stand_ins.MODEL
     cfg = config.configure(_merge_options(figure, sweep, model, options))
     if "method" in options:
-        # the user's methods replace the figure's; the full cache has no stages and is no point of its own
-        chain_configs = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
-        labels_of_methods = [chain_config.label for chain_config in chain_configs]
         # a figure with an x axis draws several budgets of a method as one line
-        points = _own_points(labels_of_methods, several="x" in figure.columns)
-        chains = tuple(chain_config.chain for chain_config in chain_configs)
-        return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
+        return _plan_own_methods(sweep, cfg, several="x" in figure.columns)
+    return _plan_points(sweep, cfg, model)
+
+
+def _plan_own_methods(sweep: Sweep, cfg: RunConfig, several: bool) -> SweepRun:
+    """Plan the run of a sweep whose points are replaced by the methods that the user named.
+
+    cfg: the configuration of the run, with the user's methods.
+    several: True if a series can have several points (see ``_make_own_points``).
+    """
+    # the full cache has no stages and is no point of its own
+    chain_configs = [chain_config for chain_config in cfg.chains if chain_config.chain.stages]
+    points = _make_own_points([chain_config.label for chain_config in chain_configs], several)
+    chains = tuple(chain_config.chain for chain_config in chain_configs)
+    return SweepRun(replace(sweep, points=points), run_plan.prepare(cfg), chains)
+
+
+def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
+    """Plan the run of a sweep's own points on a model.
+
+    cfg: the configuration of the run. Its methods are replaced by those of the points.
+    """
     preset_values: Mapping[str, object] = {}
     if sweep.preset:
         # a preset can have values for single models of conf/model; a folder or hub id gets the values for any model
         preset_values = presets.values(sweep.preset, model if model in entries("model") else "")
-    stand_in = replace(stand_ins.TINY, of=sweep.length) if tiny else None
+    stand_in = None
+    if model == stand_ins.MODEL:
+        stand_in = replace(stand_ins.TINY, of=sweep.length)
     chains = tuple(_build_chain(point, preset_values, stand_in) for point in sweep.points)
     # scaling can make two points one chain, which is measured once
     labels: dict[Chain, str] = {}
@@ -348,7 +385,10 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
     if model != stand_ins.MODEL:
         arguments += sweep.pretrained
     # a run refuses an option that one of its datasets does not have, so such options of the figure are dropped
-    known_options = [entries("dataset").get(name.partition("/")[0], {}) for name in split_list(options["dataset"])]
+    known_options = []
+    for name in split_list(options["dataset"]):
+        dataset, _, _ = name.partition("/")
+        known_options.append(entries("dataset").get(dataset, {}))
     for key, value in split_options(arguments).items():
         if all(key in known for known in known_options):
             merged[key] = value
@@ -359,7 +399,7 @@ def _merge_options(figure: Figure, sweep: Sweep, model: str, options: Mapping[st
     return merged | dict(options)
 
 
-def _own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
+def _make_own_points(labels: Sequence[str], several: bool) -> tuple[Point, ...]:
     """Return a point for each method that the user named, with nan as its x.
 
     labels: the methods' labels.
@@ -395,13 +435,14 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
     return chain_of(entry, preset=preset_values)
 
 
-def _task_name(group: Group, groups: Sequence[Group]) -> str:
+def _name_task(group: Group, groups: Sequence[Group]) -> str:
     """Return the name of a group's task in a figure's data, which no other group has. ``groups``: those of the run."""
     task_id = group.task.id
     if len(groups) == 1:
         return task_id
     # an id is dataset/part if the dataset has several tasks; a dataset with one task has no parts
-    name = task_id.partition("/")[2] or task_id
+    _, _, part = task_id.partition("/")
+    name = part or task_id
     ids = [other.task.id for other in groups]
     if ids.count(task_id) > 1:
         # the groups of a grid have the swept values behind the id of their task
@@ -409,7 +450,7 @@ def _task_name(group: Group, groups: Sequence[Group]) -> str:
     return name
 
 
-def _gain_numbers(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:
+def _make_gain_columns(differences_by_task: Sequence[Sequence[float]], scale: float) -> Row:
     """Return the columns GAINS: the mean over tasks of paired differences as printed, with its interval.
 
     differences_by_task: for each task, the differences of its examples.
@@ -420,60 +461,64 @@ def _gain_numbers(differences_by_task: Sequence[Sequence[float]], scale: float) 
     return {"gain": gain, "gain_low": low, "gain_high": high}
 
 
-def _held(summaries: Sequence[CellSummary]) -> dict[str, float]:
+def _count_held(summaries: Sequence[CellSummary]) -> dict[str, float]:
     """Return the columns kept and bytes over all prompts of cells, in per cent of the full cache's, at 16 bits.
 
-    summaries: the means of each cell.
+    summaries: the means of each cell over its n prompts.
     """
-
-    def total(field_name: str) -> float:
-        """Return the sum of a field over all prompts. A summary has the field's mean over its n prompts."""
-        return float(sum(summary.n * getattr(summary, field_name) for summary in summaries))
-
+    # a sum over all prompts is the sum of n * mean over cells
+    kept = float(sum(summary.n * summary.kept for summary in summaries))
+    prompt_tokens = float(sum(summary.n * summary.prompt_tokens for summary in summaries))
+    payload16 = float(sum(summary.n * summary.payload16 for summary in summaries))
+    overhead16 = float(sum(summary.n * summary.overhead16 for summary in summaries))
+    full16 = float(sum(summary.n * summary.full16 for summary in summaries))
     return {
-        "kept": 100 * total("kept") / total("prompt_tokens"),
-        "bytes": share(payload16=total("payload16"), overhead16=total("overhead16"), full16=total("full16")),
+        "kept": 100 * kept / prompt_tokens,
+        "bytes": share(payload16=payload16, overhead16=overhead16, full16=full16),
     }
 
 
-def _task_numbers(result: _TaskResult) -> Row:
+def _make_task_columns(result: _TaskResult) -> Row:
     """Return the columns of a point on one task: its metric and the columns VALUES."""
     means = result.means
     low, high = means.ci or (None, None)
     row: Row = {"metric": means.metric, "score": means.score, "low": low, "high": high, "n": means.n}
-    return row | _held([means]) | _relative_numbers([result.pairs], result.group.task.metric)
+    return row | _count_held([means]) | _make_relative_columns([result.pairs], result.group.task.metric)
 
 
-def _mean_numbers(results: Sequence[_TaskResult]) -> Row:
+def _make_mean_columns(results: Sequence[_TaskResult]) -> Row:
     """Return the columns of the mean over tasks, in which every task has the same weight.
 
     The columns of scores are left out if a task has no score, or is measured as perplexity. The interval of the score
     comes from the spread of the scores within each task.
     """
     means = [result.means for result in results]
-    names = {task_means.metric for task_means in means}
+    metric_names = {task_means.metric for task_means in means}
     row: Row = {"metric": MEAN, "n": sum(task_means.n for task_means in means)}
-    row |= _held(means)
+    row |= _count_held(means)
     # a perplexity is stored as a log loss, and the mean of a log loss and a score has no meaning
-    has_perplexity = any(metric(name).formula for name in names)
+    has_perplexity = any(metric(name).formula for name in metric_names)
     if has_perplexity or any(task_means.score is None for task_means in means):
         return row
     # all metrics but perplexities have one scale, so the name of any task's metric will do
-    name = next(iter(names))
-    scale = metric(name).scale
+    metric_name = next(iter(metric_names))
+    scale = metric(metric_name).scale
     # scores are stored from 0 to 1, and shown in the metric's unit
     score, interval = stats.mean_over_tasks([result.pairs[:, 0] for result in results])
     low, high = stats.scaled(interval, scale) or (None, None)
     row |= {"score": scale * score, "low": low, "high": high}
-    return row | _relative_numbers([result.pairs for result in results], name)
+    return row | _make_relative_columns([result.pairs for result in results], metric_name)
 
 
-def _relative_numbers(tasks: Sequence[stats.Pairs], name: str) -> Row:
+def _make_relative_columns(pairs_by_task: Sequence[stats.Pairs], metric_name: str) -> Row:
     """Return the columns relative, relative_low and relative_high: the mean score in per cent of the full cache's.
 
-    tasks: for each task the scores [n, 2] of the method and of the full cache.
-    name: the name of the metric. A perplexity has no share of the full cache's, so its columns are None.
+    pairs_by_task: for each task the scores [n, 2] of the method and of the full cache.
+    metric_name: the metric of all tasks. A perplexity has no share of the full cache's, so its columns are None.
     """
-    relative = stats.Share() if metric(name).formula else stats.share_of_full(tasks)
+    if metric(metric_name).formula:
+        relative = stats.Share()
+    else:
+        relative = stats.share_of_full(pairs_by_task)
     low, high = relative.ci or (None, None)
     return {"relative": relative.point, "relative_low": low, "relative_high": high}

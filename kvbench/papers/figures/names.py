@@ -75,10 +75,10 @@ def find_model(facts: Mapping[str, str]) -> str:
     """Return the printed name of the model that the facts of a CSV name; '' if they name none."""
     # measured scores have the fact runs: "Model NAME, float32; dataset ..."
     # figures of activations have the fact model: "NAME (fingerprint), float32"
-    found = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
-    if found is None:
+    match = re.search(r"Model ([^,;|]+)", facts.get("runs", "")) or re.match(r"([^ ,]+)", facts.get("model", ""))
+    if match is None:
         return ""
-    return name_model(found.group(1).strip())
+    return name_model(match.group(1).strip())
 
 
 def find_texts(facts: Mapping[str, str]) -> str:
@@ -92,10 +92,11 @@ def find_texts(facts: Mapping[str, str]) -> str:
     # facts["texts"] is such as "needle (1), hop (1)": a name may have commas, so the count in brackets ends it
     names = [name_text(name) for name in re.findall(r"(?:^|, )(.+?) \(\d+\)", facts["texts"])]
     text = f"{len(names)} tasks" if len(names) > 3 else ", ".join(names)
-    found = re.match(r"(\d+) of (\d+) to (\d+) tokens", facts.get("prompts", ""))
-    if found is None:
+    # facts["prompts"] is such as "6 of 512 to 1024 tokens"
+    match = re.match(r"(\d+) of (\d+) to (\d+) tokens", facts.get("prompts", ""))
+    if match is None:
         return text
-    count, shortest, longest = (int(number) for number in found.groups())
+    count, shortest, longest = (int(number) for number in match.groups())
     tokens = f"{shortest:,} to {longest:,}" if shortest != longest else f"{longest:,}"
     prompts = f"n = {count} prompts" if count > 1 else "1 prompt"
     return f"{text} · {prompts} of {tokens} tokens"

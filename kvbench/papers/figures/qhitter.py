@@ -19,7 +19,7 @@ from kvbench.kv.packed import quantise_zero_point
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import top_indices
 from kvbench.methods.core.stage import Role, Stage
-from kvbench.papers.figures.figure import Code, Fact, percent_text
+from kvbench.papers.figures.figure import Code, Fact, format_percent
 from kvbench.papers.figures.reading import Prompt, Reading
 
 CRITICAL = 0.2  # the critical tokens are this share of all, those with the most accumulated attention
@@ -58,16 +58,18 @@ class Coarse(Stage):
         return coarse_k, coarse_v
 
 
-def overlap(exact: Tensor, shifted: Tensor) -> Tensor:
+def measure_overlap(exact: Tensor, shifted: Tensor) -> Tensor:
     """Return how much the critical tokens of two score tensors [H, n] agree: |S_o & S_q| / |S_o| of each head [H].
 
     S_o and S_q are the critical tokens by exact and by shifted scores. Both have CRITICAL of the n tokens, at least
     one. The lower token wins ties.
     """
-    size = max(1, int(CRITICAL * exact.shape[1]))
-    # S_o as a mask [H, n], which is read at the positions of S_q [H, size]: both sets have one size
-    critical = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, top_indices(exact, size), True)
-    return critical.gather(1, top_indices(shifted, size)).float().mean(dim=1)
+    _, n = exact.shape
+    size = max(1, int(CRITICAL * n))
+    # S_o as a mask [H, n]
+    is_critical = torch.zeros_like(exact, dtype=torch.bool).scatter_(1, top_indices(exact, size), True)
+    # the mask at the positions of S_q [H, size]; both sets have one size, so its mean is the overlap
+    return is_critical.gather(1, top_indices(shifted, size)).float().mean(dim=1)
 
 
 def measure_shifts(reading: Reading) -> pd.DataFrame:
@@ -79,15 +81,17 @@ def measure_shifts(reading: Reading) -> pd.DataFrame:
     widths = reading.knobs.get("bits") or WIDTHS
     rows: list[tuple[str, int, int, int, float]] = []
     for prompt in reading.prompts:
-        why = f"{percent_text(CRITICAL)} of its tokens are to be at least one"
+        why = f"{format_percent(CRITICAL)} of its tokens are to be at least one"
         ids = reading.ids(prompt, least=round(1 / CRITICAL), why=why)
-        rows += _measure_shifts(reading, ids, widths)
+        rows += _measure_prompt_shifts(reading, ids, widths)
         reading.tick()
     data = pd.DataFrame(rows, columns=["kind", "bits", "layer", "head", "overlap"])
     return data.groupby(["kind", "bits", "layer", "head"], sort=False)["overlap"].mean().reset_index()
 
 
-def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> list[tuple[str, int, int, int, float]]:
+def _measure_prompt_shifts(
+    reading: Reading, ids: Tensor, widths: Sequence[int]
+) -> list[tuple[str, int, int, int, float]]:
     """Return (kind, bits, layer, head, overlap) for each kind, width, layer and query head of one prompt.
 
     The prompt is read once with an exact cache, and once for each of ``widths`` with a quantised cache.
@@ -95,7 +99,8 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
     ids: the prompt's token ids [n].
     widths: the numbers of bits.
     """
-    # accumulated attention [query heads, n] from exact keys by layer, from quantised ones by kind, bits and layer
+    # the attention that each token receives from all queries [query heads, n]: from exact keys by layer, and from
+    # quantised keys by kind, bits and layer
     exact: dict[int, Tensor] = {}
     shifted: dict[tuple[str, int, int], Tensor] = {}
 
@@ -108,40 +113,53 @@ def _measure_shifts(reading: Reading, ids: Tensor, widths: Sequence[int]) -> lis
             shifted["own", bits, obs.layer] = obs.colsums_q[bits]
 
     reading.read(ids, Needs(colsums=True, colsums_bits=frozenset(widths)), keep_exact)
+    # errors of one layer change the hidden states of the next, so each width needs a pass of its own
     for bits in widths:
-        # the default value keeps this pass's bits
-        def keep_coarse(obs: Observation, k: Tensor, v: Tensor, bits: int = bits) -> None:
-            """Keep the attention that a layer's tokens received with the keys and values of all layers at ``bits``."""
-            assert obs.colsums is not None
-            shifted["all", bits, obs.layer] = obs.colsums
-
-        # errors of one layer change the hidden states of the next, so each width needs a pass of its own
-        reading.read(ids, Needs(colsums=True), keep_coarse, Chain((Coarse(bits=bits),)))
+        for layer, attention in _read_coarsely(reading, ids, bits).items():
+            shifted["all", bits, layer] = attention
     rows = []
     for (kind, bits, layer), scores in shifted.items():
-        for head, value in enumerate(overlap(exact[layer], scores).tolist()):
+        for head, value in enumerate(measure_overlap(exact[layer], scores).tolist()):
             rows.append((kind, bits, layer, head, value))
     return rows
 
 
-def shift_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def _read_coarsely(reading: Reading, ids: Tensor, bits: int) -> dict[int, Tensor]:
+    """Read a prompt with the keys and values of all layers quantised to ``bits`` bits.
+
+    Return the attention that each token receives from all queries [query heads, n], by layer.
+    """
+    attention_by_layer: dict[int, Tensor] = {}
+
+    def keep(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Keep the attention that a layer's tokens received."""
+        # ``Needs`` asks for the sums below
+        assert obs.colsums is not None
+        attention_by_layer[obs.layer] = obs.colsums
+
+    reading.read(ids, Needs(colsums=True), keep, Chain((Coarse(bits=bits),)))
+    return attention_by_layer
+
+
+def state_shifts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield, for each kind of quantisation, the mean overlaps by width and the share of heads with less than 50 %.
 
     The means are over all layers, over the first third of layers and over the last third.
     """
+    layers = sorted(data["layer"].unique())
     # either end has a third of the layers, at least one
-    order = sorted(data["layer"].unique())
-    third = max(1, len(order) // 3)
+    third = max(1, len(layers) // 3)
+    layers_by_name = {"mean": layers, "first third of layers": layers[:third], "last third": layers[-third:]}
     data = data.sort_values("bits", ascending=False, kind="stable").assign(overlap=100 * data["overlap"])
     for kind, name in KINDS.items():
         rows = data[data["kind"] == kind]
-        by_layers = {"mean": order, "first third of layers": order[:third], "last third": order[-third:]}
         overlaps = {}
-        for words, layers in by_layers.items():
-            layer_rows = rows[rows["layer"].isin(layers)]
-            overlaps[words] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
+        for layers_name, chosen_layers in layers_by_name.items():
+            layer_rows = rows[rows["layer"].isin(chosen_layers)]
+            overlaps[layers_name] = layer_rows.groupby("bits", sort=False)["overlap"].mean()
         overlaps["heads below 50 %"] = 100 * (rows["overlap"] < 50).groupby(rows["bits"], sort=False).mean()
-        label = f"Overlap of the critical {percent_text(CRITICAL)} (chance: {percent_text(CRITICAL)}), {name} quantised"
+        critical = format_percent(CRITICAL)
+        label = f"Overlap of the critical {critical} (chance: {critical}), {name} quantised"
         yield Fact(label, pd.concat(overlaps), "{:.0f} %", "{} bits")
 
 
@@ -157,82 +175,104 @@ def measure_errors(reading: Reading) -> pd.DataFrame:
     layers = reading.layers(DEPTHS)
     frames: list[pd.DataFrame] = []
     for number, prompt in enumerate(reading.prompts):
-        ids = reading.ids(prompt)
-
-        def on_layer(obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt, number: int = number) -> None:
-            """Append a row for each token of a chosen layer; k and v are [kv heads, n, D]."""
-            if obs.layer not in layers:
-                return
-            assert obs.colsums is not None
-            columns = {
-                "source": prompt.source,
-                "prompt": number,
-                "bits": bits,
-                "layer": obs.layer,
-                "token": range(obs.n),
-                # colsums [query heads, n]: the attention that each token receives from all queries
-                "attention": obs.colsums.mean(dim=0).cpu().numpy(),
-                "k_error": token_error(k, bits).cpu().numpy(),
-                "v_error": token_error(v, bits).cpu().numpy(),
-            }
-            frames.append(pd.DataFrame(columns))
-
-        reading.read(ids, Needs(colsums=True), on_layer)
+        frames += _measure_prompt_errors(reading, prompt, number, layers=layers, bits=bits)
         reading.tick()
     return pd.concat(frames, ignore_index=True)
 
 
-def token_error(x: Tensor, bits: int) -> Tensor:
-    """Return each token's quantisation error ||x - Quant(x)||_2 [n] of x [H, n, D], over its heads and channels."""
-    error = x.float() - quantise_zero_point(x, bits).dequantise(torch.float32)
+def _measure_prompt_errors(
+    reading: Reading, prompt: Prompt, number: int, *, layers: Sequence[int], bits: int
+) -> list[pd.DataFrame]:
+    """Return one prompt's part of the data of figure 3: for each of ``layers``, a row for each token.
+
+    number: the prompt's number in the data.
+    """
+    ids = reading.ids(prompt)
+    frames: list[pd.DataFrame] = []
+
+    def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
+        if obs.layer not in layers:
+            return
+        # ``Needs`` asks for the sums below
+        assert obs.colsums is not None
+        columns = {
+            "source": prompt.source,
+            "prompt": number,
+            "bits": bits,
+            "layer": obs.layer,
+            "token": range(obs.n),
+            # colsums [query heads, n]: the attention that each token receives from all queries
+            "attention": obs.colsums.mean(dim=0).cpu().numpy(),
+            "k_error": measure_token_errors(k, bits).cpu().numpy(),
+            "v_error": measure_token_errors(v, bits).cpu().numpy(),
+        }
+        frames.append(pd.DataFrame(columns))
+
+    reading.read(ids, Needs(colsums=True), on_layer)
+    return frames
+
+
+def measure_token_errors(states: Tensor, bits: int) -> Tensor:
+    """Return each token's quantisation error ||x - Quant(x)||_2 [n], over its heads and channels.
+
+    states: the keys or the values x [H, n, D].
+    """
+    error = states.float() - quantise_zero_point(states, bits).dequantise(torch.float32)
     return error.square().sum(dim=(0, 2)).sqrt()
 
 
-def _mark_tokens(data: pd.DataFrame, error: str) -> pd.DataFrame:
-    """Return the data with two marks for each token. ``error`` is the column of its error.
+def _mark_tokens(data: pd.DataFrame, error_column: str) -> pd.DataFrame:
+    """Return the data with two marks for each token.
+
+    error_column: the column of the tokens' errors.
 
     outlier: True if its attention is above OUTLIER.
     both: True if it is in the top CRITICAL of its prompt and layer both by attention and by error.
     """
     groups = data.groupby(["prompt", "layer"])
     attention_rank = groups["attention"].rank(ascending=False, method="first")
-    error_rank = groups[error].rank(ascending=False, method="first")
-    # the number of top tokens in each row's prompt and layer, as in ``overlap``
+    error_rank = groups[error_column].rank(ascending=False, method="first")
+    # the number of top tokens in each row's prompt and layer: CRITICAL of all, at least one, as in ``measure_overlap``
     top_count = (CRITICAL * groups["token"].transform("size")).astype(int).clip(lower=1)
     in_both = (attention_rank <= top_count) & (error_rank <= top_count)
     return data.assign(outlier=data["attention"] > OUTLIER, both=in_both)
 
 
-def by_half(data: pd.DataFrame) -> pd.DataFrame:
+def stack_halves(data: pd.DataFrame) -> pd.DataFrame:
     """Return figure 3's data for drawing: a row for each token's key and one for its value.
 
     half: keys or values.
     error: the error of that half.
     mark: the group of the token in words, which decides its look.
     """
-    halves = [_mark_tokens(data, error).assign(half=name, error=data[error]) for error, name in ROWS.items()]
-    long = pd.concat(halves, ignore_index=True)
+    halves = []
+    for error_column, half in ROWS.items():
+        halves.append(_mark_tokens(data, error_column).assign(half=half, error=data[error_column]))
+    stacked = pd.concat(halves, ignore_index=True)
+    mark = stacked["both"].map({True: "top 20 % by attention and error", False: "other tokens"})
     # the mark of an outlier replaces the other two, whether or not its error is large
-    mark = long["both"].map({True: "top 20 % by attention and error", False: "other tokens"})
-    return long.assign(mark=mark.mask(long["outlier"], f"attention above {OUTLIER:g} times the mean"))
+    mark = mark.mask(stacked["outlier"], f"attention above {OUTLIER:g} times the mean")
+    return stacked.assign(mark=mark)
 
 
-def error_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_errors(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the share of ultra-crucial tokens, their quantile by error, and the share of tokens in both top sets."""
     outliers = 100 * (data["attention"] > OUTLIER).mean()
     yield Fact(f"Tokens with more than {OUTLIER:g} times the mean attention", outliers, "{:.1f} %")
-    for error, name in ROWS.items():
-        marked = _mark_tokens(data, error)
-        quantiles = 100 * marked.groupby(["prompt", "layer"])[error].rank(pct=True)
+    for error_column, half in ROWS.items():
+        marked = _mark_tokens(data, error_column)
+        # the place of each token among those of its prompt and layer, in per cent from the smallest error
+        quantiles = 100 * marked.groupby(["prompt", "layer"])[error_column].rank(pct=True)
         median = quantiles[marked["outlier"]].median()
-        yield Fact(f"Their quantile by the error of {name} (median)", median, "{:.0f} %")
+        yield Fact(f"Their quantile by the error of {half} (median)", median, "{:.0f} %")
         # if attention and error were independent, 20 % of 20 % of the tokens would be in both
         both = 100 * marked.groupby("layer")["both"].mean()
-        label = f"Tokens in the top {percent_text(CRITICAL)} by both (chance: {percent_text(CRITICAL**2)})"
+        label = f"Tokens in the top {format_percent(CRITICAL)} by both (chance: {format_percent(CRITICAL**2)})"
         yield Fact(label, both, "{:.1f} %", "layer {}")
 
 
 CODE = {
-    "qhitter/fig2": Code(measure_shifts, shift_facts),
-    "qhitter/fig3": Code(measure_errors, error_facts, by_half),
+    "qhitter/fig2": Code(measure_shifts, state_shifts),
+    "qhitter/fig3": Code(measure_errors, state_errors, stack_halves),
 }

@@ -42,14 +42,15 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
         # a figure of measured scores needs no code of its own
         code = CODE.get(name, Code())
         sweeps = tuple(_build_sweep(sweep) for sweep in entry.pop("sweeps"))
-        tasks, fact_tables = entry.pop("tasks", "mean"), entry.pop("says", [])
+        tasks = entry.pop("tasks", "mean")
+        fact_tables = entry.pop("says", [])
         if code.compute is None:
-            code = _score_code(code, tasks, fact_tables)
+            code = _extend_score_code(code, tasks, fact_tables)
     else:
         code = CODE[name]
         sweeps = None
-    # the keys that are left in the entry are names of the figure's fields; code.compute is never None here: _score_code
-    # extends code of measured scores without it, and code of activations has it
+    # the keys that are left in the entry are names of the figure's fields; code.compute is never None here:
+    # _extend_score_code gives it to code of measured scores, and code of activations has it
     return Figure(
         id=name,
         columns=columns,
@@ -64,7 +65,7 @@ def _build_figure(name: str, entry: dict[str, Any]) -> Figure:
     )
 
 
-def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
+def _extend_score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable]) -> Code:
     """Return the code of a figure of measured scores: the code that all such figures share, extended by ``code``.
 
     tasks: the rows to draw, as in ``scores.choose_rows``.
@@ -73,7 +74,7 @@ def _score_code(code: Code, tasks: str, fact_tables: Sequence[scores.FactTable])
 
     def facts(data: pd.DataFrame) -> Iterator[Fact]:
         """Return the facts that the entry asks for, and the facts of the figure's own code."""
-        return scores.state_facts(data, fact_tables, code.facts)
+        return scores.state_facts(data, fact_tables, state_more=code.facts)
 
     def prepare(data: pd.DataFrame) -> pd.DataFrame:
         """Return the rows of the tasks that the entry asks for, with the columns that the picture shows."""
@@ -104,7 +105,7 @@ def _build_sweep(entry: dict[str, Any]) -> Sweep:
     points: list[Point] = []
     for grid in entry.pop("points"):
         arguments = {"x": default_x} | grid
-        points += _points_of_grid(**arguments)
+        points += _list_grid_points(**arguments)
     # YAML has lists, and the fields of a sweep are tuples
     for key in ("arguments", "pretrained"):
         if key in entry:
@@ -112,7 +113,7 @@ def _build_sweep(entry: dict[str, Any]) -> Sweep:
     return Sweep(tuple(points), **entry)
 
 
-def _points_of_grid(
+def _list_grid_points(
     method: str | Sequence[str], x: str | float | None, knobs: Mapping[str, Any], series: str = "", times: float = 1
 ) -> Iterator[Point]:
     """Yield the points of one grid: one for each method and each combination of the values of its knobs.
@@ -124,13 +125,8 @@ def _points_of_grid(
     series: the name of the points' series, by default the method.
     """
     methods = [method] if isinstance(method, str) else method
-    value_lists = []
-    for values in knobs.values():
-        if isinstance(values, list):
-            value_lists.append(values)
-        else:
-            # a knob with one value is a list of one
-            value_lists.append([values])
+    # a knob with one value is a list of one
+    value_lists = [values if isinstance(values, list) else [values] for values in knobs.values()]
     for name in methods:
         for i, combination in enumerate(product(*value_lists)):
             point_knobs = dict(zip(knobs, combination, strict=True))
@@ -169,26 +165,33 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
     the report, its caption (Shows), our finding (Here), the paper's (The paper), open points and the runs.
     """
 
-    def by_number(path: Path) -> tuple[str | int, ...]:
-        return number_key(str(path.relative_to(folder)))
-
-    figure_texts = []
-    for path in sorted(folder.rglob("*.png"), key=by_number):
+    pictures = sorted(folder.rglob("*.png"), key=lambda path: number_key(str(path.relative_to(folder))))
+    picture_texts = []
+    for path in pictures:
         name = str(path.relative_to(folder).with_suffix(""))
         texts = {"name": name, "picture": str(path)}
         # a picture that is no figure of a paper is shown under its name alone
-        figure = FIGURES.get(name)
-        if figure is not None:
-            csv = path.with_suffix(".csv")
-            # a picture whose CSV is gone is shown without a finding
-            csv_text = csv.read_text(encoding="utf-8") if csv.exists() else ""
-            finding = figure.finding(figure.parse(csv_text)) if csv_text else ""
-            facts = facts_of(csv_text)
-            figure = figure.captioned(facts)
-            texts |= {"title": figure.title, "Shows": figure.shows, "Here": finding}
-            texts |= {"The paper": figure.claim, "Open": figure.unsaid, "Ran": facts.get("runs", "")}
-        figure_texts.append(texts)
-    return figure_texts
+        if name in FIGURES:
+            texts |= _describe_drawn(FIGURES[name], path.with_suffix(".csv"))
+        picture_texts.append(texts)
+    return picture_texts
+
+
+def _describe_drawn(figure: Figure, csv: Path) -> dict[str, str]:
+    """Return the title of a figure that was drawn from a CSV, and its texts by the headings of the report."""
+    # a picture whose CSV is gone is shown without a finding
+    csv_text = csv.read_text(encoding="utf-8") if csv.exists() else ""
+    finding = figure.finding(figure.parse(csv_text)) if csv_text else ""
+    facts = facts_of(csv_text)
+    captioned = figure.captioned(facts)
+    return {
+        "title": captioned.title,
+        "Shows": captioned.shows,
+        "Here": finding,
+        "The paper": captioned.claim,
+        "Open": captioned.unsaid,
+        "Ran": facts.get("runs", ""),
+    }
 
 
 def number_key(name: str) -> tuple[str | int, ...]:

@@ -73,7 +73,7 @@ class Origin:
         prompts = []
         for task, name in self.tasks:
             for example in task.take_examples(limit):
-                prompts.append(Prompt(name, f"{task.id}, example {example.id}", self._ids(task, example)))
+                prompts.append(Prompt(name, f"{task.id}, example {example.id}", self._encode(task, example)))
         return prompts[: figure.most]
 
     def facts(self, prompts: Sequence[Prompt], tokens: int | None) -> dict[str, str]:
@@ -81,14 +81,12 @@ class Origin:
 
         tokens: how many tokens of each prompt the figure reads; None for all.
         """
-        cfg = self.cfg.model
+        model_cfg = self.cfg.model
         # hf stands for a model without an entry in conf/model: its folder or hub id is its name
-        name = cfg.name
-        if name == "hf":
-            name = cfg.path
-        dtype = load.resolve_dtype(cfg, load.resolve_device(self.cfg.device), self.source.config)
+        name = model_cfg.path if model_cfg.name == "hf" else model_cfg.name
+        dtype = load.resolve_dtype(model_cfg, load.resolve_device(self.cfg.device), self.source.config)
         model = f"{name} ({self.source.fingerprint}), {str(dtype).removeprefix('torch.')}"
-        if cfg.weights == "random":
+        if model_cfg.weights == "random":
             model += ", random weights"
         counts = Counter(prompt.source for prompt in prompts)
         lengths = [len(prompt.ids[:tokens]) for prompt in prompts]
@@ -98,12 +96,14 @@ class Origin:
             "prompts": f"{len(prompts)} of {min(lengths)} to {max(lengths)} tokens",
         }
 
-    def _ids(self, task: Task, example: Example) -> torch.Tensor:
+    def _encode(self, task: Task, example: Example) -> torch.Tensor:
         """Return an example's token ids: its prompt, cut as a run cuts it, and its question."""
         if example.scored is not None:
             return torch.tensor(example.scored.ids)
         # a run leaves room for the answer behind the prompt, and cuts a longer prompt accordingly
-        room = self.context - example.max_new_tokens if self.context is not None else None
+        room = None
+        if self.context is not None:
+            room = self.context - example.max_new_tokens
         encoded = encode(self.tokenizer, example, task, self.cfg.prompt, room)
         return torch.tensor(list(encoded.ids) + list(encoded.question))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,26 +52,32 @@ def _measure_heads(reading: Reading, wanted: str, layers: Collection[int]) -> li
     layers: the numbers of the chosen layers.
     """
     spectra: list[HeadSpectra] = []
-    least = reading.shape.head_dim
     for prompt in reading.prompts:
-        # with fewer tokens than a head has channels, the number of tokens would limit the rank
-        ids = reading.ids(prompt, least=least, why=f"an effective rank of {least} channels needs as many tokens")
-
-        # the default value keeps this prompt's text
-        def on_layer(obs: Observation, k: Tensor, v: Tensor, source: str = prompt.source) -> None:
-            """Append the spectra of one layer's wanted states, if the layer is among ``layers``."""
-            if obs.layer not in layers:
-                return
-            states = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
-            for what in wanted:
-                spectra.append(HeadSpectra(source, obs.layer, what, measure_spectrum(states[what]).cpu()))
-
-        reading.read(ids, Needs(last_q=len(ids)), on_layer)
+        spectra += _measure_prompt_heads(reading, prompt, wanted, layers)
         reading.tick()
     return spectra
 
 
-def rank_by_layer(reading: Reading) -> pd.DataFrame:
+def _measure_prompt_heads(reading: Reading, prompt: Prompt, wanted: str, layers: Collection[int]) -> list[HeadSpectra]:
+    """Return one prompt's part of ``_measure_heads``."""
+    # with fewer tokens than a head has channels, the number of tokens would limit the rank
+    least = reading.shape.head_dim
+    ids = reading.ids(prompt, least=least, why=f"an effective rank of {least} channels needs as many tokens")
+    spectra: list[HeadSpectra] = []
+
+    def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Append the spectra of one layer's wanted states, if the layer is among ``layers``."""
+        if obs.layer not in layers:
+            return
+        states = {"q": obs.queries(obs.n), "k": k, "v": v}  # [heads, n, D] each
+        for what in wanted:
+            spectra.append(HeadSpectra(prompt.source, obs.layer, what, measure_spectrum(states[what]).cpu()))
+
+    reading.read(ids, Needs(last_q=len(ids)), on_layer)
+    return spectra
+
+
+def measure_ranks_by_layer(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 1: the effective rank of each text, kind of states (``what``: q, k or v) and layer.
 
     erank: exp(H) of all eigenvalues, the mean over heads and prompts.
@@ -94,16 +101,17 @@ def rank_by_layer(reading: Reading) -> pd.DataFrame:
     return means.assign(sd=groups["erank"].std(ddof=0), prompts=groups.size()).reset_index()
 
 
-def rank_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_ranks(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the facts that the paper reads off its figure 1.
 
     They are the span of ranks over layers, how the ranks of queries go with those of keys and values, in how many
     layers queries lie above keys, and the course of the queries' rank: its ends, its rises, the groups between drops.
     """
+    # the mean rank over texts [layers], with a column for each kind of states
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
     queries, keys = curves["queries"], curves["keys"]
     yield Fact("Span of the effective rank over layers", (curves.max() - curves.min())[list(NAMES.values())])
-    correlations = {f"queries and {w}": _pearson(queries, curves[w]) for w in ("keys", "values")}
+    correlations = {f"queries and {name}": _correlate(queries, curves[name]) for name in ("keys", "values")}
     yield Fact("Correlation over layers", correlations, "{:.2f}")
     yield Fact(f"Layers of {len(curves)} in which queries lie above keys", int((queries > keys).sum()), "{}")
     yield Fact("Rank of queries", {"first layer": queries.iloc[0], "last layer": queries.iloc[-1]})
@@ -133,16 +141,18 @@ def measure_spectra(reading: Reading) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["source", "layer", "head", "index", "eigenvalue"])
 
 
-def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
+def mark_extremes(data: pd.DataFrame) -> pd.DataFrame:
     """Return figure 2's data for drawing. The heads of lowest and highest effective rank come first.
 
     panel: the text, and the layer if there are several, in words.
     name: the name of the line: the rank of an extreme head, or OTHERS.
     shown: the eigenvalue, clipped to above 0 for a logarithmic axis.
     """
+    # the mean spectrum over texts of each head: a row for each layer and head, a column for each index
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
-    # erank = exp(-sum p log p) over all eigenvalues p; the clip keeps 0 log 0 at 0
-    ranks = np.exp(-(mean * np.log(mean.clip(lower=1e-300))).sum(axis=1))
+    # erank = exp(H) with H = -sum p log p over all eigenvalues p; the clip keeps 0 log 0 at 0
+    minus_entropies = (mean * np.log(mean.clip(lower=1e-300))).sum(axis=1)
+    ranks = np.exp(-minus_entropies)
     names_of_extremes = {}
     for layer, head in (ranks.idxmin(), ranks.idxmax()):
         names_of_extremes[layer, head] = f"layer {layer}, head {head}: erank {ranks[layer, head]:.1f}"
@@ -156,7 +166,7 @@ def with_extremes(data: pd.DataFrame) -> pd.DataFrame:
     return marked.sort_values("name", key=lambda names: names == OTHERS, kind="stable")
 
 
-def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_spectra(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield facts on how the heads' spectra differ.
 
     The first two are ranges over heads: the largest eigenvalue, and the number of eigenvalues that hold 90 % of the
@@ -164,12 +174,15 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
     two texts are.
     """
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
-    first = mean.xs(1, level="index")
-    yield Fact("Largest eigenvalue by head", {"lowest": first.min(), "highest": first.max()}, "{:.2f}")
-    heads = mean.unstack("index")
-    dims = heads.shape[1]
-    # the largest eigenvalues whose sum reaches 90 % of all: those before that sum, and one more
-    needed = (heads.cumsum(axis=1).div(heads.sum(axis=1), axis=0) < 0.9).sum(axis=1) + 1
+    largest = mean.xs(1, level="index")
+    yield Fact("Largest eigenvalue by head", {"lowest": largest.min(), "highest": largest.max()}, "{:.2f}")
+    # a row for each head, a column for each index
+    spectra = mean.unstack("index")
+    _, dims = spectra.shape
+    # the share of the trace that the eigenvalues up to each index hold
+    cumulative_shares = spectra.cumsum(axis=1).div(spectra.sum(axis=1), axis=0)
+    # the eigenvalues before the share reaches 90 %, and the one with which it does
+    needed = (cumulative_shares < 0.9).sum(axis=1) + 1
     yield Fact(f"Eigenvalues of {dims} with 90 % of the trace", {"lowest": needed.min(), "highest": needed.max()}, "{}")
     # at each index the standard deviation over heads, in per cent of the mean
     spread = 100 * mean.groupby("index").std(ddof=0) / mean.groupby("index").mean()
@@ -178,14 +191,14 @@ def spectrum_facts(data: pd.DataFrame) -> Iterator[Fact]:
         "trailing half": spread.iloc[dims // 2 :].mean(),
     }
     yield Fact("Difference between heads (standard deviation over mean)", parts, "{:.0f} %")
-    logs = data.assign(log=np.log(data["eigenvalue"].clip(lower=1e-9))).pivot_table(
-        index=["layer", "head", "index"], columns="source", values="log"
-    )
-    pairs = [_pearson(logs[a], logs[b]) for a, b in itertools.combinations(logs.columns, 2)]
-    yield Fact("Lowest correlation of two texts' log spectra", min(pairs, default=np.nan), "{:.3f}")
+    # a column for each text; the clip keeps the logarithm of an eigenvalue of 0 finite
+    log_data = data.assign(log=np.log(data["eigenvalue"].clip(lower=1e-9)))
+    logs = log_data.pivot_table(index=["layer", "head", "index"], columns="source", values="log")
+    correlations = [_correlate(logs[first], logs[second]) for first, second in itertools.combinations(logs.columns, 2)]
+    yield Fact("Lowest correlation of two texts' log spectra", min(correlations, default=np.nan), "{:.3f}")
 
 
-def head_map(reading: Reading) -> pd.DataFrame:
+def measure_ranks_by_head(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 4: the queries' mean truncated effective rank over prompts, by text, layer and head."""
     top = reading.knobs.get("top", TOP)
     rows = []
@@ -196,39 +209,51 @@ def head_map(reading: Reading) -> pd.DataFrame:
     return data.groupby(["source", "layer", "head"], sort=False)["erank_k"].mean().reset_index()
 
 
-def head_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_head_ranks(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the lowest and highest effective rank of a head, and how far heads and texts agree.
 
     Heads are compared by the highest minus the lowest rank of a layer, as a mean over layers. Texts are compared by
     Spearman's correlation of the order in which they rank a layer's heads.
     """
+    # the mean rank over texts [layers, heads]
     table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
     yield Fact("Truncated effective rank", {"lowest": table.min().min(), "highest": table.max().max()})
-    yield Fact("Difference of heads within a layer, mean", (table.max(axis=1) - table.min(axis=1)).mean())
-    by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
-    # each text's order of the heads of a layer
-    ranks = by_source.groupby("layer").rank()
-    # Pearson's correlation of ranks is Spearman's of the values
-    correlations_by_layer = [ranks.loc[layer].corr().to_numpy() for layer in table.index]
-    # each pair of texts once: above the diagonal of the matrix [texts, texts]
-    pairs = np.concatenate([matrix[np.triu_indices(len(matrix), 1)] for matrix in correlations_by_layer])
-    # the correlation is NaN where all heads have one rank, and so no order
-    pairs = pairs[np.isfinite(pairs)]
-    if len(pairs):
-        correlations = {"mean": pairs.mean(), "lowest": pairs.min()}
-        yield Fact("Rank correlation of two texts' orders of a layer's heads", correlations, "{:.2f}")
+    differences = table.max(axis=1) - table.min(axis=1)
+    yield Fact("Difference of heads within a layer, mean", differences.mean())
+    correlations = _correlate_orders(data)
+    if len(correlations):
+        numbers = {"mean": correlations.mean(), "lowest": correlations.min()}
+        yield Fact("Rank correlation of two texts' orders of a layer's heads", numbers, "{:.2f}")
     else:
         yield Fact("Whether the order of heads depends on the text", "it takes prompts of two texts or more")
 
 
-def _pearson(x: Any, y: Any) -> float:
+def _correlate_orders(data: pd.DataFrame) -> np.ndarray:
+    """Return Spearman's correlations of the orders in which two texts rank a layer's heads.
+
+    There is one for each layer and pair of texts, without those that are not defined, as all heads have one rank.
+    """
+    by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
+    # each text's order of the heads of a layer
+    orders = by_source.groupby("layer").rank()
+    correlations_by_layer = []
+    for layer in sorted(data["layer"].unique()):
+        # Pearson's correlation of orders is Spearman's of the values; the matrix is [texts, texts]
+        matrix = orders.loc[layer].corr().to_numpy()
+        # each pair of texts once: above the diagonal
+        correlations_by_layer.append(matrix[np.triu_indices(len(matrix), 1)])
+    correlations = np.concatenate(correlations_by_layer)
+    return correlations[np.isfinite(correlations)]
+
+
+def _correlate(left: Any, right: Any) -> float:
     """Return Pearson's correlation of two equally long sequences of numbers; NaN if one of them is constant."""
-    if np.std(x) == 0 or np.std(y) == 0:
+    if np.std(left) == 0 or np.std(right) == 0:
         return float("nan")
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(np.corrcoef(left, right)[0, 1])
 
 
-def hidden_entropy(reading: Reading) -> pd.DataFrame:
+def measure_hidden_entropy(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 6: the entropy of each prompt's hidden states by depth.
 
     layer: the depth, as the number of layers that the hidden states have passed, from 0.
@@ -238,40 +263,51 @@ def hidden_entropy(reading: Reading) -> pd.DataFrame:
     rows: list[tuple[str, int, int, int, float, float]] = []
     for number, prompt in enumerate(reading.prompts):
         ids = reading.ids(prompt)
-
-        def see(depth: int, hidden: Tensor, prompt: Prompt = prompt, number: int = number, n: int = len(ids)) -> None:
-            """Append the entropy of hidden states [n, d] in front of layer ``depth``."""
-            h = matrix_entropy(hidden)
-            rows.append((prompt.source, number, n, depth, h, float(np.exp(h))))
-
-        with residual_stream(reading.model, see):
-            reading.read(ids, Needs(), lambda obs, k, v: None)
+        for depth, entropy in _measure_prompt_entropies(reading, ids):
+            rows.append((prompt.source, number, len(ids), depth, entropy, float(np.exp(entropy))))
         reading.tick()
     return pd.DataFrame(rows, columns=["source", "prompt", "tokens", "layer", "entropy", "erank"])
 
 
-def matrix_entropy(rows: Tensor) -> float:
-    """Return the entropy H of Sigma of hidden states ``rows`` [n, d].
+def _measure_prompt_entropies(reading: Reading, ids: Tensor) -> list[tuple[int, float]]:
+    """Return (depth, entropy H of Sigma of the hidden states at this depth) for each depth of one prompt.
+
+    ids: the prompt's token ids [n].
+    """
+    entropies: list[tuple[int, float]] = []
+
+    def see(depth: int, hidden: Tensor) -> None:
+        """Append the entropy of hidden states [n, d] in front of layer ``depth``."""
+        entropies.append((depth, compute_matrix_entropy(hidden)))
+
+    with watch_residual_stream(reading.model, see):
+        # keys and values are not needed, only the pass through the model
+        reading.read(ids, Needs(), lambda obs, k, v: None)
+    return entropies
+
+
+def compute_matrix_entropy(hidden: Tensor) -> float:
+    """Return the entropy H of Sigma of hidden states [n, d].
 
     Sigma = X'X / n has the rows of X centred and scaled to unit length. X'X and XX' have the same eigenvalues but for
     zeros, so those of the smaller matrix are computed.
     """
-    centred = rows.float() - rows.float().mean(dim=0)
+    centred = hidden.float() - hidden.float().mean(dim=0)
     # the clamp keeps a row that equals the mean, whose length is 0, from a division by 0
     unit = centred / centred.norm(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     n, d = unit.shape
     # unit rows give Sigma a trace of 1
     if n < d:
-        small = unit @ unit.T / n
+        smaller = unit @ unit.T / n
     else:
-        small = unit.T @ unit / n
+        smaller = unit.T @ unit / n
     # rounding can make an eigenvalue of 0 slightly negative
-    eigenvalues = torch.linalg.eigvalsh(small.double()).clamp(min=0)
+    eigenvalues = torch.linalg.eigvalsh(smaller.double()).clamp(min=0)
     return float(compute_truncated_entropy(eigenvalues))
 
 
 @contextmanager
-def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
+def watch_residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[None]:
     """While the context is open, call ``see(depth, hidden [n, d])`` in each pass of the model.
 
     It is called with the hidden states in front of each decoder layer, at depths from 0, and with those behind the last
@@ -282,24 +318,20 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
     def see_input(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Tensor]) -> None:
         """Call ``see`` with the hidden states that enter the first layer."""
         # some families pass the hidden states [1, n, d] by name
-        if "hidden_states" in kwargs:
-            hidden = kwargs["hidden_states"]
-        else:
-            hidden = args[0]
-        see(0, hidden[0])
+        batch = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        (hidden,) = batch
+        see(0, hidden)
 
-    def see_output(depth: int) -> Callable[..., None]:
-        """Return a hook that calls ``see`` with a layer's output. ``depth``: how many layers it has passed."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            """Call ``see`` with the hidden states [1, n, d], which some families return first of several values."""
-            hidden = output[0] if isinstance(output, tuple) else output
-            see(depth, hidden[0])
-
-        return hook
+    def see_output(depth: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Call ``see`` with the hidden states that leave a layer. ``depth``: how many layers they have passed."""
+        # some families return the hidden states [1, n, d] first of several values
+        batch = output[0] if isinstance(output, tuple) else output
+        (hidden,) = batch
+        see(depth, hidden)
 
     handles = [decoders[0].register_forward_pre_hook(see_input, with_kwargs=True)]
-    handles += [layer.register_forward_hook(see_output(depth)) for depth, layer in enumerate(decoders, start=1)]
+    for depth, layer in enumerate(decoders, start=1):
+        handles.append(layer.register_forward_hook(partial(see_output, depth)))
     try:
         yield
     finally:
@@ -307,15 +339,16 @@ def residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Iterator[
             handle.remove()
 
 
-def with_names(data: pd.DataFrame) -> pd.DataFrame:
+def add_names(data: pd.DataFrame) -> pd.DataFrame:
     """Return figure 6's data with the ``name`` of each prompt's line: its text, or its number if a text has several."""
     if data["source"].nunique() == data["prompt"].nunique():
         return data.assign(name=data["source"])
     return data.assign(name=[f"sample {int(prompt) + 1}" for prompt in data["prompt"]])
 
 
-def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_entropy(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the mean entropy at both ends, its highest value, and in how many layers and prompts it rises."""
+    # the mean over prompts [layers]
     curve = data.groupby("layer")["entropy"].mean()
     # [prompts, layers]
     curves = data.pivot_table(index="prompt", columns="layer", values="entropy")
@@ -323,13 +356,14 @@ def entropy_facts(data: pd.DataFrame) -> Iterator[Fact]:
     yield Fact("Mean entropy", ends, "{:.2f} nats")
     yield Fact("Highest", {f"after {int(curve.idxmax())} layers": curve.max()}, "{:.2f} nats")
     yield Fact(f"Steps of {len(curve) - 1} in which it rises", int((np.diff(curve) > 0).sum()), "{}")
-    always_rising = int((np.diff(curves.to_numpy(), axis=1) > 0).all(axis=1).sum())
-    yield Fact(f"Samples of {len(curves)} in which every step rises", always_rising, "{}")
+    # [prompts, steps]
+    rises = np.diff(curves.to_numpy(), axis=1) > 0
+    yield Fact(f"Samples of {len(curves)} in which every step rises", int(rises.all(axis=1).sum()), "{}")
 
 
 CODE = {
-    "uncomp/fig1": Code(rank_by_layer, rank_facts),
-    "uncomp/fig2": Code(measure_spectra, spectrum_facts, with_extremes),
-    "uncomp/fig4": Code(head_map, head_facts),
-    "uncomp/fig6": Code(hidden_entropy, entropy_facts, with_names),
+    "uncomp/fig1": Code(measure_ranks_by_layer, state_ranks),
+    "uncomp/fig2": Code(measure_spectra, state_spectra, mark_extremes),
+    "uncomp/fig4": Code(measure_ranks_by_head, state_head_ranks),
+    "uncomp/fig6": Code(measure_hidden_entropy, state_entropy, add_names),
 }

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import per_head
-from kvbench.papers.figures.figure import Code, Fact, percent_text
-from kvbench.papers.figures.reading import Prompt, Reading
+from kvbench.papers.figures.figure import Code, Fact, format_percent
+from kvbench.papers.figures.reading import Reading
 
 SHOWN = 48  # attention is drawn among so many first tokens of the first prompt
 SINK = 0.3  # a token that receives this share or more of a head's attention is a sink
@@ -22,7 +22,7 @@ Row = dict[str, str | float]
 """A row of the data: values by the names of COLUMNS, without columns that do not apply to the row's quantity."""
 
 
-def value_norms(reading: Reading) -> pd.DataFrame:
+def measure_value_norms(reading: Reading) -> pd.DataFrame:
     """Return the data of figure 1: attention and value norms of a few heads, and the most attended token of every head.
 
     Each row has one of four quantities in ``quantity``, and its number in ``value``.
@@ -35,44 +35,60 @@ def value_norms(reading: Reading) -> pd.DataFrame:
     """
     # the layers and heads whose attention is drawn; shares and ratios are of all layers and heads
     layers = reading.layers(DEPTHS)
-    named_heads = reading.knobs.get("heads")
     chosen_heads = reading.chosen_heads([0], reading.shape.query_heads)
+    # unless the user names heads, only the head of a layer with the strongest sink is drawn
+    drawn_heads = chosen_heads if reading.knobs.get("heads") else None
     rows: list[Row] = []
     for number, prompt in enumerate(reading.prompts):
-        ids = reading.ids(prompt)
-
-        def on_layer(
-            obs: Observation, k: Tensor, v: Tensor, prompt: Prompt = prompt, number: int = number, ids: Tensor = ids
-        ) -> None:
-            """Append the rows of one layer; k and v are [kv heads, n, D], ``colsums`` [query heads, n]."""
-            # ``Needs`` below asks for the sums
-            assert obs.colsums is not None
-            query_heads = obs.colsums.shape[0]
-            norms = per_head(v.float().abs().sum(dim=-1), query_heads).cpu()
-            share = obs.colsums.cpu() / obs.n  # the attention of each query sums to 1, so the shares of a head do, too
-            # the most attended token of each head [query heads], and its norm over the median of the head's tokens
-            top = share.argmax(dim=1)
-            ratios = norms.gather(1, top[:, None])[:, 0] / norms.median(dim=1).values
-            place: Row = {"source": prompt.source, "prompt": number, "layer": obs.layer}
-            for head in range(query_heads):
-                row = place | {"head": head, "token": int(top[head])}
-                rows.append(row | {"quantity": "share", "value": float(share[head, top[head]])})
-                rows.append(row | {"quantity": "ratio", "value": float(ratios[head])})
-            if number == 0 and obs.layer in layers:
-                # unless the user names heads, only the head with the strongest sink is drawn
-                heads = [int(share.amax(dim=1).argmax())] if not named_heads else chosen_heads
-                # repr shows line ends and spaces
-                texts = [repr(reading.decode(int(token))) for token in ids[:SHOWN]]
-                for head in heads:
-                    for row in _pattern_rows(obs, k, norms[head], head=head, texts=texts):
-                        rows.append(place | {"head": head} | row)
-
-        reading.read(ids, Needs(last_q=len(ids), colsums=True), on_layer)
+        # attention is drawn of the first prompt alone
+        drawn_layers = layers if number == 0 else []
+        for row in _measure_prompt(reading, reading.ids(prompt), drawn_layers, drawn_heads):
+            rows.append({"source": prompt.source, "prompt": number} | row)
         reading.tick()
     return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
 
-def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
+def _measure_prompt(
+    reading: Reading, ids: Tensor, drawn_layers: Sequence[int], drawn_heads: Sequence[int] | None
+) -> list[Row]:
+    """Return the rows of the data about one prompt, without the prompt's own columns.
+
+    ids: the prompt's token ids [n].
+    drawn_layers: the layers whose attention is drawn.
+    drawn_heads: the query heads whose attention is drawn; None for the head of each layer with the strongest sink.
+    """
+    rows: list[Row] = []
+
+    def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Append the rows of one layer; k and v are [kv heads, n, D], ``colsums`` [query heads, n]."""
+        # ``Needs`` below asks for the sums
+        assert obs.colsums is not None
+        # the attention of each query sums to 1, so the shares of a head do, too
+        shares = obs.colsums.cpu() / obs.n
+        query_heads = len(shares)
+        # ||v||_1 of each token for each query head [query heads, n]
+        norms = per_head(v.float().abs().sum(dim=-1), query_heads).cpu()
+        # the most attended token of each head [query heads], and its norm over the median of the head's tokens
+        top = shares.argmax(dim=1)
+        ratios = norms.gather(1, top[:, None])[:, 0] / norms.median(dim=1).values
+        for head in range(query_heads):
+            place: Row = {"layer": obs.layer, "head": head}
+            row = place | {"token": int(top[head])}
+            rows.append(row | {"quantity": "share", "value": float(shares[head, top[head]])})
+            rows.append(row | {"quantity": "ratio", "value": float(ratios[head])})
+        if obs.layer in drawn_layers:
+            strongest_head = int(shares.amax(dim=1).argmax())
+            # repr shows line ends and spaces
+            texts = [repr(reading.decode(int(token))) for token in ids[:SHOWN]]
+            for head in drawn_heads or [strongest_head]:
+                for row in _list_pattern_rows(obs, k, norms[head], head=head, texts=texts):
+                    rows.append({"layer": obs.layer, "head": head} | row)
+
+    reading.read(ids, Needs(last_q=len(ids), colsums=True), on_layer)
+    return rows
+
+
+def _list_pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, texts: Sequence[str]) -> list[Row]:
     """Return rows of the data with one query head's attention among the first m tokens, and these tokens' value norms.
 
     k: the keys [kv heads, n, D].
@@ -83,11 +99,11 @@ def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, text
     m = len(texts)
     queries = obs.queries(obs.n)
     # each kv head serves a group of so many query heads
-    group = queries.shape[0] // k.shape[0]
-    query = queries[head : head + 1, :m]
-    keys = k[head // group : head // group + 1, :m]
+    group = len(queries) // len(k)
+    kv_head = head // group
+    query, keys = queries[head : head + 1, :m], k[kv_head : kv_head + 1, :m]
     # causal attention of the first m tokens reads no later token
-    attention = causal_softmax(query, keys, obs.scale)[0].cpu()
+    (attention,) = causal_softmax(query, keys, obs.scale).cpu()
     rows: list[Row] = []
     for i in range(m):
         # query i reads no token behind itself
@@ -98,30 +114,30 @@ def _pattern_rows(obs: Observation, k: Tensor, norms: Tensor, *, head: int, text
     return rows
 
 
-def with_marks(data: pd.DataFrame) -> pd.DataFrame:
+def mark_sinks(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data for drawing: the rows of at most three heads with attention, and a summary row for every head.
 
     sink: True for rows about a token that is a sink of the head.
     place: the layer and the head in words.
 
-    Summary rows have the quantity ``head`` and the columns of ``_means_by_head``.
+    Summary rows have the quantity ``head`` and the columns of ``_average_by_head``.
     """
     maps = data[data["quantity"] == "attention"]
     # three heads are those of the default layers
-    heads = list(maps.groupby(["layer", "head"]))[:3]
+    drawn_heads = list(maps.groupby(["layer", "head"]))[:3]
     frames: list[pd.DataFrame] = []
-    for (layer, head), weights in heads:
-        table = weights.pivot(index="query", columns="token", values="value")
+    for (layer, head), attention_rows in drawn_heads:
+        attention = attention_rows.pivot(index="query", columns="token", values="value")
         # a query's attention sums to 1, so the mean of a column is the share that its token receives
-        sinks = table.columns[table.sum() / len(table) >= SINK]
-        of_head = (data["layer"] == layer) & (data["head"] == head)
-        head_rows = data[data["quantity"].isin(("attention", "norm")) & of_head]
+        sinks = attention.columns[attention.sum() / len(attention) >= SINK]
+        is_of_head = (data["layer"] == layer) & (data["head"] == head)
+        head_rows = data[data["quantity"].isin(("attention", "norm")) & is_of_head]
         frames.append(head_rows.assign(sink=head_rows["token"].isin(sinks), place=f"layer {layer}, head {head}"))
-    frames.append(_means_by_head(data).assign(quantity="head"))
+    frames.append(_average_by_head(data).assign(quantity="head"))
     return pd.concat(frames, ignore_index=True)
 
 
-def _means_by_head(data: pd.DataFrame) -> pd.DataFrame:
+def _average_by_head(data: pd.DataFrame) -> pd.DataFrame:
     """Return the means over prompts for each layer and head, about the head's most attended token.
 
     share: the mean share of attention.
@@ -129,18 +145,19 @@ def _means_by_head(data: pd.DataFrame) -> pd.DataFrame:
     first: the share of prompts in which it is the first token of the prompt.
     """
     rows = data[data["quantity"].isin(("share", "ratio"))]
+    # a row for each prompt and head, about its most attended token
     tokens = rows.pivot(index=["prompt", "layer", "head", "token"], columns="quantity", values="value").reset_index()
-    # the mean of logarithms is the logarithm of the geometric mean; the clip keeps a norm of 0 finite
+    # the geometric mean is exp(mean(log ratio)); the clip keeps a norm of 0 finite
     tokens = tokens.assign(first=tokens["token"] == 0, ratio=np.log(tokens["ratio"].clip(lower=1e-9)))
     means = tokens.groupby(["layer", "head"])[["share", "ratio", "first"]].mean().reset_index()
     return means.assign(ratio=np.exp(means["ratio"]))
 
 
-def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
+def state_sinks(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield how many heads have a sink, how small its value norm is, and how often it is the first token."""
-    heads = _means_by_head(data)
+    heads = _average_by_head(data)
     sinks, others = heads[heads["share"] >= SINK], heads[heads["share"] < SINK]
-    label = f"Heads of {len(heads)} that pay {percent_text(SINK)} or more of all attention to one token"
+    label = f"Heads of {len(heads)} that pay {format_percent(SINK)} or more of all attention to one token"
     yield Fact(label, len(sinks), "{}")
     if len(sinks):
         ratios = sinks["ratio"]
@@ -157,4 +174,4 @@ def sink_facts(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 COLUMNS = ("quantity", "source", "prompt", "layer", "head", "query", "token", "text", "value")
-CODE = {"vatp/fig1": Code(value_norms, sink_facts, with_marks)}
+CODE = {"vatp/fig1": Code(measure_value_norms, state_sinks, mark_sinks)}

@@ -108,7 +108,7 @@ def test_a_running_mean_has_the_interval_of_its_own_positions(eight, monkeypatch
 def test_a_layers_interval_is_over_prompts():
     kl = [0.1, 0.2, 0.4, 0.1, 0.3, 0.2, 0.5, 0.2]
     place = {"series": "snapkv", "task": "t", "text": "reference text", "layer": 3}
-    data = fidelity._over_prompts(pd.DataFrame([place | {"kl": x} for x in kl]))
+    data = fidelity._average_over_prompts(pd.DataFrame([place | {"kl": x} for x in kl]))
     (row,) = data.to_dict("records")
     assert row["n"] == 8 and row["kl"] == pytest.approx(0.25)
     assert (row["low"], row["high"]) == pytest.approx(stats.ratio_interval(np.array([(x, 1) for x in kl])))

@@ -51,7 +51,7 @@ def ran(tmp_path_factory):
 def invented(figure):
     """Data of a figure's columns for every point that it declares, each with two tasks."""
     if figure.id == "think/fig3b":
-        return think.memory(MeasuredFigure(()))
+        return think.compute_memory(MeasuredFigure(()))
     rng = np.random.default_rng(0)
     if figure.id == "needle/heatmap":
         fields = [(m, n, d) for m in ("full", "h2o") for n in (256, 512) for d in (0, 50, 100)]
@@ -147,7 +147,7 @@ def test_gains_on_a_grid_of_a_datasets_option_are_those_of_each_of_its_values(tm
     store = f"results={tmp_path}"
     grid = prepare(figure, ["length=128,256", "limit=4", store])
     grid.measure(quiet=True)
-    marked = scores.with_gains(grid, "vatp")
+    marked = scores.measure_with_gains(grid, "vatp")
     rows = marked[marked["series"] == "h2o+vatp"].set_index("task")
     assert list(rows.index) == ["listing length=128", "listing length=256", MEAN]
     for length in (128, 256):
@@ -172,24 +172,25 @@ def test_what_is_not_measured_is_left_out_and_said(ran, tmp_path):
 def test_the_front_is_what_nothing_beats():
     rows = [("a", 10, 50), ("b", 20, 40), ("c", 20, 60), ("d", 30, 60), ("e", 40, 90)]
     data = pd.DataFrame(rows, columns=["series", "bytes", "score"])
-    assert list(scores.pareto_front(data)["series"]) == ["a", "c", "e"]
-    assert list(scores.pareto_front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
+    assert list(scores.find_pareto_front(data)["series"]) == ["a", "c", "e"]
+    assert list(scores.find_pareto_front(data.iloc[::-1])["series"]) == ["a", "c", "e"]
 
 
 def test_a_front_is_drawn_where_its_steps_can_be_told_apart():
     rows = [("a", 10, 50, 45, 55), ("c", 20, 54, 49, 59), ("e", 40, 90, 80, 95)]
     data = pd.DataFrame(rows, columns=["series", "bytes", "score", "low", "high"])
-    assert list(scores.separate_front(data)["series"]) == ["a", "e"]
-    assert scores.separate_front(data[data["series"] != "e"]).empty, "one point is no front"
-    assert scores.separate_front(data.drop(columns=["low", "high"])).empty, "without intervals nothing is told apart"
-    shown = scores.with_front(data.assign(relative_low=[40, 95, 98], relative_high=[60, 130, 99]))
+    assert list(scores.find_separate_front(data)["series"]) == ["a", "e"]
+    assert scores.find_separate_front(data[data["series"] != "e"]).empty, "one point is no front"
+    without_intervals = data.drop(columns=["low", "high"])
+    assert scores.find_separate_front(without_intervals).empty, "without intervals nothing is told apart"
+    shown = scores.add_front(data.assign(relative_low=[40, 95, 98], relative_high=[60, 130, 99]))
     assert list(shown.loc[shown["alike"], "series"]) == ["c"]
     assert list(shown.loc[shown["series"] == scores.FRONT, "bytes"]) == [10, 40, 100]
 
 
 def test_bytes_of_copies_for_query_heads_stand_over_a_full_cache_of_as_many():
     rows = [("full", 100.0, 100.5), ("h2o", 20.0, 61.0), ("h2o+think", 20.0, 45.0)]
-    data = scores.bytes_per_copy(pd.DataFrame(rows, columns=["series", "kept", "bytes"]), {})
+    data = scores.count_bytes_per_copy(pd.DataFrame(rows, columns=["series", "kept", "bytes"]), {})
     assert set(data["copies"]) == {3}
     np.testing.assert_allclose(data["bytes"], [100.5, 61 / 3, 15])
 
@@ -205,7 +206,7 @@ def test_a_needle_is_counted_from_silence():
 
 
 def test_memory_of_think_by_hand():
-    data = think.memory(MeasuredFigure(())).groupby("method")["cache"].first()
+    data = think.compute_memory(MeasuredFigure(())).groupby("method")["cache"].first()
     heads, complete, packed = 32 * 32, 497 * 128 * 2, 497 // 32 * 32
     scales = packed // 32 * 128 * 4  # a group of 32 tokens has a scale and a minimum of 2 bytes for each channel
     keys = packed * 128 * 2 // 8 + scales + (497 - packed) * 128 * 2
@@ -237,13 +238,13 @@ def test_needle_maps_are_means_of_fields(tmp_path):
 def test_lines_and_words():
     data = invented(RESULTS["results/budget"])
     methods = ["pyramidkv", "snapkv", "cake", "h2o", "streamingllm", "tova", "random"]
-    assert scores.series_of(data) == methods and scores.tasks_of(data) == ["needle", "hop"]
+    assert scores.list_series(data) == methods and scores.list_tasks(data) == ["needle", "hop"]
     assert set(scores.choose_rows(data, "mean")["over"]) == {"mean over tasks"}
     assert list(dict.fromkeys(scores.choose_rows(data, "all")["task"])) == [MEAN, "needle", "hop"]
     assert set(scores.choose_rows(data, "each")["task"]) == {"needle", "hop"}
-    assert scores.samples_text(data) == "n = 8 a task"
+    assert scores.describe_samples(data) == "n = 8 a task"
     only = data[data["task"] == "hop"]
-    assert scores.samples_text(only) == "n = 8"
+    assert scores.describe_samples(only) == "n = 8"
     for tasks in ("mean", "each", "all"):
         assert len(scores.choose_rows(only, tasks)) == len(only) and set(scores.choose_rows(only, tasks)["over"]) == {
             "hop"
@@ -378,4 +379,4 @@ def test_own_methods_in_place_of_the_figures(tmp_path, capsys):
 )
 def test_a_map_has_one_budget_and_a_line_has_all(several, names):
     labels = ["snapkv kv_size=40", "snapkv kv_size=64", "h2o kv_size=40"]
-    assert [p.series for p in measured._own_points(labels, several)] == names
+    assert [p.series for p in measured._make_own_points(labels, several)] == names

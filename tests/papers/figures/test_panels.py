@@ -7,7 +7,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from kvbench.papers.figures import registry
-from kvbench.papers.figures.figure import Fact, sentences
+from kvbench.papers.figures.figure import Fact, join_facts
 from kvbench.papers.figures.panel import Panel
 from kvbench.papers.figures.panels import Picture
 from kvbench.report import looks, style
@@ -141,15 +141,15 @@ def test_entries_of_a_figure_that_mean_nothing_are_refused():
 
 
 def test_points_of_a_sweep():
-    built = list(registry._points_of_grid(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
+    built = list(registry._list_grid_points(["a", "b"], "r", {"r": [0.5, 0.25], "bits": [4, 2]}, times=100))
     assert [(p.series, p.x, p.knobs["bits"]) for p in built[:4]] == [
         ("a", 50, 4),
         ("a", 50, 2),
         ("a", 25, 4),
         ("a", 25, 2),
     ]
-    assert [(p.series, p.x) for p in registry._points_of_grid("a", None, {"r": [3, 1]}, "s")] == [("s", 0), ("s", 1)]
-    assert [p.x for p in registry._points_of_grid("a", 512, {"r": 3})] == [512]
+    assert [(p.series, p.x) for p in registry._list_grid_points("a", None, {"r": [3, 1]}, "s")] == [("s", 0), ("s", 1)]
+    assert [p.x for p in registry._list_grid_points("a", 512, {"r": 3})] == [512]
 
 
 def test_facts_in_words():
@@ -159,6 +159,6 @@ def test_facts_in_words():
         Fact("By name", {"x": 1, "y": 2}, "{} %"),
         Fact("By place", places, at="{} bits"),
     ]
-    assert sentences([*printed, Fact("Words", "so it is"), Fact("Unknown", float("nan"))]) == (
+    assert join_facts([*printed, Fact("Words", "so it is"), Fact("Unknown", float("nan"))]) == (
         "One: 0.50. By name: x 1 %, y 2 %. By place: a 2.0 at 1 bits; b 3.0 at 1 bits. Words: so it is."
     )

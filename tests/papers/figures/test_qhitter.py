@@ -74,10 +74,10 @@ def test_shift_by_the_whole_cache_is_that_of_a_model_whose_attention_reads_coars
 
 def test_overlap_by_hand():
     exact = torch.tensor([[9.0, 8, 1, 1, 1, 1, 1, 1, 1, 1]])
-    assert qhitter.overlap(exact, exact).tolist() == [1]
-    assert qhitter.overlap(exact, exact.flip(1)).tolist() == [0]
-    assert qhitter.overlap(exact, torch.tensor([[9.0, 1, 8, 1, 1, 1, 1, 1, 1, 1]])).tolist() == [0.5]
-    assert qhitter.overlap(exact, torch.ones(1, 10)).tolist() == [1]  # ties go to the lower token
+    assert qhitter.measure_overlap(exact, exact).tolist() == [1]
+    assert qhitter.measure_overlap(exact, exact.flip(1)).tolist() == [0]
+    assert qhitter.measure_overlap(exact, torch.tensor([[9.0, 1, 8, 1, 1, 1, 1, 1, 1, 1]])).tolist() == [0.5]
+    assert qhitter.measure_overlap(exact, torch.ones(1, 10)).tolist() == [1]  # ties go to the lower token
 
 
 def test_errors_of_tokens():
@@ -96,8 +96,8 @@ def test_errors_of_tokens():
 
 def test_errors_by_hand():
     # spec: a zero vector is exact; 4 bits of [1, 1.5, 2]: the clamped zero point gives [1, 1, 1]
-    assert qhitter.token_error(torch.zeros(2, 3, 4), 4).tolist() == [0, 0, 0]
-    actual = qhitter.token_error(torch.tensor([[[1.0, 1.5, 2.0]]]), 4)
+    assert qhitter.measure_token_errors(torch.zeros(2, 3, 4), 4).tolist() == [0, 0, 0]
+    actual = qhitter.measure_token_errors(torch.tensor([[[1.0, 1.5, 2.0]]]), 4)
     assert float(actual) == pytest.approx((0.5**2 + 1) ** 0.5, rel=1e-3)
 
 
@@ -113,7 +113,7 @@ def test_tokens_are_marked_by_prompt_and_layer():
     text = FIGURES["qhitter/fig3"].finding(shown)
     assert "5 times the mean attention: 10.0 %. Their quantile by the error of keys (median): 10 %." in text
     assert "by both (chance: 4 %): layer 0 10.0 %, layer 1 10.0 %" in text
-    halves = qhitter.by_half(shown)
+    halves = qhitter.stack_halves(shown)
     assert list(halves["half"].unique()) == ["keys", "values"]
     assert halves["mark"].value_counts()["attention above 5 times the mean"] == 4
 

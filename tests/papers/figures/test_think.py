@@ -12,7 +12,7 @@ from kvbench.papers.figures.registry import FIGURES
 
 def test_magnitudes_are_means_over_runs_of_tokens():
     source = reading(lengths=(130,), layers=(0, 2), heads=(1,))
-    data = think.magnitudes(source)
+    data = think.measure_magnitudes(source)
     qkv, _, _ = activations(source.model, source.prompts[0].ids)
     assert set(data["layer"]) == {0, 2} and set(data["head"]) == {1}
     assert sorted(data["token"].unique()) == list(range(0, 130, 3))  # 130 tokens in at most 48 runs
@@ -28,7 +28,7 @@ def slow_energy(matrix):
 
 def test_energies_of_attention_and_keys():
     source = reading(lengths=(40, 50), layers=(1,))
-    data = think.energies(source)
+    data = think.measure_energies(source)
     activated = [activations(source.model, p.ids)[:2] for p in source.prompts]
     for (what, head), rows in data.groupby(["what", "head"]):
         matrices = [attention[1][head] if what == "attention" else qkv[1][1][head] for qkv, attention in activated]
@@ -41,24 +41,24 @@ def test_energies_of_attention_and_keys():
 
 def test_a_head_that_is_not_the_first_of_its_group_shows_its_keys_and_its_layer():
     source = reading(lengths=(40,), layers=(1,), heads=(3,))
-    data = think.energies(source)
+    data = think.measure_energies(source)
     assert {(w, h) for w, h in zip(data["what"], data["head"], strict=True)} == {("attention", 3), ("keys", 1)}
     assert set(data["layer"].astype(str)) <= {"1", "layer 1"}
     assert len(FIGURES["think/fig5"].draw(data, {}).axes) == 4  # one line a panel needs no legend
 
 
 def test_energies_of_known_matrices():
-    assert think.energy_shares(torch.outer(torch.arange(5.0), torch.ones(3))).tolist() == pytest.approx(
+    assert think.compute_energy_shares(torch.outer(torch.arange(5.0), torch.ones(3))).tolist() == pytest.approx(
         [1, 0, 0], abs=1e-6
     )
-    assert think.energy_shares(3 * torch.eye(4)).tolist() == pytest.approx([0.25] * 4)
+    assert think.compute_energy_shares(3 * torch.eye(4)).tolist() == pytest.approx([0.25] * 4)
 
 
 def test_first_tokens_alone():
     complete, cut = reading(lengths=(90,), tokens=40), reading(lengths=(90,))
     short = reading(lengths=(90,))
     object.__setattr__(short, "prompts", [type(p)(p.source, p.name, p.ids[:40]) for p in cut.prompts])
-    a, b = think.energies(complete), think.energies(short)
+    a, b = think.measure_energies(complete), think.measure_energies(short)
     np.testing.assert_allclose(a["energy"], b["energy"], atol=1e-6)
 
 
@@ -92,7 +92,7 @@ def test_the_findings():
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
-    assert np.isfinite(think.magnitudes(reading(family))["magnitude"]).all()
-    data = think.energies(reading(family))
+    assert np.isfinite(think.measure_magnitudes(reading(family))["magnitude"]).all()
+    data = think.measure_energies(reading(family))
     totals = data[data["what"] == "keys"].groupby(["layer", "head"])["energy"].sum()
     np.testing.assert_allclose(totals, 1, atol=1e-5)

@@ -43,7 +43,7 @@ def of(made, known, source):
 
 def test_rank_by_layer(known):
     built, actual = known
-    data = uncomp.rank_by_layer(reading(lengths=(40, 33), sources=("a", "b"), top=5))
+    data = uncomp.measure_ranks_by_layer(reading(lengths=(40, 33), sources=("a", "b"), top=5))
     assert len(data) == 2 * 3 * 3
     for row in data.itertuples():
         per_prompt, truncated = [], []
@@ -68,7 +68,7 @@ def test_every_layer_has_a_rank(count, monkeypatch):
         return [uncomp.HeadSpectra("a", 0, "q", torch.full((1, 4), 0.25))]
 
     monkeypatch.setattr(uncomp, "_measure_heads", measure_one)
-    uncomp.rank_by_layer(reading())
+    uncomp.measure_ranks_by_layer(reading())
     assert asked == list(range(count))
 
 
@@ -79,14 +79,14 @@ def test_spectra_and_head_map(known):
     for (source, head), rows in data.groupby(["source", "head"]):
         expected = np.mean([slow_eigenvalues(qkv[2][0][head]) for qkv in of(built, actual, source)], axis=0)
         np.testing.assert_allclose(rows["eigenvalue"], expected, atol=1e-5)
-    for row in uncomp.head_map(reading(lengths=(40, 33), sources=("a", "b"), top=4)).itertuples():
+    for row in uncomp.measure_ranks_by_head(reading(lengths=(40, 33), sources=("a", "b"), top=4)).itertuples():
         slow = [slow_erank(slow_eigenvalues(qkv[row.layer][0][row.head]), 4) for qkv in of(built, actual, row.source)]
         assert row.erank_k == pytest.approx(np.mean(slow), rel=1e-3)
 
 
 def test_hidden_entropy_is_that_of_the_residual_stream():
     source = reading(lengths=(40, 90))  # fewer and more tokens than the 64 hidden channels
-    data = uncomp.hidden_entropy(source)
+    data = uncomp.measure_hidden_entropy(source)
     for number, p in enumerate(source.prompts):
         hidden = activations(source.model, p.ids)[2]
         rows = data[data["prompt"] == number]
@@ -99,14 +99,14 @@ def test_hidden_entropy_is_that_of_the_residual_stream():
 def test_matrix_entropy_of_known_spectra(n):
     d = 8
     flat = torch.cat([torch.eye(d), -torch.eye(d)])
-    assert uncomp.matrix_entropy(flat) == pytest.approx(math.log(d))
+    assert uncomp.compute_matrix_entropy(flat) == pytest.approx(math.log(d))
     line = torch.linspace(-1, 2, n)[:, None] * torch.tensor([3.0, 4.0, 0, 0, 0, 0, 0, 1.0])
-    assert uncomp.matrix_entropy(line) == pytest.approx(0, abs=1e-4)
+    assert uncomp.compute_matrix_entropy(line) == pytest.approx(0, abs=1e-4)
 
 
 def test_a_text_with_fewer_tokens_than_channels_is_refused():
     with pytest.raises(UsageError, match="a 10 has 10 tokens: an effective rank of 16 channels"):
-        uncomp.rank_by_layer(reading(lengths=(10,)))
+        uncomp.measure_ranks_by_layer(reading(lengths=(10,)))
     with pytest.raises(UsageError, match="layers=3 is not possible: the model has layers 0 to 2"):
         uncomp.measure_spectra(reading(layers=(3,)))
 
@@ -114,7 +114,7 @@ def test_a_text_with_fewer_tokens_than_channels_is_refused():
 def test_hooks_are_gone_afterwards():
     source = reading()
     before = hooks(source.model)
-    uncomp.hidden_entropy(source)
+    uncomp.measure_hidden_entropy(source)
     assert hooks(source.model) == before
 
 
@@ -140,6 +140,6 @@ def test_findings_say_what_the_data_say():
 def test_all_families(family):
     source = reading(family)
     heads = build(family).config.num_attention_heads
-    assert len(uncomp.rank_by_layer(source)) == 9
-    assert len(uncomp.head_map(source)) == 3 * heads
-    assert np.isfinite(uncomp.hidden_entropy(source)["entropy"]).all()
+    assert len(uncomp.measure_ranks_by_layer(source)) == 9
+    assert len(uncomp.measure_ranks_by_head(source)) == 3 * heads
+    assert np.isfinite(uncomp.measure_hidden_entropy(source)["entropy"]).all()

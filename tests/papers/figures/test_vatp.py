@@ -12,7 +12,7 @@ from kvbench.papers.figures.registry import FIGURES
 
 def test_patterns_and_shares():
     source = reading(lengths=(60,), sources=("a", "b"), layers=(0, 2), heads=(1, 3))
-    data = vatp.value_norms(source)
+    data = vatp.measure_value_norms(source)
     for number, p in enumerate(source.prompts):
         qkv, attention, _ = activations(source.model, p.ids)
         for layer in range(3):
@@ -39,7 +39,7 @@ def test_patterns_and_shares():
 
 def test_by_default_the_head_that_attends_one_token_most():
     source = reading(lengths=(60,))
-    data = vatp.value_norms(source)
+    data = vatp.measure_value_norms(source)
     _, attention, _ = activations(source.model, source.prompts[0].ids)
     shown = data[data["quantity"] == "norm"].groupby("layer")["head"].unique()
     for layer in range(3):
@@ -64,11 +64,11 @@ def test_the_finding_counts_sinks():
 
 def test_heads_that_are_not_there():
     with pytest.raises(UsageError, match="heads=4 is not possible: the model has heads 0 to 3"):
-        vatp.value_norms(reading(heads=(4,)))
+        vatp.measure_value_norms(reading(heads=(4,)))
 
 
 @pytest.mark.parametrize("family", WHOLE)
 def test_all_families(family):
-    data = vatp.value_norms(reading(family))
+    data = vatp.measure_value_norms(reading(family))
     assert np.isfinite(data["value"]).all()
     assert (data[data["quantity"] == "share"]["value"] <= 1).all()
