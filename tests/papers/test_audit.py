@@ -16,11 +16,11 @@ from support.papers_text import beside
 from kvbench.cli.main import main
 from kvbench.papers import DATA
 from kvbench.papers.forensics import audit, report
-from kvbench.papers.forensics.copies import breaks
+from kvbench.papers.forensics.copies import find_breaks
 from kvbench.papers.forensics.exact import recomputed_cells
 from kvbench.papers.forensics.granularity import fit_grids, is_attainable
 from kvbench.papers.forensics.identity import identity
-from kvbench.papers.forensics.repeats import repeated_places
+from kvbench.papers.forensics.repeats import find_repeated_places
 from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import decimals, format_fixed
@@ -130,7 +130,7 @@ def test_wrong_averages(findings):
 
 
 def test_repeated_cells(findings):
-    many = repeated_places(read_published())
+    many = find_repeated_places(read_published())
     assert 600 < len(many) < 700
     repeats = places(findings, "repeat")
     assert ("refreekv", "2+4+5+8+9+11+text", "llama-3-8b-instruct refreekv k=1 t=0.01", "narrativeqa") in repeats
@@ -169,7 +169,7 @@ def test_a_break_is_found_where_a_row_of_the_series_lacks_the_dataset(absent):
             if (dataset, k) != ("one", absent):
                 altered = replace(cell, setting=f"k={k}", dataset=dataset, printed=f"{value:.2f}", value=value)
                 cells.append(altered)
-    found = [(f.row, f.cell, f.recomputed) for f in breaks(Book(tuple(cells)))]
+    found = [(f.row, f.cell, f.recomputed) for f in find_breaks(Book(tuple(cells)))]
     row = f"{cell.model} {cell.method} k=80%"
     assert sorted(found) == [(row, "one", "13.21"), (row, "other", "13.21")]
 

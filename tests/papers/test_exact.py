@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvbench.papers.forensics.exact import exact, recomputed_cells
+from kvbench.papers.forensics.exact import list_exact_cells, recomputed_cells
 from kvbench.papers.spec.published_cells import Book, read_published
 
 
 def cell(paper, table, column, **row):
     actual = [
         e
-        for e in exact(paper, table)
+        for e in list_exact_cells(paper, table)
         if e.column == column and all(getattr(e.cell, k) == v for k, v in row.items() if k != "part")
         if row.get("part", "") in e.cell.setting
     ]
@@ -64,7 +64,7 @@ def test_uncomps_schedules_and_speedups():
     kept_tokens = cell("uncomp", "text", "hidden_state_ratio compression_ratio")
     sizes = 2 * 4096 + 13 * 3200 + 11 * 2304 + 5 * 1408 + 512
     assert float(kept_tokens.recomputed) == pytest.approx(100 * sizes / 32 / 4096) and kept_tokens.ok
-    steps = [e for e in exact("uncomp", "text") if e.cell.metric == "hidden_state_size"]
+    steps = [e for e in list_exact_cells("uncomp", "text") if e.cell.metric == "hidden_state_size"]
     assert len(steps) == 23 and all(e.grade == "equal" for e in steps)
     faster = cell("uncomp", "text", "overall_time speedup")
     assert float(faster.recomputed) == pytest.approx(121.85 / 91.56) and not faster.ok
@@ -75,12 +75,12 @@ def test_uncomps_schedules_and_speedups():
 
 def test_dataset_facts_are_those_of_the_tasks_that_run():
     for paper in ("uncomp", "vatp"):
-        facts = exact(paper, "5")
+        facts = list_exact_cells(paper, "5")
         assert len(facts) == 32 and all(e.ok for e in facts)
 
 
 def test_what_needs_a_model_is_left_out():
-    assert exact("uncomp", "4") == [] and exact("think", "5") == []
+    assert list_exact_cells("uncomp", "4") == [] and list_exact_cells("think", "5") == []
     shown = {(e.cell.paper, e.cell.table) for e in recomputed_cells(read_published())}
     assert {("qhitter", "text"), ("vatp", "4"), ("refreekv", "10"), ("uncomp", "3")} <= shown
 
@@ -89,6 +89,6 @@ def test_an_altered_input_shows():
     cells = read_published().cells
     i = next(i for i, c in enumerate(cells) if c.paper == "vatp" and c.table == "4" and c.metric == "throughput")
     changed = Book((*cells[:i], replace(cells[i], printed="99.78", value=99.78), *cells[i + 1 :]))
-    before = [e.ok for e in exact("vatp", "4")]
-    after = [e.ok for e in exact("vatp", "4", changed)]
+    before = [e.ok for e in list_exact_cells("vatp", "4")]
+    after = [e.ok for e in list_exact_cells("vatp", "4", changed)]
     assert all(before) and after.count(False) == 2

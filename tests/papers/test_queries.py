@@ -9,11 +9,11 @@ from kvbench.papers.forensics.queries import (
     describe_falls,
     describe_lines,
     describe_values,
-    difference,
+    divide_cells,
     group_lines,
-    labels_of,
-    numeric_labels,
-    ratio,
+    list_labels,
+    read_numeric_labels,
+    subtract_cells,
 )
 from kvbench.papers.spec.published import Published
 from kvbench.papers.spec.published_cells import Book
@@ -78,10 +78,10 @@ def full():
 
 
 def test_a_series_beside_one_of_fewer_fields(own, full):
-    assert list(difference(own, full)) == [0, 0, -2, 2, -1]
-    assert list(ratio(own, full)) == [1, 1, 0.8, 1.05, 0.9]
+    assert list(subtract_cells(own, full)) == [0, 0, -2, 2, -1]
+    assert list(divide_cells(own, full)) == [1, 1, 0.8, 1.05, 0.9]
     # cells that the other lacks are left out, in the order of the first
-    assert difference(own, full.drop("trec")).to_dict() == {
+    assert subtract_cells(own, full.drop("trec")).to_dict() == {
         ("full", "qasper"): 0,
         ("h2o+think", "qasper"): -2,
         ("h2o", "qasper"): -1,
@@ -89,9 +89,9 @@ def test_a_series_beside_one_of_fewer_fields(own, full):
 
 
 def test_labels_of_a_series(own):
-    assert labels_of(own, "method") == ["full", "h2o", "h2o+think"]
+    assert list_labels(own, "method") == ["full", "h2o", "h2o+think"]
     sizes = PAPER.series("size", table=1, of="qasper", method="h2o*")
-    assert numeric_labels(sizes).to_dict() == {"64": 64, "128": 128}
+    assert read_numeric_labels(sizes).to_dict() == {"64": 64, "128": 128}
 
 
 def test_lines(own):

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvbench.papers.forensics.copies import breaks, copies, gains, twins
-from kvbench.papers.forensics.derived import derived, ranking
+from kvbench.papers.forensics.copies import find_breaks, find_copies, find_gains, find_twins
+from kvbench.papers.forensics.derived import find_wrong_orders, find_wrong_values
 from kvbench.papers.forensics.finding import Finding
-from kvbench.papers.forensics.granularity import granularity
-from kvbench.papers.forensics.repeats import full_rows, repeats
-from kvbench.papers.forensics.statements import statements
+from kvbench.papers.forensics.granularity import find_impossible_scores
+from kvbench.papers.forensics.repeats import compare_full_rows, find_repeats
+from kvbench.papers.forensics.statements import find_doubtful_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.published_cells import Book, read_published
 
 CHECKS: tuple[Callable[[Book], Iterator[Finding]], ...] = (
-    derived,
-    ranking,
-    repeats,
-    copies,
-    twins,
-    gains,
-    breaks,
-    granularity,
-    statements,
-    full_rows,
+    find_wrong_values,
+    find_wrong_orders,
+    find_repeats,
+    find_copies,
+    find_twins,
+    find_gains,
+    find_breaks,
+    find_impossible_scores,
+    find_doubtful_statements,
+    compare_full_rows,
 )
 """The checks of the audit in the order of its findings. Each yields findings about a book of published cells."""
 
@@ -37,8 +37,8 @@ def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
     paper: a paper (``think``), a table of a paper (``think/7``) or ``all``.
     """
     book = book or read_published()
-    name, _, table = paper.partition("/")
-    papers = [entry.id for entry in catalogue.choose_papers(name)]
+    paper_name, _, table = paper.partition("/")
+    papers = [entry.id for entry in catalogue.choose_papers(paper_name)]
     findings = []
     for check in CHECKS:
         for finding in check(book):
@@ -48,8 +48,6 @@ def audit(book: Book | None = None, paper: str = "all") -> list[Finding]:
             if about_paper and about_table:
                 findings.append(finding)
 
-    def place_of(finding: Finding) -> int:
-        # the name of several papers is none of ``papers``, and their findings come after those about one
-        return papers.index(finding.paper) if finding.paper in papers else len(papers)
-
-    return sorted(findings, key=place_of)
+    # the name of several papers is none of ``papers``, and their findings come after those about one
+    places = {name: place for place, name in enumerate(papers)}
+    return sorted(findings, key=lambda finding: places.get(finding.paper, len(papers)))

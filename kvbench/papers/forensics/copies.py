@@ -31,85 +31,81 @@ SERIES = 3
 """A series of fewer values is too short for one of them to fall out of it."""
 
 
-def copies(book: Book) -> Iterator[Finding]:
+def find_copies(book: Book) -> Iterator[Finding]:
     """Yield rows of different models or methods that share values to the last digit."""
     # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
     identities = {row: identity(row) for row in rows}
-    for one, two in combinations(rows, 2):
+    for first, second in combinations(rows, 2):
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
-        if one.paper != two.paper or identities[one] == identities[two]:
+        if first.paper != second.paper or identities[first] == identities[second]:
             continue
         # a list in the order of the row, since a finding names the datasets in this order
-        common = [dataset for dataset in one.scores if dataset in two.scores]
-        equal = [dataset for dataset in common if _are_equal(one, two, dataset)]
+        common = [dataset for dataset in first.scores if dataset in second.scores]
+        equal = [dataset for dataset in common if _are_equal(first, second, dataset)]
         all_equal = len(common) >= COMPARED and len(equal) == len(common)
         # two models that share a few scores of three digits are suspicious; two methods of one model are not
-        telling = [dataset for dataset in equal if _is_telling(one.scores[dataset])]
+        telling = [dataset for dataset in equal if _is_telling(first.scores[dataset])]
         if all_equal:
             shared, why = equal, "every score is"
-        elif one.model != two.model and len(telling) >= SHARED:
+        elif first.model != second.model and len(telling) >= SHARED:
             shared, why = telling, f"{len(telling)} scores are"
         else:
             continue
         yield Finding(
             check="copy",
             weight="doubt",
-            paper=one.paper,
-            table=one.table,
-            row=one.label,
+            paper=first.paper,
+            table=first.table,
+            row=first.label,
             cell="+".join(shared),
-            printed=", ".join(f"{dataset} {one.scores[dataset].printed}" for dataset in shared),
+            printed=", ".join(f"{dataset} {first.scores[dataset].printed}" for dataset in shared),
             recomputed="",
-            why=f"{why} those of {two.label} in table {two.table}, to the last digit",
+            why=f"{why} those of {second.label} in table {second.table}, to the last digit",
         )
 
 
-def _are_equal(one: PublishedRow, two: PublishedRow, dataset: str) -> bool:
+def _are_equal(first: PublishedRow, second: PublishedRow, dataset: str) -> bool:
     """Return True if two rows print the same characters for a dataset."""
-    return one.scores[dataset].printed == two.scores[dataset].printed
+    return first.scores[dataset].printed == second.scores[dataset].printed
 
 
-def twins(book: Book) -> Iterator[Finding]:
+def find_twins(book: Book) -> Iterator[Finding]:
     """Yield pairs of equal scores where chance makes them unlikely: they may be copied by mistake.
 
     A pair is two datasets in one row, or one dataset under two budgets of a method.
     """
     for row in book.rows:
         if row.table.isdigit():
-            yield from _twins_in_row(row)
+            yield from _find_twins_in_row(row)
 
-    def method_of(row: PublishedRow) -> object:
-        """Return a key that is equal for all rows of one method, model and table."""
-        return row.paper, row.table, row.model, row.method
-
-    for method_rows in _groups(book, method_of):
+    for method_rows in _group_rows(book, _name_method):
         for first, second in combinations(method_rows, 2):
             # only ReFreeKV's baselines at several budgets: elsewhere a setting may change nothing for good reasons
             if first.paper == "refreekv" and "budget" in first.settings:
-                yield from _twins_under_budgets(first, second)
+                yield from _find_twins_under_budgets(first, second)
 
 
-def _twins_in_row(row: PublishedRow) -> Iterator[Finding]:
+def _find_twins_in_row(row: PublishedRow) -> Iterator[Finding]:
     """Yield a finding for each pair of datasets of a row that print one value."""
     # accuracies over the same few questions coincide by chance, and so do low scores
-    for one, two in combinations(row.scores.values(), 2):
-        both_coarse = one.dataset in COARSE and two.dataset in COARSE
-        if one.printed == two.printed and _is_high(one) and not both_coarse:
+    for first, second in combinations(row.scores.values(), 2):
+        both_coarse = first.dataset in COARSE and second.dataset in COARSE
+        if first.printed == second.printed and _is_high(first) and not both_coarse:
             yield Finding(
                 check="twin",
                 weight="doubt",
                 paper=row.paper,
                 table=row.table,
                 row=row.label,
-                cell=f"{one.dataset}+{two.dataset}",
-                printed=one.printed,
+                cell=f"{first.dataset}+{second.dataset}",
+                printed=first.printed,
                 recomputed="",
                 why="two datasets of the row with one value; may be chance",
             )
 
 
-def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
+def _find_twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[Finding]:
     """Yield a finding for each score that a method repeats to the last digit under two budgets.
 
     first, second: the method's rows under the two budgets.
@@ -133,7 +129,7 @@ def _twins_under_budgets(first: PublishedRow, second: PublishedRow) -> Iterator[
             )
 
 
-def gains(book: Book) -> Iterator[Finding]:
+def find_gains(book: Book) -> Iterator[Finding]:
     """Yield the scores of compressed caches that are more than 20 % above the full cache's."""
     full_rows = {(row.paper, row.table, row.model): row for row in book.rows if row.method == "full"}
     for row in book.rows:
@@ -142,7 +138,7 @@ def gains(book: Book) -> Iterator[Finding]:
             continue
         for dataset, cell in row.scores.items():
             full_cell = full.scores.get(dataset)
-            # scores in two units cannot be compared, and 0 is no base of a ratio
+            # words and scores of 0 make no ratio, and scores in two units cannot be compared
             if full_cell is None or not cell.value or not full_cell.value or cell.unit != full_cell.unit:
                 continue
             # score / full score
@@ -161,24 +157,12 @@ def gains(book: Book) -> Iterator[Finding]:
                 )
 
 
-def breaks(book: Book) -> Iterator[Finding]:
+def find_breaks(book: Book) -> Iterator[Finding]:
     """Yield scores that fall out of an otherwise steady series over the setting k. A lost digit would explain them."""
-
-    def method_and_setting(row: PublishedRow) -> object:
-        """Return a key that is equal for all rows that differ in k alone."""
-        # sort, since two tables may write the parts of a setting in another order
-        others = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
-        return row.paper, row.table, row.model, row.method, others
-
-    def share(row: PublishedRow) -> float:
-        """Return a row's setting k as a number, in per cent of the prompt's tokens."""
-        # k is printed as 20% or, with n for the prompt's length, as 20%n
-        return float(row.settings["k"].rstrip("%n"))
-
-    for group in _groups(book, method_and_setting):
+    for group in _group_rows(book, _name_method_and_setting):
         # some rows state k in tokens, which cannot be ordered among shares
         rows_with_share = [row for row in group if "%" in row.settings.get("k", "")]
-        series = sorted(rows_with_share, key=share)
+        series = sorted(rows_with_share, key=_read_share)
         # a row may lack a dataset that the others have
         datasets: dict[str, None] = {}
         for row in series:
@@ -186,10 +170,28 @@ def breaks(book: Book) -> Iterator[Finding]:
         for dataset in datasets:
             rows_with_score = [row for row in series if dataset in row.scores]
             if len(rows_with_score) >= SERIES:
-                yield from _breaks_of_dataset(rows_with_score, dataset)
+                yield from _find_breaks_of_dataset(rows_with_score, dataset)
 
 
-def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
+def _name_method(row: PublishedRow) -> object:
+    """Return a key that is equal for all rows of one method, model and table."""
+    return row.paper, row.table, row.model, row.method
+
+
+def _name_method_and_setting(row: PublishedRow) -> object:
+    """Return a key that is equal for all rows that differ in the setting k alone."""
+    # sort, since two tables may write the parts of a setting in another order
+    other_parts = tuple(sorted((key, value) for key, value in row.settings.items() if key != "k"))
+    return _name_method(row), other_parts
+
+
+def _read_share(row: PublishedRow) -> float:
+    """Return a row's setting k as a number, in per cent of the prompt's tokens."""
+    # k is printed as 20% or, with n for the prompt's length, as 20%n
+    return float(row.settings["k"].rstrip("%n"))
+
+
+def _find_breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator[Finding]:
     """Yield a finding for each value of a dataset that falls out of its series.
 
     series: SERIES rows or more, ascending by k. All of them must have a score on the dataset.
@@ -197,13 +199,14 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
     # scores are numbers; only the type of a cell's value allows None
     values = [row.scores[dataset].value or 0.0 for row in series]
     for i, row in enumerate(series):
-        # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
-        rest = values[:i] + values[i + 1 :]
-        mean = sum(rest) / len(rest)
         # the first value has none before it, and is compared with the second
         neighbour = values[i - 1] if i > 0 else values[1]
-        is_steady = max(rest) - min(rest) < STEADY * mean
-        if values[i] >= FALL * neighbour or not is_steady:
+        falls_out = values[i] < FALL * neighbour
+        # only a series whose other values are steady has one value that stands out: max - min < STEADY * mean
+        others = values[:i] + values[i + 1 :]
+        mean = sum(others) / len(others)
+        others_are_steady = max(others) - min(others) < STEADY * mean
+        if not (falls_out and others_are_steady):
             continue
         cell = row.scores[dataset]
         # suppose that the tens digit 1 was lost: 3.21 would then be 13.21
@@ -217,11 +220,11 @@ def _breaks_of_dataset(series: Sequence[PublishedRow], dataset: str) -> Iterator
             cell=dataset,
             printed=cell.printed,
             recomputed=fitting,
-            why=f"the others of the series are {', '.join(f'{v:.2f}' for v in rest)}; {fitting} would fit",
+            why=f"the others of the series are {', '.join(f'{value:.2f}' for value in others)}; {fitting} would fit",
         )
 
 
-def _groups(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
+def _group_rows(book: Book, key: Callable[[PublishedRow], object]) -> Iterator[list[PublishedRow]]:
     """Yield the rows of a book in lists, one for each value that ``key`` returns for a row."""
     groups: dict[object, list[PublishedRow]] = {}
     for row in book.rows:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from kvbench.papers.forensics.exact import Exact, mean_ratio, recomputed_cells
+from kvbench.papers.forensics.exact import Exact, compute_mean_ratio, recomputed_cells
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.spec.numbers import decimals, format_fixed, grade, printed_number
 from kvbench.papers.spec.published_cells import Book, PublishedRow
 
 
-def derived(book: Book) -> Iterator[Finding]:
+def find_wrong_values(book: Book) -> Iterator[Finding]:
     """Yield a finding for each cell that differs from its recomputed value.
 
     The check is ``rounding`` if hidden digits of the inputs can explain the difference, else ``derived``.
@@ -34,7 +34,7 @@ def derived(book: Book) -> Iterator[Finding]:
             check = "derived"
             weight = "doubt" if _is_slip_of_rounding(exact) else "wrong"
             why = f"{exact.formula}; off by {exact.mark}"
-            for reason in _reasons(book, exact, row_of_cell[id(exact.cell)]):
+            for reason in _find_reasons(book, exact, row_of_cell[id(exact.cell)]):
                 why += f"; {reason}"
         yield Finding(
             check=check,
@@ -58,7 +58,7 @@ def _is_slip_of_rounding(exact: Exact) -> bool:
     return gap * 10 ** decimals(exact.published) < 2
 
 
-def ranking(book: Book) -> Iterator[Finding]:
+def find_wrong_orders(book: Book) -> Iterator[Finding]:
     """Yield the blocks of ReFreeKV's table 2 whose wrong averages put the baselines in a wrong order."""
     averages_by_block: dict[tuple[str, str], list[Exact]] = {}
     for exact in recomputed_cells(book):
@@ -68,20 +68,17 @@ def ranking(book: Book) -> Iterator[Finding]:
         if is_average and cell.method != "refreekv":
             averages_by_block.setdefault((cell.model, cell.setting), []).append(exact)
 
-    def printed_average(exact: Exact) -> Fraction:
-        return printed_number(exact.published).value
-
-    def true_average(exact: Exact) -> float:
-        # an average is a number; only cells with a word have None
-        return float(exact.recomputed or 0)
-
     for (model, setting), averages in averages_by_block.items():
         # the best first; methods with equal averages stay in the table's order
-        as_printed = sorted(averages, key=printed_average, reverse=True)
-        as_recomputed = sorted(averages, key=true_average, reverse=True)
-        if [e.cell.method for e in as_printed] == [e.cell.method for e in as_recomputed]:
+        as_printed = sorted(averages, key=_read_printed, reverse=True)
+        as_recomputed = sorted(averages, key=_read_recomputed, reverse=True)
+        if [average.cell.method for average in as_printed] == [average.cell.method for average in as_recomputed]:
             continue
-        true_order = [f"{e.cell.method} {e.recomputed.text(2)}" for e in as_recomputed if e.recomputed]
+        printed_order = [f"{average.cell.method} {average.published}" for average in as_printed]
+        true_order = []
+        for average in as_recomputed:
+            if average.recomputed:
+                true_order.append(f"{average.cell.method} {average.recomputed.text(2)}")
         yield Finding(
             check="ranking",
             weight="wrong",
@@ -89,30 +86,40 @@ def ranking(book: Book) -> Iterator[Finding]:
             table="2",
             row=f"{model} {setting}",
             cell="avg",
-            printed=" > ".join(f"{e.cell.method} {e.published}" for e in as_printed),
+            printed=" > ".join(printed_order),
             recomputed=" > ".join(true_order),
             why="the order of the baselines changes once averages are those of their cells",
         )
 
 
-def _reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
+def _read_printed(exact: Exact) -> Fraction:
+    """Return the printed number of a cell."""
+    return printed_number(exact.published).value
+
+
+def _read_recomputed(exact: Exact) -> float:
+    """Return the recomputed number of a cell; 0 for a cell with a word, which no average is."""
+    return float(exact.recomputed or 0)
+
+
+def _find_reasons(book: Book, exact: Exact, row: PublishedRow) -> Iterator[str]:
     """Yield possible reasons for a printed value that is off, such as another base of a ratio, or a copied score.
 
     row: the row of the cell.
     """
     if exact.cell.metric == "ratio_to_full_minus_1":
-        yield _other_full_row(book, exact, row)
+        yield _name_other_full_row(book, exact, row)
     elif exact.is_mean and exact.recomputed is not None:
         # missing = n * (printed mean - mean of the cells): the cells' sum lacks so much
         missing = (printed_number(exact.published).value - exact.recomputed.value) * len(row.scores)
         direction = "little" if missing > 0 else "much"
         yield f"the cells sum to {format_fixed(abs(missing), 2)} too {direction}"
-        yield from _copied_cell(row, missing)
+        yield from _suspect_copies(row, missing)
     elif exact.cell.metric == "kv_memory" and exact.cell.paper == "refreekv":
         yield "it fits keys and values of every query head, which these models do not have"
 
 
-def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
+def _name_other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
     """Return in words whose full-cache row explains a printed ratio that is off.
 
     The authors may have divided by another model's row. If no row gives the printed ratio, the text says so.
@@ -121,12 +128,13 @@ def _other_full_row(book: Book, exact: Exact, row: PublishedRow) -> str:
         if full.method != "full" or full.model == row.model:
             continue
         # mean ratio to that full row, less one, in per cent
-        if grade(exact.published, (mean_ratio(row, full) - 1) * 100) == "equal":
+        gain = (compute_mean_ratio(row, full) - 1) * 100
+        if grade(exact.published, gain) == "equal":
             return f"the full row of {full.model} as the base gives it"
     return "no full row of the table gives it"
 
 
-def _copied_cell(row: PublishedRow, missing: Fraction) -> Iterator[str]:
+def _suspect_copies(row: PublishedRow, missing: Fraction) -> Iterator[str]:
     """Yield a reason if two datasets of a row print one value: one may be a copy of the other.
 
     The reason names the value that would correct the mean. Only the first such pair is named.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any
 
 import pandas as pd
 
@@ -13,7 +14,7 @@ from kvbench.audit.accounting import nominal_payload
 from kvbench.methods.core.resolve import chain_of
 from kvbench.papers.forensics.queries import PaperCells
 from kvbench.papers.forensics.registry import PAPERS
-from kvbench.papers.forensics.uncomp import kept_share
+from kvbench.papers.forensics.uncomp import compute_kept_share
 from kvbench.papers.spec import numbers
 from kvbench.papers.spec.numbers import Number, decimals, exact_number, mean, printed_number
 from kvbench.papers.spec.published import AVERAGE, SCORES, Published
@@ -131,22 +132,22 @@ def recomputed_cells(book: Book) -> tuple[Exact, ...]:
         recomputed.extend(rule(book))
     # a rule that knows how a table averages wins over the plain mean; id() tells apart cells with equal fields
     cells_of_rules = {id(exact.cell) for exact in recomputed}
-    for exact in _other_means(book):
+    for exact in _recompute_other_means(book):
         if id(exact.cell) not in cells_of_rules:
             recomputed.append(exact)
     return tuple(recomputed)
 
 
-def exact(paper: str, table: str, book: Book | None = None) -> list[Exact]:
+def list_exact_cells(paper: str, table: str, book: Book | None = None) -> list[Exact]:
     """Return the cells of a paper's table (``2``, ``text``) that can be recomputed without a model.
 
     book: the published cells to read; None for those of all papers.
     """
     recomputed = recomputed_cells(book or read_published())
-    return [e for e in recomputed if (e.cell.paper, e.cell.table) == (paper, table)]
+    return [exact for exact in recomputed if (exact.cell.paper, exact.cell.table) == (paper, table)]
 
 
-def _means(book: Book) -> Iterator[Exact]:
+def _recompute_means(book: Book) -> Iterator[Exact]:
     """Yield the averages of scores: each must be the plain mean of its row, whatever its metric is called."""
     for row in book.rows:
         for metric, average in row.averages.items():
@@ -158,15 +159,15 @@ def _means(book: Book) -> Iterator[Exact]:
                 yield Exact(average, row.label, f"mean of the {len(scores)} scores", mean(scores))
 
 
-def _other_means(book: Book) -> Iterator[Exact]:
+def _recompute_other_means(book: Book) -> Iterator[Exact]:
     """Yield the averages of perplexities, times, bytes and other numbers that are no scores: the plain means."""
     for row in book.rows:
         for metric in row.averages:
             if metric not in SCORES:
-                yield from _column_mean(row, metric)
+                yield from _recompute_mean_of(row, metric)
 
 
-def _ratios(book: Book) -> Iterator[Exact]:
+def _recompute_ratios(book: Book) -> Iterator[Exact]:
     """Yield the averages of ReFreeKV's tables 2 and 8: mean budgets, and mean ratios to the full cache in per cent.
 
     Some of these ratios are printed as gains, less 100 %.
@@ -178,13 +179,13 @@ def _ratios(book: Book) -> Iterator[Exact]:
                 if dataset == AVERAGE and metric.startswith("ratio_to_full"):
                     # value = 100 * mean(score / full score), or 100 * (mean - 1) for a metric that ends with minus_1
                     offset = 1 if metric.endswith("minus_1") else 0
-                    value = (mean_ratio(row, full_rows[row.model]) - offset) * 100
+                    value = (compute_mean_ratio(row, full_rows[row.model]) - offset) * 100
                     formula = f"mean ratio to the full row over {len(row.scores)} datasets"
                     yield Exact(cell, row.label, formula, value)
-            yield from _column_mean(row, "budget")
+            yield from _recompute_mean_of(row, "budget")
 
 
-def mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
+def compute_mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     """Return the mean over datasets of a row's scores relative to the scores of the row ``full``."""
     if row is full:
         # a number over itself is exactly 1; division of intervals would not know that both are the same number
@@ -197,7 +198,7 @@ def mean_ratio(row: PublishedRow, full: PublishedRow) -> Number:
     return mean(ratios)
 
 
-def _relative(book: Book) -> Iterator[Exact]:
+def _recompute_shares_of_full(book: Book) -> Iterator[Exact]:
     """Yield the cells of ReFreeKV's table 1: table 2 in per cent of its full row, and the mean of these shares."""
     scores, full_scores = {}, {}
     for row in book.table("refreekv", 2):
@@ -211,40 +212,43 @@ def _relative(book: Book) -> Iterator[Exact]:
             if dataset == AVERAGE:
                 yield Exact(cell, row.label, "mean of the three, from table 2", mean(shares))
                 continue
-            score = printed_number(scores[row.model, row.method, row.setting][dataset].printed)
             # 100 * score / full score, both as table 2 prints them
-            share = score / printed_number(full_scores[row.model][dataset].printed) * 100
+            score = printed_number(scores[row.model, row.method, row.setting][dataset].printed)
+            full_score = printed_number(full_scores[row.model][dataset].printed)
+            share = score / full_score * 100
             shares.append(share)
             yield Exact(cell, row.label, "table 2 divided by its full row", share)
 
 
-def _times(book: Book) -> Iterator[Exact]:
+def _recompute_times(book: Book) -> Iterator[Exact]:
     """Yield the averages of ReFreeKV's table 3: mean times over its six datasets."""
     for row in book.table("refreekv", 3):
         for metric in ("overall_time", "prune_time"):
-            yield from _column_mean(row, metric)
+            yield from _recompute_mean_of(row, metric)
 
 
-def _layers(book: Book) -> Iterator[Exact]:
+def _recompute_budgets_by_layer(book: Book) -> Iterator[Exact]:
     """Yield the averages of ReFreeKV's table 6: mean budgets over 32 layers.
 
     The table has four lines: one line stands for 29 of the layers, each other line for one.
     """
     rows = book.table("refreekv", 6)
     layer_rows = [row for row in rows if row.settings["layer"] != "avg"]
-    for average_row in rows:
-        if average_row.settings["layer"] != "avg":
-            continue
-        for key, cell in average_row.cells.items():
+    average_rows = [row for row in rows if row.settings["layer"] == "avg"]
+    for average_row in average_rows:
+        for key, average in average_row.cells.items():
             # mean = sum over lines of (budget * number of layers) / 32
             total = exact_number(0)
             for row in layer_rows:
+                # a line may lack a cell that the average has
                 if key in row.cells:
-                    total = total + printed_number(row.cells[key].printed) * LAYERS[row.settings["layer"]]
-            yield Exact(cell, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
+                    budget = printed_number(row.cells[key].printed)
+                    n_layers = LAYERS[row.settings["layer"]]
+                    total = total + budget * n_layers
+            yield Exact(average, average_row.label, "mean over the 32 layers", total / sum(LAYERS.values()))
 
 
-def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
+def _recompute_mean_of(row: PublishedRow, metric: str) -> Iterator[Exact]:
     """Yield the average of a metric that a row prints: the plain mean over datasets. Some rows print none."""
     average = row.averages.get(metric)
     values = [printed_number(cell.printed) for cell in row.averaged(metric)]
@@ -252,7 +256,7 @@ def _column_mean(row: PublishedRow, metric: str) -> Iterator[Exact]:
         yield Exact(average, row.label, f"mean of the {len(values)} datasets", mean(values))
 
 
-def _cells_of_quantity(
+def _find_quantity(
     book: Book, paper: str, table: str, dataset: str, metric: str = ""
 ) -> Iterator[tuple[PublishedRow, Published]]:
     """Yield (row, cell) for each row of a table that prints a quantity.
@@ -265,25 +269,27 @@ def _cells_of_quantity(
             yield row, cell
 
 
-def _memory(book: Book) -> Iterator[Exact]:
+def _recompute_memory(book: Book) -> Iterator[Exact]:
     """Yield the memory column of ThinK's table 7: the bytes by the paper's formula, which stores all 32 heads."""
-    for row, cell in _cells_of_quantity(book, "think", "7", "kv_memory"):
+    for row, cell in _find_quantity(book, "think", "7", "kv_memory"):
         formula = "0.5 N MiB"
         if "ratio" in row.settings:
             # channels are pruned for all tokens except the 32 most recent
             formula = "0.5 N − 0.1 (N − 32) MiB"
-        yield Exact(cell, row.label, f"{formula}, 32 heads", _expanded_payload(row.method, row.settings) / MIB)
+        memory = _count_expanded_payload(row.method, row.settings) / MIB
+        yield Exact(cell, row.label, f"{formula}, 32 heads", memory)
 
 
-def _equal_sizes(book: Book) -> Iterator[Exact]:
+def _recompute_equal_sizes(book: Book) -> Iterator[Exact]:
     """Yield the sizes in tokens of plain caches that ThinK's prose equates with pruned caches (``matched_to``)."""
-    for row, cell in _cells_of_quantity(book, "think", "text", "kv_size"):
-        pruned = _expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
+    for row, cell in _find_quantity(book, "think", "text", "kv_size"):
+        pruned_bytes = _count_expanded_payload("h2o+think", {"kv_size": row.settings["matched_to"], "ratio": "0.4"})
+        bytes_of_token = LLAMA2_7B.full_bytes(1, FP16)
         formula = "bytes with 40 % of key channels gone / 0.5 MiB"
-        yield Exact(cell, row.label, formula, pruned / LLAMA2_7B.full_bytes(1, FP16))
+        yield Exact(cell, row.label, formula, pruned_bytes / bytes_of_token)
 
 
-def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
+def _count_expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     """Return the bytes of a cache by ThinK's formula, for a model of 32 layers that stores all 32 query heads.
 
     method: the methods of the cache.
@@ -298,60 +304,62 @@ def _expanded_payload(method: str, settings: Mapping[str, str]) -> Number:
     return exact_number(round(payload, 6))  # rounding removes the last bits of a float product
 
 
-def _whole_cache_sizes(book: Book) -> Iterator[Exact]:
+def _recompute_whole_caches(book: Book) -> Iterator[Exact]:
     """Yield the sizes in GiB that a paper's text states for uncompressed caches, beside the sizes by formula."""
     shapes = {"llama-2-7b-chat": LLAMA2_7B, "llama-3-8b": LLAMA3_8B, "llama-3-70b": LLAMA3_70B}
     for paper in ("think", "refreekv"):
-        for row, cell in _cells_of_quantity(book, paper, "text", "kv_memory"):
+        for row, cell in _find_quantity(book, paper, "text", "kv_memory"):
             shape = shapes[row.model]
-            tokens = _stated_tokens(row.setting) * int(row.settings.get("batch", 1))
+            # of all sequences of a batch
+            tokens = _read_tokens(row.setting) * int(row.settings.get("batch", 1))
             # 2 counts keys and values; models with grouped queries store fewer kv heads than query heads
             heads = f"{shape.layers} layers x {shape.kv_heads} kv heads"
             formula = f"{heads} x 2 x {shape.head_dim} x fp16 x {tokens} tokens"
             yield Exact(cell, row.label, formula, exact_number(Fraction(shape.full_bytes(tokens, FP16), GIB)))
 
 
-def _stated_tokens(setting: str) -> int:
+def _read_tokens(setting: str) -> int:
     """Return the length of a sequence in tokens from a setting that states it, such as ``seq=2K;batch=4``."""
     # exactly one part of the setting is a length
     (length,) = (SIZES[part] for part in setting.split(";") if part in SIZES)
     return length
 
 
-def _shares(book: Book) -> Iterator[Exact]:
+def _recompute_shares_of_context(book: Book) -> Iterator[Exact]:
     """Yield the shares of the cache that UNComp's prose states: tokens kept over the context, in per cent."""
-    for row, cell in _cells_of_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
+    for row, cell in _find_quantity(book, "uncomp", "text", "kv_ratio", metric="compression_ratio"):
         if "kv_size" in row.settings:
             # 100 * tokens kept / tokens read
-            size, context = int(row.settings["kv_size"]), CONTEXTS[row.model]
-            yield Exact(cell, row.label, f"{size} / {context} tokens", exact_number(Fraction(100 * size, context)))
+            kept, read = int(row.settings["kv_size"]), CONTEXTS[row.model]
+            yield Exact(cell, row.label, f"{kept} / {read} tokens", exact_number(Fraction(100 * kept, read)))
 
 
-def _schedules(book: Book) -> Iterator[Exact]:
+def _recompute_schedules(book: Book) -> Iterator[Exact]:
     """Yield how many hidden states each group of layers keeps under UNComp's schedules.
 
     For one schedule, also yield the share that it keeps over all layers. The numbers fall in equal steps of whole
     tokens from S_max to S_min.
     """
-    groups: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
-    for row, cell in _cells_of_quantity(book, "uncomp", "text", "hidden_state_size"):
-        groups.setdefault((row.model, row.settings["where"]), []).append((row, cell))
-    for (model, where), schedule in groups.items():
+    # the rows of each schedule, one for each group of layers, by the model and the place in the paper
+    schedules: dict[tuple[str, str], list[tuple[PublishedRow, Published]]] = {}
+    for row, cell in _find_quantity(book, "uncomp", "text", "hidden_state_size"):
+        schedules.setdefault((row.model, row.settings["where"]), []).append((row, cell))
+    for (model, where), schedule in schedules.items():
         last_row, last_cell = schedule[-1]
-        largest, smallest = CONTEXTS[model], int(last_row.settings["S_min"])
+        s_max, s_min = CONTEXTS[model], int(last_row.settings["S_min"])
         # S_i = S_max - i * floor((S_max - S_min) / (groups - 1)), and S_min itself for the last group
-        step = (largest - smallest) // (len(schedule) - 1)
+        step = (s_max - s_min) // (len(schedule) - 1)
         for i, (row, cell) in enumerate(schedule[:-1]):
-            yield Exact(cell, row.label, f"{largest} − {i} x {step}", exact_number(largest - i * step))
-        yield Exact(last_cell, last_row.label, "S_min", exact_number(smallest))
+            yield Exact(cell, row.label, f"{s_max} − {i} x {step}", exact_number(s_max - i * step))
+        yield Exact(last_cell, last_row.label, "S_min", exact_number(s_min))
         if model == "llama-2-7b-chat" and where == "appendix E":
             # the paper states this share once
             ((_, stated_row, stated),) = PaperCells(book, "uncomp").cells(table="text", of="hidden_state_ratio")
-            share = kept_share([row for row, _ in schedule], largest)
+            share = compute_kept_share([row for row, _ in schedule], s_max)
             yield Exact(stated, stated_row.label, "mean over the layers of appendix E / 4096", share)
 
 
-def _benchmark(book: Book) -> Iterator[Exact]:
+def _recompute_benchmark(book: Book) -> Iterator[Exact]:
     """Yield the sizes and metrics of LongBench's datasets in the tables 5 of UNComp and VATP, from kvbench's tasks."""
     for paper, words in WORDS.items():
         for row in book.table(paper, 5):
@@ -362,11 +370,11 @@ def _benchmark(book: Book) -> Iterator[Exact]:
                 if metric == "n_samples":
                     yield Exact(cell, row.label or dataset, "examples of the dataset", exact_number(task.size))
                 elif metric == "metric_name":
-                    word = words[_place_of_metric(task.metric)]
+                    word = words[_find_place_of_metric(task.metric)]
                     yield Exact(cell, row.label or dataset, "metric of the dataset", None, text=word)
 
 
-def _place_of_metric(name: str) -> int:
+def _find_place_of_metric(name: str) -> int:
     """Return the index of a metric's word in a paper's WORDS. Raises KeyError for a metric that METRICS lacks."""
     for beginning, place in METRICS.items():
         if name.startswith(beginning):
@@ -374,7 +382,7 @@ def _place_of_metric(name: str) -> int:
     raise KeyError(name)
 
 
-def _formulas(book: Book) -> Iterator[Exact]:
+def _apply_formulas(book: Book) -> Iterator[Exact]:
     """Yield the cells that the formulas of the papers' own modules recompute (``PaperAudit.recomputes``)."""
     for audit in PAPERS:
         # without the paper's cells a query would find none, and that would look like an error of the formula
@@ -384,27 +392,34 @@ def _formulas(book: Book) -> Iterator[Exact]:
         for formula in audit.formulas:
             result = formula.recompute(paper.with_rounding())
             for fields, row, cell in paper.cells(**formula.query):
-                # the result is one number for all cells, or a series with a number for each cell by its fields
-                recomputed = result
-                if isinstance(result, pd.Series):
-                    # a series with one field is indexed by the label itself, not by a tuple
-                    key = tuple(fields[name] for name in result.index.names)
-                    recomputed = result[key if len(key) > 1 else key[0]]
-                yield Exact(cell, row.label, formula.words, recomputed)
+                yield Exact(cell, row.label, formula.words, _choose_result(result, fields))
+
+
+def _choose_result(result: Any, fields: Mapping[str, str]) -> Number:
+    """Return the number that a formula gives for one cell.
+
+    result: one number for all cells, or a series with a number for each cell, indexed by fields.
+    fields: the fields of the cell by name.
+    """
+    if not isinstance(result, pd.Series):
+        return result
+    labels = tuple(fields[name] for name in result.index.names)
+    # a series with one field is indexed by the label itself, not by a tuple
+    return result[labels if len(labels) > 1 else labels[0]]
 
 
 RULES: tuple[Callable[[Book], Iterator[Exact]], ...] = (
-    _means,
-    _ratios,
-    _relative,
-    _times,
-    _layers,
-    _memory,
-    _equal_sizes,
-    _whole_cache_sizes,
-    _shares,
-    _schedules,
-    _benchmark,
-    _formulas,
+    _recompute_means,
+    _recompute_ratios,
+    _recompute_shares_of_full,
+    _recompute_times,
+    _recompute_budgets_by_layer,
+    _recompute_memory,
+    _recompute_equal_sizes,
+    _recompute_whole_caches,
+    _recompute_shares_of_context,
+    _recompute_schedules,
+    _recompute_benchmark,
+    _apply_formulas,
 )
 """The rules that recompute cells, in the order in which ``audit --exact`` lists the cells of a table."""

@@ -73,12 +73,12 @@ class Fit:
 
 def is_attainable(text: str, n: int) -> bool:
     """Return True if some k/n in per cent, with a whole k from 0 to n, can be printed as ``text``."""
-    shown = printed_number(text)
+    score = printed_number(text).value
     half_unit = Fraction(1, 2 * 10 ** decimals(text))
-    # |100 k / n - shown| <= half a unit of the last digit; only the k nearest to shown * n / 100 can fulfil this
-    nearest = round(shown.value * n / 100)
+    # |100 k / n - score| <= half a unit of the last digit; only the k nearest to score * n / 100 can fulfil this
+    nearest = round(score * n / 100)
     for k in (nearest - 1, nearest, nearest + 1):
-        if 0 <= k <= n and abs(Fraction(100 * k, n) - shown.value) <= half_unit:
+        if 0 <= k <= n and abs(Fraction(100 * k, n) - score) <= half_unit:
             return True
     return False
 
@@ -101,17 +101,17 @@ def fit_grids(book: Book) -> list[Fit]:
     return grid_fits
 
 
-def granularity(book: Book) -> Iterator[Finding]:
+def find_impossible_scores(book: Book) -> Iterator[Finding]:
     """Yield a finding for each cell off the grid of a believed n, and for each doubted n that most cells do not fit."""
     grid_fits = fit_grids(book)
     for fit in grid_fits:
         if fit.grid.holds:
-            yield from _cells_off_grid(fit)
+            yield from _report_cells_off_grid(fit)
         elif fit.cells and Fraction(fit.attained, len(fit.cells)) < FEW:
-            yield _wrong_sample_count(fit, grid_fits)
+            yield _report_sample_count(fit, grid_fits)
 
 
-def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
+def _report_cells_off_grid(fit: Fit) -> Iterator[Finding]:
     """Yield a finding for each cell that no whole number of right answers gives, with the two nearest scores.
 
     fit: the fit to the grid of a believed n.
@@ -120,7 +120,8 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
     for row, cell in fit.off:
         # k = score * n / 100 is no whole number, so the two around it give the nearest scores
         k = int(printed_number(cell.printed).value * grid.n / 100)
-        neighbours = [format_fixed(Fraction(100 * k, grid.n), 2), format_fixed(Fraction(100 * (k + 1), grid.n), 2)]
+        below, above = Fraction(100 * k, grid.n), Fraction(100 * (k + 1), grid.n)
+        neighbours = [format_fixed(below, 2), format_fixed(above, 2)]
         yield Finding(
             check="granularity",
             weight="doubt",
@@ -134,7 +135,7 @@ def _cells_off_grid(fit: Fit) -> Iterator[Finding]:
         )
 
 
-def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
+def _report_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
     """Return the finding that few scores fit a doubted n, with the believed n of the same dataset, if there is one.
 
     fit: the fit to the grid of the doubted n. It has at least one cell.
@@ -149,7 +150,8 @@ def _wrong_sample_count(fit: Fit, grid_fits: Sequence[Fit]) -> Finding:
             believed_n = str(other.grid.n)
             why += f"; {other.attained} are k/{other.grid.n} ({other.grid.why})"
             break
-    table = fit.cells[0][1].table
+    _, first_cell = fit.cells[0]
+    table = first_cell.table
     if grid.paper == "vatp":
         # VATP states its numbers of questions in table 5, the other papers state none
         table = "5"

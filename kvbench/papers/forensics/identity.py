@@ -18,7 +18,7 @@ UNCOMP_MAIN = ({"topk": "32"}, {"group_sizes": "256/512"}, {"kv_high": "512", "k
 """UNComp's main configuration, two groups with 512 and 256 tokens, as tables 7, 6 and 2 state it, in this order."""
 
 
-def identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
+def list_identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
     """Return the parts of a row's setting that tell measurements apart, as sorted (key, value) pairs."""
     silent = SILENT.get(row.paper, set())
     defaults = DEFAULTS.get(row.paper, {})
@@ -38,10 +38,10 @@ def identifying_settings(row: PublishedRow) -> tuple[tuple[str, str], ...]:
 
 def identity(row: PublishedRow) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
     """Return (paper, model, method, settings). Two rows of the same measurement have equal tuples."""
-    return row.paper, row.model, row.method, identifying_settings(row)
+    return row.paper, row.model, row.method, list_identifying_settings(row)
 
 
-def model_family(model: str) -> str:
+def name_family(model: str) -> str:
     """Return one name for a model's versions: ``mistral-7b-instruct-v0.2`` is ``mistral-7b-instruct``."""
     if model.startswith("mistral-7b-instruct"):
         return "mistral-7b-instruct"

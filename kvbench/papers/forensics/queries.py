@@ -74,16 +74,17 @@ class PaperCells:
             if name in values:
                 raise KvbenchError(f"{self.paper}: {query} finds several cells of one name")
             values[name] = self.read(cell.printed)
-        return _series(values, fields_of_name)
+        return _make_series(values, fields_of_name)
 
     def settings(self, part: str, by: str | Sequence[str], **query: Any) -> pd.Series[float]:
         """Return the numbers in a part of the setting of all cells that a query finds, indexed by the fields ``by``."""
-        # cells of one row can share a name, but they have the same setting, so the last one may win
         fields_of_name = _as_list(by)
-        values = {}
+        values: dict[Labels, float] = {}
+        # cells of one row can share a name, but they have the same setting, so the last one may win
         for fields, _, _ in self.cells(**query):
-            values[tuple(fields.get(field, "") for field in fields_of_name)] = float(fields[part])
-        return _series(values, fields_of_name)
+            name = tuple(fields.get(field, "") for field in fields_of_name)
+            values[name] = float(fields[part])
+        return _make_series(values, fields_of_name)
 
     def labels(self, field: str, **query: Any) -> list[str]:
         """Return the different values of a field among all cells that a query finds, sorted."""
@@ -104,23 +105,27 @@ class PaperCells:
 
         The parameters are those of all queries, as the class explains them.
         """
-        if of != "scores":
+        exclusions = without or {}
+        scores_only = of == "scores"
+        if not scores_only:
             conditions["dataset"] = of
         for name in _as_list(table):
             for row in self.rows(name):
                 for (dataset, metric), cell in row.cells.items():
-                    # a cell with words has no value; ``scores`` leaves out averages and metrics that are no scores
-                    if cell.value is None or (of == "scores" and row.scores.get(dataset) is not cell):
+                    # a cell with words has no number
+                    if cell.value is None:
                         continue
-                    fields = _fields(row, dataset, metric)
-                    has_all = all(_matches(fields.get(key, ""), patterns) for key, patterns in conditions.items())
-                    exclusions = (without or {}).items()
-                    has_excluded = any(_matches(fields.get(key, ""), patterns) for key, patterns in exclusions)
-                    if has_all and not has_excluded:
+                    # ``scores`` leaves out averages and metrics that are no scores
+                    if scores_only and row.scores.get(dataset) is not cell:
+                        continue
+                    fields = _list_fields(row, dataset, metric)
+                    meets_all = all(_matches(fields.get(key, ""), patterns) for key, patterns in conditions.items())
+                    is_excluded = any(_matches(fields.get(key, ""), patterns) for key, patterns in exclusions.items())
+                    if meets_all and not is_excluded:
                         yield fields, row, cell
 
 
-def _fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
+def _list_fields(row: PublishedRow, dataset: str, metric: str) -> dict[str, str]:
     """Return the fields of a cell that a query can name, by name: the parts of its row's setting, and its place."""
     # if a part of the setting has the name of a field of the place, the place wins
     return row.settings | {
@@ -147,7 +152,7 @@ def _as_list(value: object) -> list[Any]:
     return [value]
 
 
-def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[Any]:
+def _make_series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[Any]:
     """Return the values as a series whose index has a level for each of ``fields``.
 
     values: the numbers by their labels, which are tuples with a value for each field.
@@ -155,7 +160,7 @@ def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[An
     # levels are built one by one, since from_tuples could not tell how many an empty index has
     levels = []
     for i in range(len(fields)):
-        levels.append([name[i] for name in values])
+        levels.append([labels[i] for labels in values])
     index: pd.Index[Any] = pd.MultiIndex.from_arrays(levels, names=list(fields))
     # with one field, the labels themselves are easier to look up than tuples of one label
     if len(fields) == 1:
@@ -163,13 +168,13 @@ def _series(values: Mapping[Labels, Any], fields: Sequence[str]) -> pd.Series[An
     return pd.Series(list(values.values()), index)
 
 
-def difference(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
+def subtract_cells(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
     """Return left - right cell by cell. ``right`` may have fewer fields; cells that it lacks are left out."""
     left, right = _align(left, right)
     return left - right
 
 
-def ratio(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
+def divide_cells(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]:
     """Return left / right cell by cell. ``right`` may have fewer fields; cells that it lacks are left out."""
     left, right = _align(left, right)
     return left / right
@@ -185,23 +190,23 @@ def _reindex_like(left: pd.Series[Any], right: pd.Series[Any]) -> pd.Series[Any]
     """Return the values of ``right`` with the index of ``left``; NaN where ``right`` has none."""
     # right may have only some of the fields of left: a full row, named by its model, stands beside every budget of the
     # model; pandas by itself aligns only series with the same fields, and sorts them
-    fields = list(right.index.names)
-    levels = [left.index.get_level_values(field) for field in fields]
-    names = levels[0] if len(fields) == 1 else pd.MultiIndex.from_arrays(levels)
-    return pd.Series(right.reindex(names).to_numpy(), left.index)
+    levels = [left.index.get_level_values(field) for field in right.index.names]
+    # the labels of each cell of left in the fields of right; with one field, labels are no tuples
+    labels = levels[0] if len(levels) == 1 else pd.MultiIndex.from_arrays(levels)
+    return pd.Series(right.reindex(labels).to_numpy(), left.index)
 
 
-def by_field(values: pd.Series[Any], *fields: str) -> Any:
+def group_by_field(values: pd.Series[Any], *fields: str) -> Any:
     """Return pandas' groups of the values by some of their fields, in the order of the paper."""
     return values.groupby(level=list(fields), sort=False)
 
 
-def labels_of(values: pd.Series[Any], field: str) -> list[Any]:
+def list_labels(values: pd.Series[Any], field: str) -> list[Any]:
     """Return the different labels of a field in the index of a series, sorted."""
     return sorted(set(values.index.get_level_values(field)))
 
 
-def numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
+def read_numeric_labels(values: pd.Series[Any]) -> pd.Series[float]:
     """Return a series whose values are its own labels as numbers, such as budgets."""
     return pd.Series([float(label) for label in values.index], values.index)
 
@@ -240,7 +245,7 @@ def describe_falls(pattern: str, values: pd.Series[Any], least: float = 0, risin
     for labels, cells in group_lines(values):
         fields = _named_labels(values, labels)
         for (first, a), (then, b) in pairwise(cells):
-            fall = b - a if not rising else a - b
+            fall = a - b if rising else b - a
             if fall > least:
                 texts.append(pattern.format(**fields, a=a, b=b, first=first, then=then))
     return texts

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from kvbench.papers.forensics.finding import Finding, name_table
-from kvbench.papers.forensics.identity import identity, model_family
+from kvbench.papers.forensics.identity import identity, name_family
 from kvbench.papers.spec.numbers import format_fixed, printed_number
 from kvbench.papers.spec.published import AVERAGE, Published
 from kvbench.papers.spec.published_cells import Book, PublishedRow
@@ -23,7 +23,7 @@ Places = list[tuple[PublishedRow, Published]]
 class Measurement(NamedTuple):
     """The measurement that a cell prints. Cells that agree in all fields must have one value.
 
-    setting: the parts of the setting that tell measurements apart (``identity.identifying_settings``).
+    setting: the parts of the setting that tell measurements apart (``identity.list_identifying_settings``).
     tasks: the datasets that an average covers; '' for other cells.
     """
 
@@ -37,16 +37,18 @@ class Measurement(NamedTuple):
     tasks: str
 
 
-def repeated_places(book: Book) -> dict[Measurement, Places]:
+def find_repeated_places(book: Book) -> dict[Measurement, Places]:
     """Return the places of every number that is printed more than once, by its measurement."""
-    places_of: dict[Measurement, Places] = {}
+    places_by_measurement: dict[Measurement, Places] = {}
     for row in book.rows:
         paper, model, method, settings = identity(row)
         setting = " ".join(f"{key}={value}" for key, value in settings)
         for (dataset, metric), cell in row.cells.items():
-            # words, and cells of no method, such as facts about datasets, are no measurements; speed-ups are left out,
-            # since prose states them for several workloads without naming the workload
-            if cell.value is None or not method or metric.startswith("speedup"):
+            # words, and cells of no method, such as facts about datasets, are no measurements
+            if cell.value is None or not method:
+                continue
+            # prose states speed-ups for several workloads without naming the workload
+            if metric.startswith("speedup"):
                 continue
             tasks = ""
             if dataset == AVERAGE:
@@ -55,26 +57,27 @@ def repeated_places(book: Book) -> dict[Measurement, Places]:
             measurement = Measurement(
                 paper, model, method, setting=setting, dataset=dataset, metric=metric, unit=cell.unit, tasks=tasks
             )
-            places_of.setdefault(measurement, []).append((row, cell))
-    return {measurement: places for measurement, places in places_of.items() if len(places) > 1}
+            places_by_measurement.setdefault(measurement, []).append((row, cell))
+    return {measurement: places for measurement, places in places_by_measurement.items() if len(places) > 1}
 
 
-def repeats(book: Book) -> Iterator[Finding]:
+def find_repeats(book: Book) -> Iterator[Finding]:
     """Yield a finding for each measurement that is printed in several places with different values."""
-    for measurement, places in repeated_places(book).items():
+    for measurement, places in find_repeated_places(book).items():
         # group by the value to four decimals, since 41.9 and 41.90 are the same
-        tables_of: dict[str, list[str]] = {}
+        tables_by_value: dict[str, list[str]] = {}
         for row, cell in places:
-            tables_of.setdefault(format_fixed(printed_number(cell.printed).value, 4), []).append(row.table)
-        if len(tables_of) == 1:
+            value = format_fixed(printed_number(cell.printed).value, 4)
+            tables_by_value.setdefault(value, []).append(row.table)
+        if len(tables_by_value) == 1:
             continue
         values = []
-        for value, tables in tables_of.items():
+        for value, tables in tables_by_value.items():
             values.append(f"{_trim_zeros(value)} ({', '.join(map(name_table, tables))})")
         # the most frequent value is likely the right one, unless another is as frequent
-        counts = Counter({value: len(tables) for value, tables in tables_of.items()})
-        (likely_value, most), (_, second) = counts.most_common(2)
-        likely = _trim_zeros(likely_value) if most > second else ""
+        counts = Counter({value: len(tables) for value, tables in tables_by_value.items()})
+        (likely_value, most), (_, second_most) = counts.most_common(2)
+        likely = _trim_zeros(likely_value) if most > second_most else ""
         row_parts = (measurement.model, measurement.method, measurement.setting)
         yield Finding(
             check="repeat",
@@ -89,36 +92,38 @@ def repeats(book: Book) -> Iterator[Finding]:
         )
 
 
-def baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
+def collect_baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
     """Return the full cache's scores on each (model family, dataset) that several papers print.
 
     The scores of one such pair are cells by the paper's name.
     """
-    by_dataset: dict[tuple[str, str], dict[str, Published]] = {}
+    cells: dict[tuple[str, str], dict[str, Published]] = {}
     for row in book.rows:
-        if row.method == "full" and row.table.isdigit():
-            for dataset, cell in row.scores.items():
-                if cell.unit == "pct":
-                    # take the score from a paper's first table; ``repeats`` checks that its tables agree
-                    by_dataset.setdefault((model_family(row.model), dataset), {}).setdefault(row.paper, cell)
-    return {key: by_paper for key, by_paper in by_dataset.items() if len(by_paper) > 1}
+        if row.method != "full" or not row.table.isdigit():
+            continue
+        for dataset, cell in row.scores.items():
+            if cell.unit == "pct":
+                cell_by_paper = cells.setdefault((name_family(row.model), dataset), {})
+                # take the score from a paper's first table; ``find_repeats`` checks that its tables agree
+                cell_by_paper.setdefault(row.paper, cell)
+    return {key: cell_by_paper for key, cell_by_paper in cells.items() if len(cell_by_paper) > 1}
 
 
-def full_rows(book: Book) -> Iterator[Finding]:
+def compare_full_rows(book: Book) -> Iterator[Finding]:
     """Yield a note on each dataset on which papers print different full-cache scores of one model."""
-    for (model, dataset), by_paper in baselines(book).items():
-        spread = largest_gap(by_paper)
+    for (model, dataset), cell_by_paper in collect_baselines(book).items():
+        spread = find_largest_gap(cell_by_paper)
         if not spread:
             continue
         why = f"the full cache of one model, {format_fixed(spread, 2)} points apart between papers"
-        versions = {cell.model for cell in by_paper.values()}
+        versions = {cell.model for cell in cell_by_paper.values()}
         if len(versions) > 1:
             why += f" ({', '.join(sorted(versions))})"
-        values = [f"{cell.printed} ({paper} {name_table(cell.table)})" for paper, cell in by_paper.items()]
+        values = [f"{cell.printed} ({paper} {name_table(cell.table)})" for paper, cell in cell_by_paper.items()]
         yield Finding(
             check="baseline",
             weight="note",
-            paper="+".join(by_paper),
+            paper="+".join(cell_by_paper),
             table="",
             row=model,
             cell=dataset,
@@ -128,7 +133,7 @@ def full_rows(book: Book) -> Iterator[Finding]:
         )
 
 
-def largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
+def find_largest_gap(cell_by_paper: Mapping[str, Published]) -> Fraction:
     """Return the largest difference in points between the scores that papers print."""
     # exact fractions, so that equal printed scores have a gap of exactly 0
     values = [printed_number(cell.printed).value for cell in cell_by_paper.values()]

@@ -12,7 +12,7 @@ from kvbench.papers.forensics.exact import Exact, recomputed_cells
 from kvbench.papers.forensics.finding import WEIGHTS, Finding, name_table
 from kvbench.papers.forensics.granularity import fit_grids
 from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, PARTLY
-from kvbench.papers.forensics.repeats import baselines, largest_gap, repeated_places
+from kvbench.papers.forensics.repeats import collect_baselines, find_largest_gap, find_repeated_places
 from kvbench.papers.forensics.statements import judge_statements
 from kvbench.papers.spec import catalogue
 from kvbench.papers.spec.numbers import format_fixed
@@ -61,7 +61,7 @@ FEW_CELLS = 5
 def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> str:
     """Format findings for a terminal, by paper and check. If ``exact`` is given, format these cells instead."""
     if exact is not None:
-        return _exact_text(exact)
+        return _format_exact(exact)
     parts = []
     # findings are sorted by paper already, with those about several papers last
     for paper, paper_findings in _group_by_paper(findings):
@@ -69,14 +69,14 @@ def text(findings: Sequence[Finding], exact: Sequence[Exact] | None = None) -> s
         kinds = ", ".join(f"{weights[weight]} {weight}" for weight in WEIGHTS if weights[weight])
         count = len(paper_findings)
         plural = "" if count == 1 else "s"
-        parts.append(f"{fill(_title_of_paper(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
+        parts.append(f"{fill(_name_paper(paper), WIDTH)}\n{count} finding{plural}: {kinds}\n")
         for check, check_findings in _group_by_check(paper_findings):
-            parts.append(f"{HEADS[check]}\n" + "".join(map(_terminal_lines, check_findings)))
+            parts.append(f"{HEADS[check]}\n" + "".join(map(_format_finding, check_findings)))
     parts.append(fill(LEGEND, WIDTH))
     return "\n".join(parts) + "\n"
 
 
-def _exact_text(exact: Sequence[Exact]) -> str:
+def _format_exact(exact: Sequence[Exact]) -> str:
     """Format recomputed cells for a terminal. Their formulas are left out, since there is no room for them.
 
     exact: the cells, sorted by table.
@@ -88,9 +88,9 @@ def _exact_text(exact: Sequence[Exact]) -> str:
     return "\n".join(parts) + "✓: what is printed follows, within what rounding hides; else by how much it is off.\n"
 
 
-def _terminal_lines(finding: Finding) -> str:
+def _format_finding(finding: Finding) -> str:
     """Format one finding for a terminal: its place on the first lines, its numbers and reason below."""
-    location = " · ".join(part for part in (_places(finding), finding.row, finding.cell) if part)
+    location = " · ".join(part for part in (_name_places(finding), finding.row, finding.cell) if part)
     if finding.check in ("statement", "accounting"):
         # the row of such a finding is the statement, so the location already has it
         body = f"{finding.recomputed} ({finding.why})"
@@ -104,34 +104,41 @@ def _terminal_lines(finding: Finding) -> str:
     return f"{head_lines}\n{body_lines}\n"
 
 
-def markdown(findings: Sequence[Finding], book: Book, what: str) -> str:
+def markdown(findings: Sequence[Finding], book: Book, subject: str) -> str:
     """Return the audit's page: a summary, the findings, the ledger of statements, and the tables behind them.
 
     findings: sorted by paper, as ``audit`` returns them.
-    what: the audited paper, a table of a paper (``think/7``), or ``all``. The page of one table has no sections on the
-    statements and other numbers of the paper.
+    subject: the audited paper, a table of a paper (``think/7``), or ``all``. The page of one table has no sections on
+    the statements and other numbers of the paper.
     """
-    name = what.partition("/")[0]
+    paper_name, _, _ = subject.partition("/")
     parts = [HEAD, LEGEND + "\n"]
-    parts.extend(_summary_section(findings, book))
+    parts.extend(_write_summary(findings, book))
     # statements, and full rows of several papers (joined by +), have sections of their own
-    cell_findings = [f for f in findings if f.check not in ("statement", "accounting") and "+" not in f.paper]
+    cell_findings = []
+    for finding in findings:
+        if finding.check not in ("statement", "accounting") and "+" not in finding.paper:
+            cell_findings.append(finding)
     for paper, paper_findings in _group_by_paper(cell_findings):
-        parts.append(f"## {_title_of_paper(paper)}\n")
+        parts.append(f"## {_name_paper(paper)}\n")
         for check, check_findings in _group_by_check(paper_findings):
-            rows = []
-            for f in check_findings:
-                rows.append((MARKS[f.weight], _places(f), f.row, f.cell, f.printed, f.recomputed, f.why))
+            rows = [_list_texts(finding) for finding in check_findings]
             parts.append(f"### {HEADS[check]}\n\n{table(COLUMNS, rows)}")
     # the page of one table has no sections about its paper
-    if "/" not in what:
-        parts.extend(_ledger_section(book, name))
-        parts.extend(_granularity_section(book, name))
-        if name == "all":
-            parts.extend(_full_rows_section(book))
-        parts.extend(_exact_section(book, name))
-        parts.extend(_flags_section(book, name))
+    if "/" not in subject:
+        parts.extend(_write_ledger(book, paper_name))
+        parts.extend(_write_grids(book, paper_name))
+        if paper_name == "all":
+            parts.extend(_write_full_rows(book))
+        parts.extend(_write_grades(book, paper_name))
+        parts.extend(_write_flags(book, paper_name))
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _list_texts(finding: Finding) -> tuple[str, ...]:
+    """Return the texts of a finding under COLUMNS."""
+    mark, places = MARKS[finding.weight], _name_places(finding)
+    return mark, places, finding.row, finding.cell, finding.printed, finding.recomputed, finding.why
 
 
 def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | None = None) -> object:
@@ -141,7 +148,7 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
     exact: recomputed cells, to be returned alone; None to return the findings.
     """
     if exact is not None:
-        return [_exact_record(cell) for cell in exact]
+        return [_record_exact(cell) for cell in exact]
     papers = {finding.paper for finding in findings}
     ledger = []
     for judgement in judge_statements(book):
@@ -161,7 +168,7 @@ def as_json(findings: Sequence[Finding], book: Book, exact: Sequence[Exact] | No
     return {"findings": [finding.as_json() for finding in findings], "statements": ledger}
 
 
-def _exact_record(exact: Exact) -> dict[str, str | bool]:
+def _record_exact(exact: Exact) -> dict[str, str | bool]:
     """Return a recomputed cell as plain data."""
     return {
         "paper": exact.cell.paper,
@@ -189,18 +196,14 @@ def _group_by_table(exact: Sequence[Exact]) -> Iterator[tuple[str, list[tuple[st
 
     exact: the cells. Those of one table stand together.
     """
-
-    def table_of(e: Exact) -> tuple[str, str]:
-        return e.cell.paper, e.cell.table
-
-    for (paper, table_id), cells in groupby(exact, key=table_of):
+    for (paper, table_id), values in groupby(exact, key=lambda value: (value.cell.paper, value.cell.table)):
         rows: list[tuple[str, ...]] = []
-        for e in cells:
-            rows.append((e.row, e.column, e.published, e.shown, e.mark, e.formula))
+        for value in values:
+            rows.append((value.row, value.column, value.published, value.shown, value.mark, value.formula))
         yield f"{paper}, {name_table(table_id)}", rows
 
 
-def _places(finding: Finding) -> str:
+def _name_places(finding: Finding) -> str:
     """Return the tables of a finding in words; '' if it concerns no table."""
     if not finding.table:
         return ""
@@ -222,7 +225,7 @@ def _group_by_check(findings: Sequence[Finding]) -> Iterator[tuple[str, list[Fin
             yield check, check_findings
 
 
-def _title_of_paper(paper: str) -> str:
+def _name_paper(paper: str) -> str:
     """Return a paper's title and source, or the names of several papers."""
     if "+" in paper:
         return ", ".join(paper.split("+"))
@@ -230,34 +233,31 @@ def _title_of_paper(paper: str) -> str:
     return f"{entry.title} ({entry.source})"
 
 
-def _summary_section(findings: Sequence[Finding], book: Book) -> Iterator[str]:
+def _write_summary(findings: Sequence[Finding], book: Book) -> Iterator[str]:
     """Yield the summary: a table of cells, findings and verdicts by paper, and a sentence on repeated measurements."""
-    exact, judgements = recomputed_cells(book), judge_statements(book)
+    all_recomputed, judgements = recomputed_cells(book), judge_statements(book)
     rows = []
     # a paper without findings has no row
     for paper in dict.fromkeys(finding.paper for finding in findings if "+" not in finding.paper):
+        n_cells = sum(cell.paper == paper for cell in book.cells)
+        recomputed = [value for value in all_recomputed if value.cell.paper == paper]
+        n_off = sum(not value.ok for value in recomputed)
         weights = Counter(finding.weight for finding in findings if finding.paper == paper)
-        recomputed = [e for e in exact if e.cell.paper == paper]
         # the verdict NOTE judges no statement, so it has no count in the table
-        verdicts = Counter(j.verdict for j in judgements if j.statement.paper == paper)
-        row = [
-            paper,
-            str(sum(cell.paper == paper for cell in book.cells)),
-            str(len(recomputed)),
-            str(sum(not e.ok for e in recomputed)),
-        ]
+        verdicts = Counter(judgement.verdict for judgement in judgements if judgement.statement.paper == paper)
+        row = [paper, str(n_cells), str(len(recomputed)), str(n_off)]
         row.extend(str(weights[weight]) for weight in WEIGHTS)
         row.append(f"{verdicts[HOLDS]} / {verdicts[PARTLY]} / {verdicts[FAILS]}")
         rows.append(row)
     heads = ("paper", "cells", "recomputed", "off", "wrong", "doubt", "note", "statements hold / partly / not")
     yield table(heads, rows)
     # a measurement that is printed three times counts once
-    places = repeated_places(book)
+    places = find_repeated_places(book)
     differ = len({finding.id for finding in findings if finding.check == "repeat"})
     yield f"{len(places)} measurements are printed in more than one place; {differ} of them with different values.\n"
 
 
-def _ledger_section(book: Book, name: str) -> Iterator[str]:
+def _write_ledger(book: Book, name: str) -> Iterator[str]:
     """Yield the section of statements with their verdicts. ``name``: a paper, or ``all``."""
     yield "## Statements of the papers against their own numbers\n"
     yield (
@@ -272,7 +272,7 @@ def _ledger_section(book: Book, name: str) -> Iterator[str]:
     yield table(("paper", "place", "statement, in our words", "verdict", "recomputed"), rows)
 
 
-def _granularity_section(book: Book, name: str) -> Iterator[str]:
+def _write_grids(book: Book, name: str) -> Iterator[str]:
     """Yield the section on accuracies that must be k of n, with a row for each grid.
 
     name: a paper, or ``all``.
@@ -288,12 +288,12 @@ def _granularity_section(book: Book, name: str) -> Iterator[str]:
         yield table(("paper", "dataset", "n", "where n is from", "scores", "attainable", "by chance"), rows)
 
 
-def _full_rows_section(book: Book) -> Iterator[str]:
+def _write_full_rows(book: Book) -> Iterator[str]:
     """Yield the section on the full cache of one model in several papers, with a table for each model."""
     yield "## The full cache of one model in several papers\n"
     yield "Scores compare inside a paper only.\n"
     datasets_by_model: dict[str, dict[str, dict[str, Published]]] = {}
-    for (model, dataset), cell_by_paper in baselines(book).items():
+    for (model, dataset), cell_by_paper in collect_baselines(book).items():
         datasets_by_model.setdefault(model, {})[dataset] = cell_by_paper
     for model, datasets in datasets_by_model.items():
         # a column for each paper that prints the model; the keys are the papers in the order of appearance
@@ -308,36 +308,33 @@ def _full_rows_section(book: Book) -> Iterator[str]:
             row = [dataset]
             for paper in papers:
                 row.append(cell_by_paper[paper].printed if paper in cell_by_paper else "")
-            row.append(format_fixed(largest_gap(cell_by_paper), 2))
+            row.append(format_fixed(find_largest_gap(cell_by_paper), 2))
             rows.append(row)
         yield f"### {model}\n\n{table(heads, rows)}"
 
 
-def _exact_section(book: Book, name: str) -> Iterator[str]:
+def _write_grades(book: Book, name: str) -> Iterator[str]:
     """Yield the section with the numbers of recomputed cells by table and grade. ``name``: a paper, or ``all``."""
     yield "## Values that need no model\n"
     yield "They follow from other printed values, budgets, shapes and datasets. `audit PAPER --exact` lists them.\n"
-    grades: dict[tuple[str, str], Counter[str]] = {}
-    for e in recomputed_cells(book):
-        if name in ("all", e.cell.paper):
-            grades.setdefault((e.cell.paper, e.cell.table), Counter())[e.grade] += 1
-
-    def numbers_first(paper_table: tuple[str, str]) -> tuple[str, bool, str]:
-        paper, table_id = paper_table
-        # numbers are ordered as texts of three characters: 010 comes behind 009
-        return paper, not table_id.isdigit(), table_id.zfill(3)
-
+    # how many cells have each grade, by paper and then by table
+    grades: dict[str, dict[str, Counter[str]]] = {}
+    for value in recomputed_cells(book):
+        if name in ("all", value.cell.paper):
+            grades.setdefault(value.cell.paper, {}).setdefault(value.cell.table, Counter())[value.grade] += 1
     rows = []
-    for paper, table_id in sorted(grades, key=numbers_first):
-        # equal + rounding + off are all recomputed cells
-        counts = grades[paper, table_id]
-        row = [paper, name_table(table_id), str(counts.total())]
-        row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
-        rows.append(row)
+    for paper in sorted(grades):
+        # numbered tables come first, ordered as texts of three characters: 010 comes behind 009
+        for table_id in sorted(grades[paper], key=lambda table_id: (not table_id.isdigit(), table_id.zfill(3))):
+            # equal + rounding + off are all recomputed cells
+            counts = grades[paper][table_id]
+            row = [paper, name_table(table_id), str(counts.total())]
+            row.extend(str(counts[grade]) for grade in ("equal", "rounding", "off"))
+            rows.append(row)
     yield table(("paper", "table", "recomputed", "equal", "within rounding", "off"), rows)
 
 
-def _flags_section(book: Book, name: str) -> Iterator[str]:
+def _write_flags(book: Book, name: str) -> Iterator[str]:
     """Yield the section of repaired, suspect and missing cells, with one line for each printed row and reason.
 
     There is no section without such cells. ``name``: a paper, or ``all``.

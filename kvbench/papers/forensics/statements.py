@@ -30,7 +30,7 @@ class Judged:
     verdict: str
     shown: str
 
-    def finding(self) -> Finding | None:
+    def make_finding(self) -> Finding | None:
         """Return the statement as a finding; None if it holds."""
         if self.verdict == HOLDS:
             return None
@@ -65,9 +65,9 @@ def judge_statements(book: Book) -> list[Judged]:
     return judgements
 
 
-def statements(book: Book) -> Iterator[Finding]:
+def find_doubtful_statements(book: Book) -> Iterator[Finding]:
     """Yield a finding for each statement that does not wholly hold, and for each fact that readers must know."""
     for judgement in judge_statements(book):
-        finding = judgement.finding()
+        finding = judgement.make_finding()
         if finding is not None:
             yield finding

@@ -10,49 +10,48 @@ from typing import Any
 from kvbench.papers.forensics.paper_audit import NOTE, Outcome, PaperAudit, decide
 from kvbench.papers.forensics.queries import (
     PaperCells,
-    by_field,
     count_rising,
     describe_lines,
     describe_values,
-    difference,
-    ratio,
+    divide_cells,
+    group_by_field,
+    subtract_cells,
 )
 
 VATP = PaperAudit("vatp")
 
 
 @VATP.states("section 4.2", table="1", text="VATP wins 12 and 13 of 16 tasks with LLaMA-2, 12 and 14 with Vicuna")
-def wins(paper: PaperCells) -> Outcome:
+def judge_wins(paper: PaperCells) -> Outcome:
     """Count the tasks on which VATP is above and level with its base method, by model and base method."""
     vatp = paper.series(["model", "base", "dataset"], table=1, of="scores", method="*+vatp")
     base = paper.series(["model", "base", "dataset"], table=1, of="scores", method=["h2o", "scissorhands"])
-    gaps = difference(vatp, base)
-    won = by_field(gaps > 0, "model", "base").sum()
-    level = by_field(gaps == 0, "model", "base").sum()
-    return decide(
-        list(won) == [12, 13, 12, 14], describe_values("{model} {base} {value} (+{level} level)", won, level=level)
-    )
+    gaps = subtract_cells(vatp, base)
+    wins = group_by_field(gaps > 0, "model", "base").sum()
+    draws = group_by_field(gaps == 0, "model", "base").sum()
+    shown = describe_values("{model} {base} {value} (+{level} level)", wins, level=draws)
+    return decide(list(wins) == [12, 13, 12, 14], shown)
 
 
 @VATP.states("appendix B", table="2", text="The l1 norm is the best")
-def best_norm(paper: PaperCells) -> Outcome:
+def judge_best_norm(paper: PaperCells) -> Outcome:
     """Find the norm with the best average in table 2."""
     averages = paper.series("norm", table=2, of="avg")
     return decide(averages.idxmax() == "l1", describe_values("{norm} {value:.2f}", averages))
 
 
 @VATP.states("section 4.2", table="3", text="It costs next to no throughput and no memory")
-def costs(paper: PaperCells) -> Outcome:
+def judge_costs(paper: PaperCells) -> Outcome:
     """Compare Scissorhands with and without VATP: less than 1 % of the throughput may be lost, and no memory."""
     speed = paper.series("method", table=3, of="throughput")
     memory = paper.series("method", table=3, of="peak_memory")
-    slower = 100 * (1 - speed["scissorhands+vatp"] / speed["scissorhands"])
-    more = memory["scissorhands+vatp"] - memory["scissorhands"]
-    return decide(slower < 1 and more <= 0, f"{slower:.2f} % slower, {more:+.0f} MiB")
+    slower_percent = 100 * (1 - speed["scissorhands+vatp"] / speed["scissorhands"])
+    more_mib = memory["scissorhands+vatp"] - memory["scissorhands"]
+    return decide(slower_percent < 1 and more_mib <= 0, f"{slower_percent:.2f} % slower, {more_mib:+.0f} MiB")
 
 
 @VATP.states("section 4.2", table="1", text="Norms are 1/256 of the cache")
-def bytes_of_norms(paper: PaperCells) -> Outcome:
+def judge_bytes_of_norms(paper: PaperCells) -> Outcome:
     """Compare the stated share with the bytes of one norm over those of one key and one value."""
     # a norm is one number of fp16 (2 bytes); key and value are 128 such numbers each
     share = 2 / (2 * 128 * 2)
@@ -60,16 +59,16 @@ def bytes_of_norms(paper: PaperCells) -> Outcome:
 
 
 @VATP.states("appendix C", table="4", text="Speed-ups at half and a quarter of the cache")
-def stated_speedups(paper: PaperCells) -> Outcome:
+def judge_stated_speedups(paper: PaperCells) -> Outcome:
     """Compare the stated speed-ups with the ratios of throughputs."""
     stated = paper.series(["gpu", "budget"], table=4, metric="speedup_vs_full")
     # two printed decimals are right to 0.005; a bit more allows for binary fractions
-    largest = difference(speedups(paper), stated).abs().max()
+    largest = subtract_cells(recompute_speedups(paper), stated).abs().max()
     return decide(largest < 0.0051, f"largest gap {largest:.3f}")
 
 
 @VATP.states("appendix C", table="4", text="Throughput rises as the cache shrinks")
-def throughput_by_budget(paper: PaperCells) -> Outcome:
+def judge_throughput_by_budget(paper: PaperCells) -> Outcome:
     """Ask whether, on every GPU, no smaller budget has less throughput than the larger one before it in table 4."""
     throughput = paper.series(["gpu", "budget"], table=4, metric="throughput")
     gpus = paper.labels("gpu", table=4)
@@ -77,14 +76,15 @@ def throughput_by_budget(paper: PaperCells) -> Outcome:
 
 
 @VATP.states("table 1", table="1", text="Averages of table 1")
-def averages_of_table1(paper: PaperCells) -> Outcome:
+def judge_averages_of_table1(paper: PaperCells) -> Outcome:
     """Compute the averages that table 1 does not print, by method and model."""
     scores = paper.series(["method", "model", "dataset"], table=1, of="scores")
-    means = describe_lines(by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
+    means = describe_lines(group_by_field(scores, "method", "model").mean(), "{:.2f}", sep=" / ")
     return NOTE, f"no averages are printed; of 16 tasks (llama-2-7b-chat / vicuna-7b-v1.5-16k): {means}"
 
 
 @VATP.recomputes("throughput / that of the full cache", table=4, metric="speedup_vs_full")
-def speedups(paper: PaperCells) -> Any:
+def recompute_speedups(paper: PaperCells) -> Any:
+    """Return each throughput of table 4 over the full cache's on the same GPU."""
     throughput = paper.series(["gpu", "budget"], table=4, metric="throughput")
-    return ratio(throughput, paper.series("gpu", table=4, metric="throughput", method="full"))
+    return divide_cells(throughput, paper.series("gpu", table=4, metric="throughput", method="full"))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
-from kvbench.papers.forensics.exact import exact
+from kvbench.papers.forensics.exact import list_exact_cells
 from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
@@ -151,7 +151,7 @@ def build_view(ours: OurTable) -> View:
     table = ours.declared
     # values that follow from others on the page need no model, and show whether the printed value is right
     recomputed: dict[Published, str] = {}
-    for value in exact(table.paper, table.table):
+    for value in list_exact_cells(table.paper, table.table):
         recomputed[value.cell] = "✓" if value.ok else f"recomputed {value.shown}"
     if ours.timings is not None:
         timed_rows = []
