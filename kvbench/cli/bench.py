@@ -27,12 +27,19 @@ def main(args: argparse.Namespace) -> int:
         return bench_memory.main(args)
     if args.formula:
         raise UsageError("--formula belongs to bench memory: leave it out")
+    return _print_times(args)
+
+
+def _print_times(args: argparse.Namespace) -> int:
+    """Measure and print times, throughput and peaks. Return exit status 1 if a row failed."""
     from kvbench.bench import request, time_table
     from kvbench.store.labels import explain_budgets
 
     rows, path = request.measure_rows(args.overrides, args.plan, beside=not args.json)
+    # with --plan, measure_rows has printed the plan and measured nothing
     if args.plan:
         return 0
+    # the key over=
     over = request.OWN["over"].value(parse_pairs(args.overrides))
     if args.json:
         print(json.dumps(time_table.as_json(rows, over), indent=1, ensure_ascii=False))

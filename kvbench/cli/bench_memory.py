@@ -15,6 +15,7 @@ from kvbench.plan.keys import Key, parse_pairs, whole_number
 from kvbench.plan.words import split_list
 
 if TYPE_CHECKING:
+    from kvbench.kv.model_shape import Shape
     from kvbench.plan.config import RunConfig
 
 
@@ -38,18 +39,18 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.bench import memory_table, request
     from kvbench.plan import config
 
-    # n= is this verb's own key: a run has no prompt sizes
+    # n= is this verb's own key: a run has no prompt sizes, and its words are those that remain
     run_words = [request.with_full_dtype(word) for word in args.overrides if not word.startswith("n=")]
     if "method" not in options:
         run_words.append(f"method={','.join(memory_table.default_methods())}")
+    # the keys that an error may propose in place of a mistyped one
     known_keys = ["model", "method", "n", "paper", "preset", "dtype"]
     known_keys += KEYS
     request.refuse_keys("memory", options, KEYS, known_keys)
     results = []
     for run in words.read(run_words):
         cfg = config.parse(run)
-        result = _measure_model(cfg, sizes, build=not args.formula, quiet=args.json, named="method" in options)
-        results.append(result)
+        results.append(_measure_model(cfg, sizes, build=not args.formula, quiet=args.json, named="method" in options))
     if args.json:
         # one model's result stands alone, without a list around it
         content = results[0] if len(results) == 1 else results
@@ -91,19 +92,9 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
     from kvbench.store.labels import explain_budgets
 
     shape = architecture.shape_of(cfg.model)
-    dtype_name = cfg.model.dtype
-    if dtype_name == "auto":
-        # the papers' models are served in half precision, whatever this machine would run them in
-        dtype_name = "float32" if cfg.model.path == "embedded:tiny" else "float16"
+    dtype_name = _choose_dtype(cfg)
     dtype = getattr(torch, dtype_name)
-    left_out: list[str] = []
-    for entry in cfg.chains:
-        try:
-            entry.chain.check_shape(shape)
-        except UsageError:
-            if named:
-                raise
-            left_out.append(entry.chain.name)
+    left_out = _list_meaningless(cfg, shape, refuse=named)
     cfg = replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.chain.name not in left_out))
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
@@ -130,3 +121,27 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
                 notes.append(f"Left out, as this model's cache gives them no meaning: {', '.join(left_out)}.")
             print(memory_table.render(accounts, notes))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": dtype_name, "rows": rows, "matched": matches}
+
+
+def _choose_dtype(cfg: RunConfig) -> str:
+    """Return the name of PyTorch's number type in which bytes are counted."""
+    if cfg.model.dtype != "auto":
+        return cfg.model.dtype
+    # the papers' models are served in half precision, whatever this machine would run them in
+    return "float32" if cfg.model.path == "embedded:tiny" else "float16"
+
+
+def _list_meaningless(cfg: RunConfig, shape: Shape, refuse: bool) -> list[str]:
+    """Return the names of a run's methods that have no meaning on a cache of this shape.
+
+    refuse: True to raise UsageError for the first such method instead.
+    """
+    names: list[str] = []
+    for entry in cfg.chains:
+        try:
+            entry.chain.check_shape(shape)
+        except UsageError:
+            if refuse:
+                raise
+            names.append(entry.chain.name)
+    return names

@@ -18,19 +18,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Compute missing calibrations and print all, those that were stored before included. Return exit status 0."""
-    if not any(o.startswith("method=") for o in args.overrides):
+    if not any(word.startswith("method=") for word in args.overrides):
         raise UsageError("calibrate needs a method, as in: kvbench calibrate method=uncomp-group")
-    overrides = []
+    run_words = []
     for word in args.overrides:
         # text= is a run's key calibration_text=
         if word.startswith("text="):
             word = f"calibration_{word}"
-        overrides.append(word)
+        run_words.append(word)
     from kvbench.plan import config
     from kvbench.run import experiment
 
     # all runs are parsed before the first calibration, which may take minutes, is computed
-    cfgs = [config.parse(run) for run in words.read(overrides)]
+    cfgs = [config.parse(run) for run in words.read(run_words)]
     records = []
     for cfg in cfgs:
         records += experiment.calibrate(cfg, quiet=args.json)

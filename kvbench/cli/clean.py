@@ -13,6 +13,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
 
 if TYPE_CHECKING:
+    from kvbench.store.store import ResultStore
     from kvbench.store.store_clean import Removal
 
 WORDS = {
@@ -29,9 +30,9 @@ KEYS = ("results", "cells", "status", "model", "method", "dataset")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    chosen = ", ".join(f"{k}=" for k in KEYS[1:])
+    filters = ", ".join(f"{key}=" for key in KEYS if key != "results")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and filters of results: {chosen}"
+        "overrides", nargs="*", metavar="key=value", help=f"results=FOLDER, and filters of results: {filters}"
     )
     parser.add_argument("--yes", action="store_true", help="delete (without --yes, clean only lists)")
 
@@ -49,21 +50,17 @@ def main(args: argparse.Namespace) -> int:
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
-    # cells that the user names by id or status go as a whole; other cells lose only lines that do not count
-    all_samples = "cells" in filters or "status" in filters
     cells = [cell.id for cell in list_cells(store, filters)]
-    busy: dict[str, tuple[int, ...]] = {}
-    for cell in cells:
-        shards = store.measuring(cell)
-        if shards:
-            busy[cell] = shards
+    busy = _find_busy(store, cells)
     # a cell that is named must go, or the user must know why not; others are left alone
     if busy and "cells" in filters:
         cell, shards = next(iter(busy.items()))
         raise KvbenchError(
             f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
         )
-    removals = list_removals(store, cells, whole=all_samples)
+    # cells that the user names by id or status go as a whole; other cells lose only lines that do not count
+    go_whole = "cells" in filters or "status" in filters
+    removals = list_removals(store, cells, whole=go_whole)
     # half-removed folders belong to no cell, so that no filter chooses them
     if not filters:
         removals += list_leftovers(store)
@@ -78,6 +75,16 @@ def main(args: argparse.Namespace) -> int:
     else:
         _print_text(removals, busy, folder=store.root / "cells", removed=args.yes)
     return 0
+
+
+def _find_busy(store: ResultStore, cells: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Return the shards that are being measured now, by the id of their cell. Cells without any are left out."""
+    busy: dict[str, tuple[int, ...]] = {}
+    for cell in cells:
+        shards = store.measuring(cell)
+        if shards:
+            busy[cell] = shards
+    return busy
 
 
 def _print_json(removals: Sequence[Removal], busy: Collection[str], removed: bool) -> None:

@@ -122,9 +122,10 @@ def _print_prompts(ids: list[str], options: dict[str, str], as_json: bool) -> in
     # reading: nothing is written, so that the results folder need not be there
     plans = [run_plan.prepare(config.parse(request), reading=True) for request in requests]
     records = []
-    for prepared in plans:
-        for group in prepared.groups:
-            records += [_prompt_record(prepared, group.task, example) for example in group.examples]
+    for plan in plans:
+        for group in plan.groups:
+            for example in group.examples:
+                records.append(_make_prompt_record(plan, group.task, example))
     if as_json:
         print(json.dumps({"examples": records}, indent=1, ensure_ascii=False))
         return 0
@@ -151,36 +152,37 @@ def _print_prompt(record: PromptRecord) -> None:
     print()
 
 
-def _prompt_record(prepared: RunPlan, task: Task, example: Example) -> PromptRecord:
+def _make_prompt_record(plan: RunPlan, task: Task, example: Example) -> PromptRecord:
     """Return an example as the model reads it, as text, whole and divided where the cache is compressed."""
     from kvbench.tasks.encoding import EncodedTurns, encode_prompt
 
-    ids: Sequence[int]
-    after: Sequence[int]
+    # the tokens that are compressed, and those that are read behind the compressed ones
+    context_ids: Sequence[int]
+    after_ids: Sequence[int]
     questions: Sequence[Sequence[int]] = ()
     text = example.scored
     if text is not None:
         # the tokens before ``prefix`` are compressed, and those from it on are scored
-        ids, after = text.ids[: text.prefix], text.ids[text.prefix :]
+        context_ids, after_ids = text.ids[: text.prefix], text.ids[text.prefix :]
         cut = 0
         max_new_tokens = 0
     else:
-        encoded = encode_prompt(prepared.tokenizer, example, task, policy=prepared.cfg.prompt, context=prepared.context)
-        ids, after = encoded.ids, encoded.question
+        encoded = encode_prompt(plan.tokenizer, example, task, policy=plan.cfg.prompt, context=plan.context)
+        context_ids, after_ids = encoded.ids, encoded.question
         cut = encoded.cut
         max_new_tokens = example.max_new_tokens
         if isinstance(encoded, EncodedTurns):
             questions = encoded.questions
-    decode = prepared.tokenizer.decode
+    decode = plan.tokenizer.decode
     record: PromptRecord = {
         "task": task.id,
         "id": example.id,
-        "tokens": len(ids) + len(after),
+        "tokens": len(context_ids) + len(after_ids),
         "cut": cut,
         # all tokens at once: a word's pieces on both sides of the cut may decode otherwise together than apart
-        "prompt": decode(list(ids) + list(after)),
-        "context": decode(ids),
-        "after": decode(after),
+        "prompt": decode(list(context_ids) + list(after_ids)),
+        "context": decode(context_ids),
+        "after": decode(after_ids),
         "question": example.question,
         "answer_prefix": example.answer_prefix,
         "answers": list(example.answers),
@@ -206,10 +208,11 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
     # all ids are looked up before the first file is downloaded
     sources = [fetch.source_of(name) for name in ids]
     if folder is not None:
+        path = Path(folder).expanduser()
         try:
-            Path(folder).expanduser().mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"data.root={Path(folder).expanduser()} cannot be made: {error.strerror}") from None
+            raise UsageError(f"data.root={path} cannot be made: {error.strerror}") from None
     root = source.data_root(folder)
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
@@ -247,9 +250,11 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
     for name in ids:
         if name not in sources:
             raise unknown("dataset", name, sources, listed_by="kvbench list datasets")
+    # the records of fetched files
     lock: fetch.Lock = fetch.read_lock(root) if root else {}
     report = []
-    changed_files = []
+    # an error for each file that is no longer as it was fetched
+    changed_errors = []
     for name in ids or sources:
         file_source = sources[name]
         states: dict[str, str] = {}
@@ -258,8 +263,8 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
                 state = fetch.state_of_file(root, file, lock)
                 states[file.destination] = state
                 if root and state == "changed":
-                    changed_files.append(fetch.changed_error(root, file))
-        record = _dataset_record(name, file_source, states, lock)
+                    changed_errors.append(fetch.changed_error(root, file))
+        record = _make_dataset_record(name, file_source, states, lock)
         # one file of another layout can replace the missing files of some datasets
         instead = file_source.instead if file_source is not None else ""
         if root and instead and (root / instead).is_file() and "missing" in states.values():
@@ -270,12 +275,12 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
         print(json.dumps({"root": root_text, "datasets": report}, indent=1, ensure_ascii=False))
     else:
         _print_table(report, root, sources)
-    for changed_file in changed_files:
-        say(str(changed_file))
-    return int(bool(changed_files))
+    for error in changed_errors:
+        say(str(error))
+    return 1 if changed_errors else 0
 
 
-def _dataset_record(
+def _make_dataset_record(
     name: str, file_source: FileSource | None, states: dict[str, str], lock: Mapping[str, Mapping[str, object]]
 ) -> DatasetRecord:
     """Return a dataset's state, with the commits that its fetched files come from.
@@ -325,7 +330,7 @@ def _print_table(report: Sequence[DatasetRecord], root: Path | None, sources: Ma
     print(fill(LEGEND, WIDTH))
     groups: dict[str, list[DatasetRecord]] = {"ready": [], "partly": [], "missing": []}
     for record in report:
-        groups[_group(record, sources[record["dataset"]])].append(record)
+        groups[_choose_heading(record, sources[record["dataset"]])].append(record)
     for heading, records in groups.items():
         if records:
             print(f"\n{heading}:")
@@ -333,29 +338,34 @@ def _print_table(report: Sequence[DatasetRecord], root: Path | None, sources: Ma
             _print_record(record, sources[record["dataset"]])
 
 
-def _group(record: DatasetRecord, file_source: FileSource | None) -> str:
+def _choose_heading(record: DatasetRecord, file_source: FileSource | None) -> str:
     """Return the heading below which a dataset stands: whether its files are there."""
-    absent = sum(state == "missing" for state in record["files"].values())
-    is_whole = bool(record["files"]) and not absent
-    if file_source is None or is_whole or record["state"].endswith(REPLACED):
+    # kvbench itself generates a dataset without a source
+    if file_source is None or record["state"].endswith(REPLACED):
         return "ready"
-    if absent < len(record["files"]):
+    n_files = len(record["files"])
+    n_missing = sum(state == "missing" for state in record["files"].values())
+    if n_files and not n_missing:
+        return "ready"
+    if n_missing < n_files:
         return "partly"
     return "missing"
 
 
 def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None:
     """Print a line for a dataset, and below it where its files come from and which are missing."""
-    state = record["state"]
-    if not record["files"]:
-        # kvbench generates some datasets, and others are a file of the user's
+    if record["files"]:
+        state = record["state"]
+    elif file_source is None:
+        # kvbench generates the dataset
+        state = "nothing to download"
+    else:
+        # the dataset is a file of the user's
         state = "no download listed, put the file there yourself"
-        if file_source is None:
-            state = "nothing to download"
     print(f"  {record['dataset']:<17} {state}")
     if file_source is None:
         return
-    origin = ", ".join(dict.fromkeys(_site_of(file.url) for file in file_source.files if file.url))
+    origin = ", ".join(dict.fromkeys(_shorten_url(file.url) for file in file_source.files if file.url))
     if record["repo"]:
         origin = f"{record['repo']} at {record['revision']}"
         # the first digits of a commit tell it from others, as git abbreviates it
@@ -370,10 +380,12 @@ def _print_record(record: DatasetRecord, file_source: FileSource | None) -> None
         _print_detail(f"missing: {', '.join(missing)}")
 
 
-def _site_of(url: str) -> str:
+def _shorten_url(url: str) -> str:
     """Return the host of an address, with the first two parts of its path: on GitHub, the owner and the repository."""
     parts = urlsplit(url)
-    return "/".join([parts.netloc, *parts.path.split("/")[1:3]])
+    # a path begins with a slash, so its first part is empty
+    _, *path_parts = parts.path.split("/")
+    return "/".join([parts.netloc] + path_parts[:2])
 
 
 def _print_detail(text: str) -> None:

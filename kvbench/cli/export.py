@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from kvbench.base.visible import say
 from kvbench.plan.keys import check_choice
 
 if TYPE_CHECKING:
+    from kvbench.report.export_kvpress import Run
     from kvbench.store.store import ResultStore
 
 FORMATS = ("jsonl", "kvpress")
@@ -57,7 +59,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
     # the remaining options are filters
     lines = [line for line in open_results.list_lines(store, options) if line["score"] is not None]
     if not lines:
-        message = _nothing_chosen(store)
+        message = _explain_nothing_chosen(store)
         if path.exists():
             message += f"; {path} is left as it is"
         raise UsageError(message)
@@ -69,7 +71,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
     return 0
 
 
-def _nothing_chosen(store: ResultStore) -> str:
+def _explain_nothing_chosen(store: ResultStore) -> str:
     """Return the message for filters that choose no measured cell."""
     return f"{store.root} holds no measured answers that are chosen here (kvbench list runs)"
 
@@ -81,7 +83,6 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
     """
     from kvbench.report import export_kvpress
     from kvbench.report.listing import list_cells
-    from kvbench.report.table import range_text
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():
@@ -92,7 +93,7 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
         raise UsageError(f"name={name} is not possible: what the data set is called in the folders' names, without /")
     runs, notes = export_kvpress.find_runs(store, list_cells(store, options), name)
     if not runs:
-        raise UsageError("; ".join(notes) or _nothing_chosen(store))
+        raise UsageError("; ".join(notes) or _explain_nothing_chosen(store))
     # all names are checked before the first folder is written
     export_kvpress.check_names(runs, root)
     folders = [export_kvpress.write_run(run, root) for run in runs]
@@ -105,6 +106,15 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
         print(json.dumps({"folders": records}, indent=1, ensure_ascii=False))
     else:
         print("\n".join(map(str, folders)))
+    _warn_of_parts(runs)
+    return 0
+
+
+def _warn_of_parts(runs: Sequence[Run]) -> None:
+    """Say how many of the written runs hold only a part of their data set, or only some of RULER's tasks."""
+    from kvbench.report import export_kvpress
+    from kvbench.report.table import range_text
+
     partial_runs = [run for run in runs if run.fraction < 1]
     if partial_runs:
         say(f"{len(partial_runs)} folders hold a part of their data set, which kvpress's leaderboard leaves out")
@@ -113,4 +123,3 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
     if short_runs:
         counts = range_text([len(run.tasks) for run in short_runs])
         say(f"{len(short_runs)} folders hold {counts} of RULER's 13 tasks: their mean is no RULER score")
-    return 0

@@ -9,14 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import fill, shorten
+from typing import TYPE_CHECKING
 
 from kvbench.base.conf import conf_dir
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.visible import say
-from kvbench.cli.verbs import load_plugin, plugin_names
+from kvbench.cli.verbs import list_plugins, load_plugin
 from kvbench.plan import presets
 
-LISTINGS = tuple(plugin_names("list"))
+if TYPE_CHECKING:
+    from kvbench.report.listing import StoredCell
+    from kvbench.store.store import ResultStore
+
+LISTINGS = tuple(list_plugins("list"))
 """The kinds of items that other packages list, as verbs.yaml states."""
 KINDS = ("methods", "datasets", "models", "metrics", "presets") + LISTINGS + ("runs", "kvpress")
 ASKED = ("tables", "runs", "kvpress")
@@ -70,7 +75,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the lists asked for, or an overview of all. Return exit status 0."""
-    from kvbench.cli.runs import runs_table
     from kvbench.report.listing import FILTERS, list_cells, read_filters
     from kvbench.store.store import ResultStore
 
@@ -109,20 +113,31 @@ def main(args: argparse.Namespace) -> int:
         return 0
     # a kind that is named twice is listed once
     for kind in dict.fromkeys(kinds):
-        if kind == "methods":
+        if kind == "runs":
+            _print_runs(cells, store, filters)
+        elif kind == "methods":
             _print_methods(items_by_kind[kind])
         elif kind in ("datasets", "models"):
             _print_states(kind, items_by_kind[kind])
-        elif kind != "runs":
-            _print_items(kind, items_by_kind[kind])
-        elif cells:
-            print(runs_table(cells, store), end="")
-        elif filters:
-            chosen = " ".join(f"{key}={value}" for key, value in filters.items())
-            print(f"no runs in {folder} with {chosen}")
         else:
-            print(f"no runs in {folder} yet")
+            _print_items(kind, items_by_kind[kind])
     return 0
+
+
+def _print_runs(cells: Sequence[StoredCell], store: ResultStore, filters: Mapping[str, str]) -> None:
+    """Print the table of a store's cells, or that there are none.
+
+    filters: the filters by which the cells were chosen, by key.
+    """
+    from kvbench.cli.runs import format_runs
+
+    if cells:
+        print(format_runs(cells, store), end="")
+    elif filters:
+        chosen = " ".join(f"{key}={value}" for key, value in filters.items())
+        print(f"no runs in {store.root} with {chosen}")
+    else:
+        print(f"no runs in {store.root} yet")
 
 
 def _print_overview(results: Path) -> None:
@@ -139,12 +154,11 @@ def _print_overview(results: Path) -> None:
         note = NOTES.get(kind, "")
         if kind in ("datasets", "models"):
             ready = [item.id for item in items if item.state == READY]
-            names = ""
+            note = f"for {kind.removesuffix('s')}=, {len(ready)} ready on this machine"
             if kind == "models":
-                names = f": {', '.join(ready[:MOST_NAMED])}"
+                note += f": {', '.join(ready[:MOST_NAMED])}"
                 if len(ready) > MOST_NAMED:
-                    names += ", ..."
-            note = f"for {kind.removesuffix('s')}=, {len(ready)} ready on this machine{names}"
+                    note += ", ..."
         rows.append((kind, len(items), note))
     known_presets = presets.available()
     rows.append(("presets", len(known_presets), f"settings of papers, for preset=: {', '.join(known_presets)}"))
@@ -166,7 +180,7 @@ def _print_methods(items: Sequence[ListItem]) -> None:
             heading += f" ({BUDGETS[kind]})"
         print(f"\n{heading}:")
         for method in methods:
-            print(_one_line(f"  {method:<18}", about_by_id[method]))
+            print(_fit_line(f"  {method:<18}", about_by_id[method]))
 
 
 def _print_states(kind: str, items: Sequence[ListItem]) -> None:
@@ -175,7 +189,7 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
     items = [item for item in items if item.id != "hf"]
     ready = [item for item in items if item.state == READY]
     verb = "data" if kind == "datasets" else "model"
-    width = max(len(item.id) for item in items) + 1
+    id_width = max(len(item.id) for item in items) + 1
     print(f"{len(items)} {kind}, {len(ready)} ready on this machine. `kvbench {verb} fetch NAME` downloads one.")
     for state in (READY, PARTLY, MISSING):
         members = [item for item in items if item.state == state]
@@ -183,22 +197,24 @@ def _print_states(kind: str, items: Sequence[ListItem]) -> None:
             continue
         print(f"\n{state or 'not on this machine'}:")
         for item in members:
-            print(_one_line(f"  {item.id:<{width}}", item.about))
+            print(_fit_line(f"  {item.id:<{id_width}}", item.about))
     if kind == "models":
         print("\nAny other model: model=FOLDER, or model=HUB_ID download=true.")
 
 
-def _one_line(start: str, text: str) -> str:
+def _fit_line(start: str, text: str) -> str:
     """Return ``start`` and a text as one line of at most WIDTH characters.
 
     Of a long text, the line has the first sentences, or else the first words.
     """
+    # a space stands between start and text
     room = WIDTH - len(start) - 1
     # descriptions come from docstrings, which put names of code between double backticks
     text = text.replace("``", "").rstrip(".")
     if len(text) > room:
+        # the last end of a sentence within the room; -1 without any
         end = max(text.rfind(mark, 0, room) for mark in (". ", "; "))
-        # end is -1 without an end of a sentence; a sentence shorter than a third of the line would say too little
+        # a sentence shorter than a third of the line would say too little
         if end > room // 3:
             text = text[:end]
     return f"{start} {shorten(text, room, placeholder=' ...')}"
@@ -209,21 +225,22 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
     from kvbench.store.labels import explain_budgets
 
     print(f"{kind}:")
-    preset_keys = []
+    # as labels of cells, which explain_budgets reads
+    preset_labels = []
     for item in items:
-        preset_keys += [f"preset {setting.key}=" for setting in item.settings]
-    for note in explain_budgets(preset_keys):
+        preset_labels += [f"preset {setting.key}=" for setting in item.settings]
+    for note in explain_budgets(preset_labels):
         print(fill(note, 100, initial_indent="  ", subsequent_indent="  "))
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]
         if item.knobs:
-            knobs = " ".join(f"{name}={_as_typed(value)}" for name, value in item.knobs.items())
+            knobs = " ".join(f"{name}={_format_as_typed(value)}" for name, value in item.knobs.items())
             lines.append(f"{'':18} {knobs}")
         for line in lines:
             print(fill(line, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
         for setting in item.settings:
-            line = f"{setting.key.removeprefix('method.')}={_as_typed(setting.value)}"
-            line = f"{line:<30} {setting.source}"
+            typed = f"{setting.key.removeprefix('method.')}={_format_as_typed(setting.value)}"
+            line = f"{typed:<30} {setting.source}"
             if setting.model:
                 line += f" ({setting.model} only)"
             print(fill(line, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
@@ -234,23 +251,23 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
 def _list_items(kind: str, results: Path) -> list[ListItem]:
     """Return the entries of one kind; ``results`` is the folder of results, which tables are measured in."""
     if kind == "methods":
-        return _method_items()
+        return _list_methods()
     if kind == "metrics":
-        return _metric_items()
+        return _list_metrics()
     if kind == "presets":
-        return _preset_items()
+        return _list_presets()
     if kind == "kvpress":
-        return _press_items()
+        return _list_presses()
     if kind in LISTINGS:
         records = load_plugin("list", kind)(results)
         return [ListItem(record["id"], record["about"], record) for record in records]
     # the other two kinds, datasets and models, are groups of conf/, which have names in the singular
-    items = _entry_items(kind.removesuffix("s"))
-    states = _dataset_states() if kind == "datasets" else _model_states()
+    items = _list_entries(kind.removesuffix("s"))
+    states = _find_dataset_states() if kind == "datasets" else _find_model_states()
     return [replace(item, state=states.get(item.id, MISSING)) for item in items]
 
 
-def _dataset_states() -> dict[str, str]:
+def _find_dataset_states() -> dict[str, str]:
     """Return READY or PARTLY for each dataset whose files, or some of them, are below the environment's data folder."""
     from kvbench.tasks import fetch, source
 
@@ -269,26 +286,28 @@ def _dataset_states() -> dict[str, str]:
         if not file_source.files:
             # there is no download, and whether the user's own file is there is not known here
             continue
-        absent = [file for file in file_source.files if fetch.state_of_file(root, file, lock) == "missing"]
-        if not absent or (root and file_source.instead and (root / file_source.instead).is_file()):
+        missing = [file for file in file_source.files if fetch.state_of_file(root, file, lock) == "missing"]
+        # one file of another layout can replace the missing files of some datasets
+        is_replaced = root and file_source.instead and (root / file_source.instead).is_file()
+        if not missing or is_replaced:
             states[name] = READY
-        elif len(absent) < len(file_source.files):
+        elif len(missing) < len(file_source.files):
             states[name] = PARTLY
     return states
 
 
-def _model_states() -> dict[str, str]:
+def _find_model_states() -> dict[str, str]:
     """Return the state READY of each model that is on this machine. conf/model/hf.yaml is no model and is left out."""
-    from kvbench.cli.model import known_models, model_state
+    from kvbench.cli.model import find_model_state, read_models
 
     states = {}
-    for name, entry in known_models().items():
-        if model_state(name, entry, full=False)["state"] in ("embedded", "here"):
+    for name, entry in read_models().items():
+        if find_model_state(name, entry, full=False)["state"] in ("embedded", "here"):
             states[name] = READY
     return states
 
 
-def _metric_items() -> list[ListItem]:
+def _list_metrics() -> list[ListItem]:
     """Return an item for each metric."""
     # imports wait until a list needs them, so that the other lists are printed at once
     from kvbench.tasks.metrics import METRICS
@@ -296,7 +315,7 @@ def _metric_items() -> list[ListItem]:
     return [_make_item(metric.name, metric.description) for metric in METRICS.values()]
 
 
-def _preset_items() -> list[ListItem]:
+def _list_presets() -> list[ListItem]:
     """Return an item for each preset, with its settings."""
     items = []
     for name in presets.available():
@@ -306,7 +325,7 @@ def _preset_items() -> list[ListItem]:
     return items
 
 
-def _press_items() -> list[ListItem]:
+def _list_presses() -> list[ListItem]:
     """Return an item for each press of kvpress, with its knobs."""
     from kvbench.methods.core.kvpress_package import press_records
 
@@ -320,7 +339,7 @@ def _make_item(name: str, about: str, knobs: Mapping[str, object] | None = None)
     return ListItem(name, about, {"id": name, "about": about, "knobs": knobs}, knobs)
 
 
-def _entry_items(group: str) -> list[ListItem]:
+def _list_entries(group: str) -> list[ListItem]:
     """Return the entries of a group of conf/, each with its file's first comment and its knobs."""
     from kvbench.base.conf import read_entry
 
@@ -339,14 +358,16 @@ def _entry_items(group: str) -> list[ListItem]:
     return items
 
 
-def _method_items() -> list[ListItem]:
+def _list_methods() -> list[ListItem]:
     """Return the methods with a YAML file, and behind them those that are a Python file alone."""
     from kvbench.methods.core import registry
 
     for sentence in registry.broken_files().values():
         say(sentence)
-    items = _entry_items("method")
-    for method in sorted(set(registry.available()) - {item.id for item in items}):
+    items = _list_entries("method")
+    ids_with_yaml = {item.id for item in items}
+    for method in sorted(set(registry.available()) - ids_with_yaml):
+        # one malformed file of a user must not hide the others
         try:
             about, knobs = registry.described(method)
             items.append(_make_item(method, about, knobs))
@@ -355,10 +376,11 @@ def _method_items() -> list[ListItem]:
     return items
 
 
-def _as_typed(value: object) -> str:
+def _format_as_typed(value: object) -> str:
     """Return a value as users type it: mappings without quotes, texts as they are."""
     if isinstance(value, dict) and value:
-        return "{" + ", ".join(f"{key}: {_as_typed(inner)}" for key, inner in value.items()) + "}"
+        pairs = ", ".join(f"{key}: {_format_as_typed(inner)}" for key, inner in value.items())
+        return f"{{{pairs}}}"
     if isinstance(value, str):
         return value
     return json.dumps(value)

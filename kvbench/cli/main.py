@@ -15,7 +15,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import EXTRAS, missing
 from kvbench.base.version import version
 from kvbench.base.visible import VisibleStream, say
-from kvbench.cli.verbs import VERBS, meant_by, overview_text
+from kvbench.cli.verbs import VERBS, guess_verbs, write_overview
 
 WIDTH = 100
 """The number of characters in a line of help, as in tables."""
@@ -25,6 +25,7 @@ def fold_help(text: str) -> str:
     """Return a help text with lines of at most WIDTH: paragraphs are filled anew, examples and indented lines stay."""
     # first the lines of each paragraph are joined to one
     lines: list[str] = []
+    # True if the next line can go on the paragraph of the last one
     in_paragraph = False
     for line in text.splitlines():
         is_indented = line.startswith(" ")
@@ -34,6 +35,7 @@ def fold_help(text: str) -> str:
             lines[-1] += f" {line}"
         else:
             lines.append(line)
+        # an empty line, an example or a heading ends the paragraph
         in_paragraph = bool(line) and not is_indented and not line.endswith(":")
     # an example must stay one line, so that it can be copied
     filled = []
@@ -70,20 +72,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{error.filename or 'a file'} cannot be read or written ({error.strerror or error})")
         return 1
     except Exception as error:
-        # any error must end in a message; a missing optional package is the user's to install
-        package = ""
-        if isinstance(error, ModuleNotFoundError):
-            package = str(error.name).partition(".")[0]
+        # a missing optional package is the user's to install
+        package = _find_missing_package(error)
         if package in EXTRAS:
             say(str(missing(package, parsed.verb)))
             return UsageError.status
         if os.environ.get("KVBENCH_DEBUG"):
             raise
+        # any other error must end in a message, too
         say(
             f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
             "KVBENCH_DEBUG=1 shows where; please report it"
         )
         return 1
+
+
+def _find_missing_package(error: Exception) -> str:
+    """Return the name of the package that an import did not find; '' for any other error."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    package, _, _ = str(error.name).partition(".")
+    return package
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -93,7 +102,7 @@ class CommandParser(argparse.ArgumentParser):
         """Return the text of ``kvbench --help``."""
         return (
             f"usage: {self.usage}\n\nMeasure what KV-cache compression costs in accuracy and saves in memory.\n\n"
-            f"{overview_text()}\nRun `kvbench COMMAND --help` for options and examples.\n"
+            f"{write_overview()}\nRun `kvbench COMMAND --help` for options and examples.\n"
         )
 
 
@@ -108,12 +117,13 @@ def _check_verb(arguments: Sequence[str]) -> None:
     word = arguments[0]
     if word in VERBS or word.startswith("-"):
         return
-    meant = " or ".join(meant_by(word))
     question = ""
+    meant_verbs = guess_verbs(word)
     if "=" in word:
+        # a key of run without the verb
         question = f" Did you mean kvbench run {word}?"
-    elif meant:
-        question = f" Did you mean {meant}?"
+    elif meant_verbs:
+        question = f" Did you mean {' or '.join(meant_verbs)}?"
     say(f"unknown command {word}.{question} All commands: `kvbench --help`.")
     raise SystemExit(UsageError.status)
 
@@ -122,6 +132,24 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Return the parsed arguments, with the verb's module as ``verb_module``. Ends the process for a mistake."""
     if arguments is None:
         arguments = sys.argv[1:]
+    parser = _build_parser()
+    # argparse's own message for an unknown verb would list all of them
+    _check_verb(arguments)
+    parsed, extra = parser.parse_known_args(arguments)
+    if extra:
+        # options may stand between overrides: a word that argparse did not take is an override or a mistake
+        mistakes = [word for word in extra if word.startswith("-")]
+        takes_overrides = hasattr(parsed, "overrides")
+        if mistakes or not takes_overrides:
+            hint = "; keys have no --, as in results=FOLDER" if takes_overrides else ""
+            words = " ".join(mistakes or extra)
+            parser.error(f"unrecognised: {words}{hint} (see kvbench {parsed.verb} --help)")
+        parsed.overrides = parsed.overrides + extra
+    return parsed
+
+
+def _build_parser() -> CommandParser:
+    """Return the parser of all verbs. Parsed arguments have the verb's module as ``verb_module``."""
     parser = CommandParser(prog="kvbench", usage="kvbench [-h] [--version] COMMAND ...")
     parser.add_argument("--version", action="version", version=f"kvbench {version()}")
     # the help of a verb is argparse's own
@@ -140,17 +168,4 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         module.arguments(verb_parser)
         verb_parser.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
         verb_parser.set_defaults(verb_module=module)
-    # argparse's own message for an unknown verb would list all of them
-    _check_verb(arguments)
-    parsed, extra = parser.parse_known_args(arguments)
-    if extra:
-        # options may stand between overrides: a word that argparse did not take is an override or a mistake
-        mistakes = [e for e in extra if e.startswith("-")]
-        if mistakes or not hasattr(parsed, "overrides"):
-            hint = ""
-            if hasattr(parsed, "overrides"):
-                hint = "; keys have no --, as in results=FOLDER"
-            words = " ".join(mistakes or extra)
-            parser.error(f"unrecognised: {words}{hint} (see kvbench {parsed.verb} --help)")
-        parsed.overrides = parsed.overrides + extra
-    return parsed
+    return parser

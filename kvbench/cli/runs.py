@@ -14,13 +14,13 @@ WIDTH = 24
 """The number of characters in a line of a cell of the table."""
 
 
-def runs_table(cells: Sequence[StoredCell], store: ResultStore) -> str:
+def format_runs(cells: Sequence[StoredCell], store: ResultStore) -> str:
     """Return the cells as text that fits 100 columns, with reasons and counts below."""
     from kvbench.report.table import Table
     from kvbench.report.writers import compose
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\nid")
-    sheet = Table(headers, tuple(_texts_of_cell(cell) for cell in cells), left=3)
+    sheet = Table(headers, tuple(_list_texts(cell) for cell in cells), left=3)
     # one reason often holds for many cells: it is printed once, with their ids
     ids_by_reason: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
@@ -39,11 +39,11 @@ def runs_table(cells: Sequence[StoredCell], store: ResultStore) -> str:
     return compose([sheet], notes, "text")
 
 
-def _texts_of_cell(cell: StoredCell) -> tuple[str, ...]:
-    """Return the line of one cell."""
+def _list_texts(cell: StoredCell) -> tuple[str, ...]:
+    """Return the texts of one cell's line in the table, one for each header."""
     status = cell.status
     # None: the cell's record does not say how many examples there are
-    of = str(status.of) if status.of is not None else "?"
+    total = str(status.of) if status.of is not None else "?"
     # a label is the method's name, and behind it the knobs that tell it from other rows
     name, _, knobs = cell.label.partition(" ")
     method_lines = _break_text(name, "+") + _break_text(knobs, " ") + _break_text(cell.differs, " ")
@@ -52,31 +52,32 @@ def _texts_of_cell(cell: StoredCell) -> tuple[str, ...]:
     if cell.record.kind is not None:
         place_lines.append(cell.record.kind)
     return (
-        f"{status.status}\n{status.n} of {of}",
+        f"{status.status}\n{status.n} of {total}",
         "\n".join(method_lines),
         "\n".join(place_lines),
-        _score_text(cell),
-        f"{_age_text(status.changed)}\n{cell.id}",
+        _format_score(cell),
+        f"{_format_age(status.changed)}\n{cell.id}",
     )
 
 
-def _score_text(cell: StoredCell) -> str:
+def _format_score(cell: StoredCell) -> str:
     """Return a cell's score with its interval, or the text in place of a score."""
     from kvbench.report.render import UNCHANGED
 
-    score = cell.summary
-    if score is None or score.score is None:
+    summary = cell.summary
+    if summary is None or summary.score is None:
         return "—"
     if cell.unchanged:
         return UNCHANGED
-    text = f"{score.metric} {score.score:.1f}"
-    if score.ci:
-        text += f"\n[{score.ci[0]:.0f}, {score.ci[1]:.0f}]"
+    text = f"{summary.metric} {summary.score:.1f}"
+    if summary.ci:
+        low, high = summary.ci
+        text += f"\n[{low:.0f}, {high:.0f}]"
     return text
 
 
-def _break_text(text: str, at: str) -> list[str]:
-    """Break a text into lines of at most WIDTH characters, behind the separator ``at``.
+def _break_text(text: str, separator: str) -> list[str]:
+    """Break a text into lines of at most WIDTH characters, behind separators.
 
     A part between two separators that is longer than a line is cut anywhere.
     """
@@ -84,15 +85,15 @@ def _break_text(text: str, at: str) -> list[str]:
         return []
     lines: list[str] = []
     line = ""
-    for i, part in enumerate(text.split(at)):
+    for i, part in enumerate(text.split(separator)):
         # the first part has no separator in front
-        longer = f"{line}{at}{part}" if i > 0 else part
+        longer = f"{line}{separator}{part}" if i > 0 else part
         if len(longer) <= WIDTH:
             line = longer
             continue
         if i > 0:
             # the line ends with the separator; a space would not be seen there
-            lines.append(f"{line}{at}".rstrip(" "))
+            lines.append(f"{line}{separator}".rstrip(" "))
         # cut a part that is longer than a line; the next parts go behind its last piece
         line = part
         while len(line) > WIDTH:
@@ -103,7 +104,7 @@ def _break_text(text: str, at: str) -> list[str]:
     return [line for line in lines if line]
 
 
-def _age_text(changed: float | None) -> str:
+def _format_age(changed: float | None) -> str:
     """Return in words how long ago a time in seconds was, in the largest unit that it reaches."""
     if changed is None:
         return "—"

@@ -32,24 +32,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print stored results. Nothing is run. Return the exit status."""
-    cells, options = keys.divide(args.overrides)
+    cell_ids, options = keys.divide(args.overrides)
     if args.results is not None:
         options["results"] = args.results
-    if len(cells) > 1 or (cells and options.keys() - {"results"}):
+    if len(cell_ids) > 1 or (cell_ids and options.keys() - {"results"}):
         raise UsageError(f"show {' '.join(args.overrides)}: give the id of one result, or key=value, not both")
     if args.samples is not None and args.samples < 0:
         raise UsageError(f"--samples {args.samples} is not possible: a number of answers, 0 for none")
-    if cells and args.format != "text":
-        raise UsageError(f"--format {args.format} is of tables: show {cells[0]} prints text, or JSON with --json")
-    if cells:
-        return _show_cell(cells[0], Path(options.get("results", "results")), args)
+    if cell_ids:
+        (cell_id,) = cell_ids
+        if args.format != "text":
+            raise UsageError(f"--format {args.format} is of tables: show {cell_id} prints text, or JSON with --json")
+        return _show_cell(cell_id, Path(options.get("results", "results")), args)
     if args.samples is not None:
         raise UsageError("--samples shows answers of one result: show ID (ids: kvbench list runs)")
+    return _show_runs(options, args)
+
+
+def _show_runs(options: dict[str, str], args: argparse.Namespace) -> int:
+    """Print the tables of stored results of the runs that ``options`` name, by key. Return the exit status."""
     from kvbench.plan import config, run_plan
     from kvbench.report import of_run
 
-    runs = words.request_runs(options)
-    plans = [run_plan.prepare(config.parse(request), reading=True) for request in runs]
+    requests = words.request_runs(options)
+    plans = [run_plan.prepare(config.parse(request), reading=True) for request in requests]
     # all models of a command share one folder of results
     if "results" in options:
         plans[0].store.check_there()
@@ -83,7 +89,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     if record is None:
         raise UsageError(f"result {cell_id} was never started; it lies in {store.root}/cells")
     identity = record.identity
-    cell_label = label_cell(identity, record.label)
+    label = label_cell(identity, record.label)
     settings: dict[str, object] = {"model": record.model}
     settings |= list_settings(identity)
     refusal = store.refusal(cell_id)
@@ -94,27 +100,27 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     if args.json:
         # later keys of one name replace earlier ones, in their place
         content = record.record()
-        content |= {"label": cell_label}
+        content |= {"label": label}
         content |= settings
         content |= {"refused": refusal, "metrics": metrics or None, "samples": samples}
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
-    print(f"result {cell_id}: {cell_label} on {record.column}")
+    print(f"result {cell_id}: {label} on {record.column}")
     # settings that the cell does not have are None or {}
-    facts = [f"{key} {_plain_fact(value)}" for key, value in settings.items() if value not in (None, {})]
-    print(_wrap_text(", ".join(facts)))
-    for note in explain_budgets([cell_label]):
+    cell_settings = {key: value for key, value in settings.items() if value not in (None, {})}
+    print(_wrap_text(_list_facts(cell_settings)))
+    for note in explain_budgets([label]):
         print(_wrap_text(note))
     if refusal:
         print(f"refused: {refusal}")
     if metrics.get("score") is not None:
         print(f"{metrics['metric']} {metrics['score']:.2f}, {metrics['n']} of {metrics['of']} examples")
-    is_foreign = record.kind is not None
     # a cell that several runs measured has a provenance of each
+    origin = "imported from" if record.kind == "imported" else "measured with"
     for provenance in record.provenance:
-        facts = [f"{key} {_plain_fact(value)}" for key, value in provenance.items()]
-        origin = "imported from" if record.kind == "imported" else "measured with"
-        print(_wrap_text(f"{origin} {', '.join(facts)}"))
+        print(_wrap_text(f"{origin} {_list_facts(provenance)}"))
+    # only cells that kvbench itself measured have no kind
+    is_foreign = record.kind is not None
     for sample in samples:
         _print_sample(sample, is_foreign)
     return 0
@@ -154,9 +160,10 @@ def _wrap_text(text: str) -> str:
     return fill(text, 100, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _plain_fact(value: object) -> str:
-    """Return a fact in words, without the braces and quotes of JSON."""
-    if not isinstance(value, dict):
-        return str(value)
-    facts = [f"{key} {_plain_fact(inner)}" for key, inner in value.items()]
-    return f"({', '.join(facts)})"
+def _list_facts(facts: Mapping[str, object]) -> str:
+    """Return facts by key as text, without the braces and quotes of JSON; facts about a fact stand in parentheses."""
+    texts = []
+    for key, value in facts.items():
+        text = f"({_list_facts(value)})" if isinstance(value, dict) else str(value)
+        texts.append(f"{key} {text}")
+    return ", ".join(texts)

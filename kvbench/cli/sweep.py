@@ -45,16 +45,17 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     # a job parses the user's own words again: Hydra's overrides cannot say all that they can
     arguments = ["kvbench", "--multirun"]
     arguments += config.group_overrides(request)
-    arguments.append(f"+words=[{','.join(map(_quoted, request.words))}]")
-    arguments.append(f"results={_quoted(prepared.cfg.results)}")
+    arguments.append(f"+words=[{','.join(map(_quote, request.words))}]")
+    arguments.append(f"results={_quote(prepared.cfg.results)}")
     arguments += request.sweep
     data_folder = os.environ.get("KVBENCH_DATA")
     if data_folder:
         # workers on a cluster have an environment of their own
-        arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quoted(os.path.abspath(data_folder))}")
+        arguments.append(f"+hydra.job.env_set.KVBENCH_DATA={_quote(os.path.abspath(data_folder))}")
     # this variable makes Hydra let kvbench's errors through instead of printing its own
     os.environ["HYDRA_FULL_ERROR"] = "1"
-    previous = sys.argv
+    # Hydra reads its arguments from sys.argv
+    previous_arguments = sys.argv
     sys.argv = arguments
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(job)()
@@ -66,14 +67,14 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     except Exception as error:
         # each launcher has its own errors for a job that ended early
         raise KvbenchError(
-            f"a shard did not come to its end ({_cause_of_end(error)}). Finished answers are safe; run the same "
+            f"a shard did not come to its end ({_explain_end(error)}). Finished answers are safe; run the same "
             "command again to measure the rest"
         ) from error
     finally:
-        sys.argv = previous
+        sys.argv = previous_arguments
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     """Return a text quoted so that Hydra reads it unchanged."""
     # Hydra's grammar: a quote inside is escaped, and backslashes count only in front of a quote, where they are doubled
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
@@ -97,11 +98,12 @@ def _check_dtype(request: RunRequest, prepared: RunPlan) -> None:
             )
 
 
-def _cause_of_end(error: BaseException) -> str:
+def _explain_end(error: BaseException) -> str:
     """Return why a job ended: the first line of its error, or the last line of a worker's traceback from Ray."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
+    first_line, last_line = lines[0], lines[-1]
     # Ray's error begins with the worker's name, such as ray::..., and a traceback follows
-    reason = lines[-1] if "ray::" in lines[0] else lines[0]
+    reason = last_line if "ray::" in first_line else first_line
     return f"{type(error).__name__}: {reason}"

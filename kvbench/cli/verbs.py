@@ -33,7 +33,7 @@ VERBS: dict[str, Verb] = read_yaml(Path(__file__).with_name("verbs.yaml"))
 """The verbs in the order of ``--help``."""
 
 
-def overview_text() -> str:
+def write_overview() -> str:
     """Return the verbs with a line each, below the headings of their groups."""
     lines: list[str] = []
     for group in dict.fromkeys(entry["group"] for entry in VERBS.values()):
@@ -45,7 +45,7 @@ def overview_text() -> str:
     return "\n".join(lines)
 
 
-def meant_by(word: str) -> list[str]:
+def guess_verbs(word: str) -> list[str]:
     """Return the verbs that a user may have meant by ``word``, which is not a verb.
 
     These are the verbs that list the word under ``also``, or else the verb with the most similar spelling.
@@ -59,12 +59,12 @@ def meant_by(word: str) -> list[str]:
     return [near]
 
 
-def plugin_names(verb: str) -> list[str]:
+def list_plugins(verb: str) -> list[str]:
     """Return the names of a verb's functions from other packages, in the order of verbs.yaml."""
     return list(VERBS[verb].get("plugins", {}))
 
 
 def load_plugin(verb: str, name: str) -> Any:
     """Import and return a verb's function from another package, by its name in verbs.yaml."""
-    module, _, function = VERBS[verb]["plugins"][name].partition(":")
-    return getattr(import_module(module), function)
+    module_name, _, function_name = VERBS[verb]["plugins"][name].partition(":")
+    return getattr(import_module(module_name), function_name)
