@@ -76,10 +76,6 @@ def measure_by_budget(measured: MeasuredFigure) -> pd.DataFrame:
         tokens_kept = sum(sample.kept for sample in samples)
         tokens_read = sum(sample.n for sample in samples)
         kept = 100 * tokens_kept / tokens_read
-        x = point.x
-        if math.isnan(x):
-            # a method that the user named stands at the share of tokens that it kept, with two digits
-            x = float(f"{kept:.2g}")
         bytes_held = share(
             payload16=sum(sample.payload16 for sample in samples),
             overhead16=sum(sample.overhead16 for sample in samples),
@@ -95,7 +91,7 @@ def measure_by_budget(measured: MeasuredFigure) -> pd.DataFrame:
             rows.append(
                 {
                     "series": point.series,
-                    "x": x,
+                    "x": point.find_x(kept),
                     "task": group.task.id,
                     "kept": kept,
                     "bytes": bytes_held,
@@ -238,6 +234,8 @@ def add_samples(data: pd.DataFrame) -> pd.DataFrame:
     """Return the data with a column ``samples`` for the note above the figure, such as ``n = 4 to 8 texts``.
 
     Rows about reference texts come first, since panels are drawn in the order of the rows.
+
+    data: the data of a figure of divergences.
     """
     fewest, most = int(data["n"].min()), int(data["n"].max())
     if fewest != most:
@@ -256,6 +254,8 @@ def add_rounding(data: pd.DataFrame) -> pd.DataFrame:
 
     samples: the number of texts in words, such as ``n = 4 to 8 texts``.
     rounding: the largest divergence that rounding alone makes, as text.
+
+    data: the rows of ``measure_by_budget``.
     """
     largest_rounding = f"{data['floor'].max():.0e}"
     return add_samples(data.assign(rounding=largest_rounding))
@@ -267,6 +267,8 @@ def add_methods(data: pd.DataFrame) -> pd.DataFrame:
     method: the first word of the series: its method, without the budget that may follow.
     tokens: the number of positions that a running mean goes over.
     samples: the number of texts in words, such as ``n = 4 to 8 texts``.
+
+    data: the rows of ``measure_by_long_position``.
     """
     # "snapkv, budget" and "h2o orig" are series of snapkv and of h2o
     method = data["series"].str.partition(",")[0].str.split().str[0]
@@ -276,7 +278,10 @@ def add_methods(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_single_layers(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows about single layers, without those about all layers at once, with a column ``samples``."""
+    """Return the rows about single layers, without those about all layers at once, with a column ``samples``.
+
+    data: the rows of ``measure_by_layer``.
+    """
     return add_samples(data[data["layer"] >= 0])
 
 
@@ -285,6 +290,8 @@ def state_layers(data: pd.DataFrame) -> Iterator[Fact]:
 
     They are the layer that diverges most if it alone is compressed, the divergence with this layer compressed, and the
     divergence with all layers compressed.
+
+    data: the rows of ``measure_by_layer``.
     """
     # layer -1 stands for all layers together
     single, all_layers = choose_single_layers(data), data[data["layer"] < 0]
@@ -312,6 +319,8 @@ def state_budgets(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield three facts: the divergences, the largest divergence by rounding alone, and the number of examples.
 
     Divergences are in nats, by kind of text, method and bytes held in per cent of the full cache's.
+
+    data: the rows of ``measure_by_budget``.
     """
     divergences = data.set_index(["text", "series", "bytes"])["kl"]
     yield Fact("Nats at the per cent of bytes held", divergences, form="{:.3g}", at="{:.1f}")
@@ -320,7 +329,10 @@ def state_budgets(data: pd.DataFrame) -> Iterator[Fact]:
 
 
 def state_positions(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the divergences, by kind of text and method, over the first and over the last SMOOTH positions."""
+    """Yield the divergences, by kind of text and method, over the first and over the last SMOOTH positions.
+
+    data: the rows of ``measure_by_position``.
+    """
     for label, position in (("first", data["position"].min()), ("last", data["position"].max())):
         rows = data[data["position"] == position]
         yield Fact(
@@ -379,6 +391,8 @@ def state_answers(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield facts by method: the mean divergence in each quarter of the continuation, and the most tokens held.
 
     The last fact is the number of texts.
+
+    data: the rows of ``measure_by_long_position``.
     """
     # cut the range of positions into four intervals of equal length
     quarter = pd.cut(data["position"], bins=4, labels=["first", "second", "third", "last"])

@@ -111,12 +111,8 @@ class SweepRun:
             # a point without any measured task has no row; ``list_omissions`` names it for the head of the CSV
             if not measured:
                 continue
-            x = point.x
-            if math.isnan(x):
-                kept = _count_held([result.means for result in measured])["kept"]
-                # a method that the user named stands at the share of tokens that it kept, with two digits
-                x = float(f"{kept:.2g}")
-            place: Row = {"series": point.series, "x": x}
+            kept = _count_held([result.means for result in measured])["kept"]
+            place: Row = {"series": point.series, "x": point.find_x(kept)}
             for result in measured:
                 task = _name_task(result.group, self.run.groups)
                 rows.append(place | {"task": task} | _make_task_columns(result))

@@ -48,7 +48,7 @@ class Coarse(Stage):
 
     @property
     def prefill_key(self) -> str:
-        """A text that no stage with exact keys and values has, so that no pass is shared with such stages."""
+        """The text under which stages share a pass. No stage with exact keys and values has it."""
         return f"coarse bits={self.bits}"
 
     def read(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,6 +145,8 @@ def state_shifts(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield, for each kind of quantisation, the mean overlaps by width and the share of heads with less than 50 %.
 
     The means are over all layers, over the first third of layers and over the last third.
+
+    data: the rows of ``measure_shifts``.
     """
     layers = sorted(data["layer"].unique())
     # either end has a third of the layers, at least one
@@ -225,10 +227,11 @@ def measure_token_errors(states: Tensor, bits: int) -> Tensor:
 def _mark_tokens(data: pd.DataFrame, error_column: str) -> pd.DataFrame:
     """Return the data with two marks for each token.
 
-    error_column: the column of the tokens' errors.
-
     outlier: True if its attention is above OUTLIER.
     both: True if it is in the top CRITICAL of its prompt and layer both by attention and by error.
+
+    data: the rows of ``measure_errors``.
+    error_column: the column of the tokens' errors.
     """
     groups = data.groupby(["prompt", "layer"])
     attention_rank = groups["attention"].rank(ascending=False, method="first")
@@ -245,6 +248,8 @@ def stack_halves(data: pd.DataFrame) -> pd.DataFrame:
     half: keys or values.
     error: the error of that half.
     mark: the group of the token in words, which decides its look.
+
+    data: the rows of ``measure_errors``.
     """
     halves = []
     for error_column, half in ROWS.items():
@@ -257,7 +262,10 @@ def stack_halves(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def state_errors(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the share of ultra-crucial tokens, their quantile by error, and the share of tokens in both top sets."""
+    """Yield the share of ultra-crucial tokens, their quantile by error, and the share of tokens in both top sets.
+
+    data: the rows of ``measure_errors``.
+    """
     outliers = 100 * (data["attention"] > OUTLIER).mean()
     yield Fact(f"Tokens with more than {OUTLIER:g} times the mean attention", outliers, "{:.1f} %")
     for error_column, half in ROWS.items():

@@ -70,6 +70,7 @@ def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
     over: ``mean over tasks``, or the name of the only task.
     share: the mean per cent of tokens that compressed methods keep on the row's task.
 
+    data: measured scores (``measured.COLUMNS``).
     tasks: ``mean`` for the rows of the mean over tasks, ``each`` for those of each task, ``all`` for both. If there is
     only one task, its rows are returned in any case.
     """
@@ -94,7 +95,10 @@ def choose_rows(data: pd.DataFrame, tasks: str) -> pd.DataFrame:
 
 
 def find_pareto_front(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the points whose score no point with fewer or as many bytes reaches, fewest bytes first."""
+    """Return the points whose score no point with fewer or as many bytes reaches, fewest bytes first.
+
+    data: rows of measured scores (``measured.COLUMNS``).
+    """
     # of points with equal bytes the best comes first, so the others cannot be on the front
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
     # the best score of the points before this one; the first point has none before it
@@ -107,6 +111,8 @@ def find_separate_front(data: pd.DataFrame) -> pd.DataFrame:
 
     The interval of each returned point lies wholly above that of the point before it. If no two points can be told
     apart, none is returned.
+
+    data: rows of measured scores (``measured.COLUMNS``).
     """
     separate: list[pd.Series] = []
     if "low" in data:
@@ -123,6 +129,8 @@ def add_front(data: pd.DataFrame) -> pd.DataFrame:
 
     The front ends at 100 % of the bytes with its last score. The column ``alike`` is True for points that cannot be
     told from the full cache.
+
+    data: rows of measured scores (``measured.COLUMNS``).
     """
     marked = data.assign(alike=_mark_like_full(data))
     # NaN keeps the front from showing the intervals of its points a second time
@@ -174,6 +182,7 @@ def build_table_fact(
 
     A task or series that is the only one is left out of the names.
 
+    data: measured scores (``measured.COLUMNS``).
     label: the words before the values.
     y: the column of the values.
     tasks: the rows to show, ``mean``, ``each`` or ``all``, as in ``choose_rows``.
@@ -217,6 +226,8 @@ def state_front(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the points on the front, the points like the full cache, and the fewest bytes at next to no loss.
 
     Data without intervals have no points like the full cache. The full cache must be among the data.
+
+    data: measured scores (``measured.COLUMNS``).
     """
     rows = choose_rows(data, "mean")
     points = []
@@ -245,6 +256,7 @@ def state_gains(data: pd.DataFrame, stage: str, at: str) -> Iterator[Fact]:
 
     The gain is a difference of mean scores.
 
+    data: measured scores (``measured.COLUMNS``).
     at: the format of an x.
     """
     # [x, series]
@@ -268,13 +280,19 @@ def measure_with_gains(measured: MeasuredFigure, stage: str) -> pd.DataFrame:
 
 
 def choose_gains(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows to draw: those of the mean over tasks, or of the only task, that have a gain."""
+    """Return the rows to draw: those of the mean over tasks, or of the only task, that have a gain.
+
+    data: the rows of ``measure_with_gains``.
+    """
     rows = choose_rows(data, "mean")
     return rows[rows["gain"].notna()]
 
 
 def state_paired_gains(data: pd.DataFrame, stage: str) -> Iterator[Fact]:
-    """Yield how many points of score ``stage`` adds at every x to each series, and how many intervals exclude 0."""
+    """Yield how many points of score ``stage`` adds at every x to each series, and how many intervals exclude 0.
+
+    data: the rows of ``measure_with_gains``.
+    """
     rows = choose_gains(data)
     names = rows["series"].str.removesuffix(f"+{stage}")
     index = pd.MultiIndex.from_arrays([names, rows["x"]])
@@ -357,13 +375,19 @@ def add_silence(data: pd.DataFrame, facts: Mapping[str, str]) -> pd.DataFrame:
 
 
 def add_map_means(data: pd.DataFrame) -> pd.DataFrame:
-    """Return the data with texts for titles: ``mean`` of the series' map, and ``samples``, the prompts of a field."""
+    """Return the data with texts for titles: ``mean`` of the series' map, and ``samples``, the prompts of a field.
+
+    data: the rows of ``collect_needle_maps``, completed by ``add_silence``.
+    """
     mean_texts = _average_over_prompts(data, "series", "found").map("{:.0f} %".format)
     return data.assign(mean=data["series"].map(mean_texts), samples=f"n = {_format_range(data['n'])} a field")
 
 
 def state_needles(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean score by method, its part above an empty answer's, the depths where needles are lost, and n."""
+    """Yield the mean score by method, its part above an empty answer's, the depths where needles are lost, and n.
+
+    data: the rows of ``collect_needle_maps``.
+    """
     yield Fact("Mean score", _average_over_prompts(data, "series", "score"))
     value_column = "score"
     # without the score of an empty answer, scores are not rescaled

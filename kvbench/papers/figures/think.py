@@ -80,7 +80,10 @@ def compute_memory(_: MeasuredFigure) -> pd.DataFrame:
 
 
 def find_largest_batches(data: pd.DataFrame) -> dict[str, int]:
-    """Return, by method, the largest batch whose caches fit into ROOM beside the weights."""
+    """Return, by method, the largest batch whose caches fit into ROOM beside the weights.
+
+    data: the rows of ``compute_memory``.
+    """
     room_for_caches = ROOM * GIB - FP16 * PARAMETERS
     batches = {}
     for method, cache in data.groupby("method", sort=False)["cache"].first().items():
@@ -90,7 +93,10 @@ def find_largest_batches(data: pd.DataFrame) -> dict[str, int]:
 
 
 def state_memory(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the cache bytes of one sequence and how many sequences fit, and both relative to the full cache."""
+    """Yield the cache bytes of one sequence and how many sequences fit, and both relative to the full cache.
+
+    data: the rows of ``compute_memory``.
+    """
     caches = data.groupby("method", sort=False)["cache"].first()
     batches = find_largest_batches(data)
     yield Fact(f"One sequence of {TOKENS} tokens", caches, "{:.1f} MiB")
@@ -136,6 +142,8 @@ def add_means(data: pd.DataFrame) -> pd.DataFrame:
 
     mean: the channel's mean magnitude over tokens, over the mean of all channels of its head.
     place: the layer and the head in words.
+
+    data: the rows of ``measure_magnitudes``.
     """
     channel_means = data.groupby(HEAD_CHANNEL)["magnitude"].transform("mean")
     # a channel's mean stands in all of its rows, equally many for each channel, so their mean is the head's
@@ -145,7 +153,10 @@ def add_means(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def state_magnitudes(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield, for each layer and head, the largest channel of keys and of values, and how much channels vary."""
+    """Yield, for each layer and head, the largest channel of keys and of values, and how much channels vary.
+
+    data: the rows of ``measure_magnitudes``.
+    """
     # the rows of a channel have the same mean, so one of them is enough
     means = add_means(data).replace({"what": NAMES}).drop_duplicates(HEAD_CHANNEL)
     for (layer, head), rows in means.groupby(["layer", "head"]):
@@ -220,6 +231,8 @@ def stack_by_quantity(data: pd.DataFrame) -> pd.DataFrame:
     quantity: energy or cumulative.
     shown: the value, clipped to above 0 for a logarithmic axis.
     name: the layer in words.
+
+    data: the rows of ``measure_energies``.
     """
     # melt makes a row for each of the two columns, with the column's name in ``quantity`` and its value in ``shown``
     stacked = data.melt(["layer", "what", "head", "index"], ["energy", "cumulative"], "quantity", "shown")
@@ -231,6 +244,8 @@ def state_energies(data: pd.DataFrame) -> Iterator[Fact]:
 
     They are how many singular values have an energy above HIGH, how many together have the share ENOUGH of the energy,
     and which share the first FIRST have.
+
+    data: the rows of ``measure_energies``.
     """
     for what, rows in data.groupby("what", sort=True):
         rows_by_head = rows.groupby(["layer", "head"])

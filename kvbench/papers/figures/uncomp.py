@@ -106,6 +106,8 @@ def state_ranks(data: pd.DataFrame) -> Iterator[Fact]:
 
     They are the span of ranks over layers, how the ranks of queries go with those of keys and values, in how many
     layers queries lie above keys, and the course of the queries' rank: its ends, its rises, the groups between drops.
+
+    data: the rows of ``measure_ranks_by_layer``.
     """
     # the mean rank over texts [layers], with a column for each kind of states
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
@@ -147,6 +149,8 @@ def mark_extremes(data: pd.DataFrame) -> pd.DataFrame:
     panel: the text, and the layer if there are several, in words.
     name: the name of the line: the rank of an extreme head, or OTHERS.
     shown: the eigenvalue, clipped to above 0 for a logarithmic axis.
+
+    data: the rows of ``measure_spectra``.
     """
     # the mean spectrum over texts of each head: a row for each layer and head, a column for each index
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean().unstack("index")
@@ -172,6 +176,8 @@ def state_spectra(data: pd.DataFrame) -> Iterator[Fact]:
     The first two are ranges over heads: the largest eigenvalue, and the number of eigenvalues that hold 90 % of the
     trace. The third is how much heads differ in large and in small eigenvalues. The last is how similar the spectra of
     two texts are.
+
+    data: the rows of ``measure_spectra``.
     """
     mean = data.groupby(["layer", "head", "index"])["eigenvalue"].mean()
     largest = mean.xs(1, level="index")
@@ -214,6 +220,8 @@ def state_head_ranks(data: pd.DataFrame) -> Iterator[Fact]:
 
     Heads are compared by the highest minus the lowest rank of a layer, as a mean over layers. Texts are compared by
     Spearman's correlation of the order in which they rank a layer's heads.
+
+    data: the rows of ``measure_ranks_by_head``.
     """
     # the mean rank over texts [layers, heads]
     table = data.pivot_table(index="layer", columns="head", values="erank_k", aggfunc="mean")
@@ -232,6 +240,8 @@ def _correlate_orders(data: pd.DataFrame) -> np.ndarray:
     """Return Spearman's correlations of the orders in which two texts rank a layer's heads.
 
     There is one for each layer and pair of texts, without those that are not defined, as all heads have one rank.
+
+    data: the rows of ``measure_ranks_by_head``.
     """
     by_source = data.pivot_table(index=["layer", "head"], columns="source", values="erank_k")
     # each text's order of the heads of a layer
@@ -340,14 +350,20 @@ def watch_residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Ite
 
 
 def add_names(data: pd.DataFrame) -> pd.DataFrame:
-    """Return figure 6's data with the ``name`` of each prompt's line: its text, or its number if a text has several."""
+    """Return figure 6's data with the ``name`` of each prompt's line: its text, or its number if a text has several.
+
+    data: the rows of ``measure_hidden_entropy``.
+    """
     if data["source"].nunique() == data["prompt"].nunique():
         return data.assign(name=data["source"])
     return data.assign(name=[f"sample {int(prompt) + 1}" for prompt in data["prompt"]])
 
 
 def state_entropy(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield the mean entropy at both ends, its highest value, and in how many layers and prompts it rises."""
+    """Yield the mean entropy at both ends, its highest value, and in how many layers and prompts it rises.
+
+    data: the rows of ``measure_hidden_entropy``.
+    """
     # the mean over prompts [layers]
     curve = data.groupby("layer")["entropy"].mean()
     # [prompts, layers]

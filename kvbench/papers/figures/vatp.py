@@ -121,6 +121,8 @@ def mark_sinks(data: pd.DataFrame) -> pd.DataFrame:
     place: the layer and the head in words.
 
     Summary rows have the quantity ``head`` and the columns of ``_average_by_head``.
+
+    data: the rows of ``measure_value_norms``.
     """
     maps = data[data["quantity"] == "attention"]
     # three heads are those of the default layers
@@ -143,6 +145,8 @@ def _average_by_head(data: pd.DataFrame) -> pd.DataFrame:
     share: the mean share of attention.
     ratio: the geometric mean of the ratio of its value norm to the median.
     first: the share of prompts in which it is the first token of the prompt.
+
+    data: the rows of ``measure_value_norms``.
     """
     rows = data[data["quantity"].isin(("share", "ratio"))]
     # a row for each prompt and head, about its most attended token
@@ -154,7 +158,10 @@ def _average_by_head(data: pd.DataFrame) -> pd.DataFrame:
 
 
 def state_sinks(data: pd.DataFrame) -> Iterator[Fact]:
-    """Yield how many heads have a sink, how small its value norm is, and how often it is the first token."""
+    """Yield how many heads have a sink, how small its value norm is, and how often it is the first token.
+
+    data: the rows of ``measure_value_norms``.
+    """
     heads = _average_by_head(data)
     sinks, others = heads[heads["share"] >= SINK], heads[heads["share"] < SINK]
     label = f"Heads of {len(heads)} that pay {format_percent(SINK)} or more of all attention to one token"
