@@ -115,13 +115,19 @@ def main(args: argparse.Namespace) -> int:
     for kind in dict.fromkeys(kinds):
         if kind == "runs":
             _print_runs(cells, store, filters)
-        elif kind == "methods":
-            _print_methods(items_by_kind[kind])
-        elif kind in ("datasets", "models"):
-            _print_states(kind, items_by_kind[kind])
         else:
-            _print_items(kind, items_by_kind[kind])
+            _print_kind(kind, items_by_kind[kind])
     return 0
+
+
+def _print_kind(kind: str, items: Sequence[ListItem]) -> None:
+    """Print the items of one kind, methods by their kinds and datasets and models by their states."""
+    if kind == "methods":
+        _print_methods(items)
+    elif kind in ("datasets", "models"):
+        _print_states(kind, items)
+    else:
+        _print_items(kind, items)
 
 
 def _print_runs(cells: Sequence[StoredCell], store: ResultStore, filters: Mapping[str, str]) -> None:

@@ -21,6 +21,11 @@ def format_runs(cells: Sequence[StoredCell], store: ResultStore) -> str:
 
     headers = ("status\nn of N", "method", "dataset\nmodel", "score\ninterval", "last change\nid")
     sheet = Table(headers, tuple(_list_texts(cell) for cell in cells), left=3)
+    return compose([sheet], _list_notes(cells, store), "text")
+
+
+def _list_notes(cells: Sequence[StoredCell], store: ResultStore) -> list[str]:
+    """Return the notes below a table of cells: budgets, reasons, busy cells, the store's warnings, and counts."""
     # one reason often holds for many cells: it is printed once, with their ids
     ids_by_reason: dict[tuple[str, str], list[str]] = {}
     for cell in cells:
@@ -36,7 +41,7 @@ def format_runs(cells: Sequence[StoredCell], store: ResultStore) -> str:
     counts = Counter(cell.status.status for cell in cells)
     totals = [f"{counts[status]} {status}" for status in STATUSES if counts[status]]
     notes.append(f"{len(cells)} results in {store.root}/cells/<id>/: {', '.join(totals)}.")
-    return compose([sheet], notes, "text")
+    return notes
 
 
 def _list_texts(cell: StoredCell) -> tuple[str, ...]:

@@ -333,14 +333,11 @@ def state_positions(data: pd.DataFrame) -> Iterator[Fact]:
 
     data: the rows of ``measure_by_position``.
     """
-    for label, position in (("first", data["position"].min()), ("last", data["position"].max())):
+    ends = {"first": data["position"].min(), "last": data["position"].max()}
+    for label, position in ends.items():
         rows = data[data["position"] == position]
-        yield Fact(
-            f"Nats over the {label} {SMOOTH} positions",
-            _format_intervals(rows, ["text", "series", "n"]),
-            "{}",
-            "n = {:g}",
-        )
+        divergences = _format_intervals(rows, ["text", "series", "n"])
+        yield Fact(f"Nats over the {label} {SMOOTH} positions", divergences, form="{}", at="n = {:g}")
 
 
 def measure_by_long_position(measured: MeasuredFigure) -> pd.DataFrame:
