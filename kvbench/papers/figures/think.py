@@ -123,13 +123,14 @@ def measure_magnitudes(reading: Reading) -> pd.DataFrame:
         """Append the rows of a chosen layer; k and v are [kv heads, n, D]."""
         if obs.layer not in layers:
             return
-        step = ceil_div(obs.n, BINS)  # at most BINS runs of tokens
-        for what, cache in (("k", k), ("v", v)):
+        # the length of a run, so that there are at most BINS runs
+        length = ceil_div(obs.n, BINS)
+        for what, states in (("k", k), ("v", v)):
             for head in heads:
-                for start in range(0, obs.n, step):
+                for start in range(0, obs.n, length):
                     # the mean over a run of tokens [D]
-                    means = cache[head, start : start + step].float().abs().mean(dim=0).tolist()
-                    for channel, magnitude in enumerate(means):
+                    means = states[head, start : start + length].float().abs().mean(dim=0)
+                    for channel, magnitude in enumerate(means.tolist()):
                         rows.append((obs.layer, head, what, start, channel, magnitude))
 
     reading.read(ids, Needs(), on_layer)

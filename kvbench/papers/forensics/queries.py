@@ -219,8 +219,8 @@ def group_lines(values: pd.Series[Any]) -> list[tuple[Labels, list[tuple[str, fl
     """
     cells_by_line: dict[Labels, list[tuple[str, float]]] = {}
     for name, value in values.items():
-        labels = _as_labels(name)
-        cells_by_line.setdefault(labels[:-1], []).append((labels[-1], value))
+        *shared_labels, last_label = _as_labels(name)
+        cells_by_line.setdefault(tuple(shared_labels), []).append((last_label, value))
     return list(cells_by_line.items())
 
 
