@@ -42,8 +42,9 @@ def measure_value_norms(reading: Reading) -> pd.DataFrame:
     for number, prompt in enumerate(reading.prompts):
         # attention is drawn of the first prompt alone
         drawn_layers = layers if number == 0 else []
+        place: Row = {"source": prompt.source, "prompt": number}
         for row in _measure_prompt(reading, reading.ids(prompt), drawn_layers, drawn_heads):
-            rows.append({"source": prompt.source, "prompt": number} | row)
+            rows.append(place | row)
         reading.tick()
     return pd.DataFrame(rows).reindex(columns=list(COLUMNS))
 
