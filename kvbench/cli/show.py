@@ -16,6 +16,7 @@ from kvbench.run.console import add_report_options, print_reports
 
 if TYPE_CHECKING:
     from kvbench.report.report import Report
+    from kvbench.store.results import CellRecord
 
 LONGEST = 2000
 """The most characters of an answer that are printed."""
@@ -78,7 +79,7 @@ def _is_unmeasured(report: Report) -> bool:
 
 def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     """Print one stored cell with its first answers. Return exit status 0."""
-    from kvbench.store.labels import explain_budgets, label_cell, list_settings
+    from kvbench.store.labels import label_cell, list_settings
     from kvbench.store.store import ResultStore
 
     store = ResultStore(results.expanduser())
@@ -106,7 +107,26 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
     print(f"result {cell_id}: {label} on {record.column}")
-    # settings that the cell does not have are None or {}
+    _print_facts(record, label, settings, refusal, metrics)
+    # only cells that kvbench itself measured have no kind
+    is_foreign = record.kind is not None
+    for sample in samples:
+        _print_sample(sample, is_foreign)
+    return 0
+
+
+def _print_facts(
+    record: CellRecord, label: str, settings: Mapping[str, object], refusal: str | None, metrics: Mapping[str, Any]
+) -> None:
+    """Print a cell's settings, why it was refused, its score and its origin.
+
+    label: the cell's label, whose budgets are explained.
+    settings: the cell's settings by name; None or {} for one that it does not have.
+    refusal: why the cell was refused; None if it was not.
+    metrics: the cell's score and numbers of examples; {} without a score.
+    """
+    from kvbench.store.labels import explain_budgets
+
     cell_settings = {key: value for key, value in settings.items() if value not in (None, {})}
     print(_wrap_text(_list_facts(cell_settings)))
     for note in explain_budgets([label]):
@@ -119,11 +139,6 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
     origin = "imported from" if record.kind == "imported" else "measured with"
     for provenance in record.provenance:
         print(_wrap_text(f"{origin} {_list_facts(provenance)}"))
-    # only cells that kvbench itself measured have no kind
-    is_foreign = record.kind is not None
-    for sample in samples:
-        _print_sample(sample, is_foreign)
-    return 0
 
 
 def _print_sample(sample: Mapping[str, Any], is_foreign: bool) -> None:

@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -31,6 +31,18 @@ DODGED = 0.05  # points with error bars that share one x are spread over this sh
 PREFIX = len("(a) ")  # the characters that a letter adds to a title
 FAR = 1.4  # a title longer than so many times its room is broken, since it is too long even in small letters
 BEHIND = 1.9  # the zorder of quiet lines, just below matplotlib's 2 for lines; the legend recognises them by it
+
+
+class _ColouredPanel(NamedTuple):
+    """A drawn panel with colours that a colour bar explains.
+
+    image: matplotlib's map or points.
+    label: the label of the colour bar.
+    """
+
+    ax: Axes
+    image: Any
+    label: str
 
 
 @dataclass(frozen=True)
@@ -142,8 +154,8 @@ class Picture:
         )
         last_row_has_gaps = len(places) % places_across > 0
         titles: list[tuple[Axes, str]] = []
-        # for each colour bar, (axes, image, label) of the panels that share it
-        images: dict[int, list[tuple[Axes, Any, str]]] = {}
+        # the panels that share each colour bar, by its number
+        panels_by_bar: dict[int, list[_ColouredPanel]] = {}
         for i, place in enumerate(places):
             row, column = divmod(i, places_across)
             in_last_row = i + places_across >= len(places)
@@ -161,17 +173,15 @@ class Picture:
                 if panel.title:
                     titles.append((ax, panel.title.format(**first_row)))
                 # x is labelled below the last row of the grid, or everywhere if that row has gaps; y only at the left
-                if in_last_row or last_row_has_gaps:
-                    ax.set_xlabel(panel.xlabel.format(**first_row))
-                if column == 0:
-                    ax.set_ylabel(panel.ylabel.format(**first_row))
+                _label_axes(ax, panel, first_row, x=in_last_row or last_row_has_gaps, y=column == 0)
                 # a shared x axis hides the numbers of upper panels: show those of unstacked panels, and the lowest ones
                 is_lowest = in_last_row and panel is self.panels[-1]
                 if panels_down == 1 or is_lowest:
                     ax.tick_params(labelbottom=True)
                 if image is not None:
                     bar = i if self.bars == "each" else 0
-                    images.setdefault(bar, []).append((ax, image, panel.bar.format(**first_row)))
+                    label = panel.bar.format(**first_row)
+                    panels_by_bar.setdefault(bar, []).append(_ColouredPanel(ax, image, label))
         # places that the grid has beyond those of the data
         for ax in axes.flat:
             if not ax.has_data():
@@ -179,8 +189,8 @@ class Picture:
         # about 15 characters of a title fit into an inch
         max_characters = 15 * self.width / (places_across * panels_across)
         self._write_titles(titles, first_letter, max_characters, stacked=panels_down > 1)
-        for sharing_panels in images.values():
-            _draw_colour_bar(fig, sharing_panels)
+        for coloured_panels in panels_by_bar.values():
+            _draw_colour_bar(fig, coloured_panels)
         if panels_down > 1 and places_down > 1:
             style.tighten(fig)
         return first_letter + len(titles)
@@ -213,15 +223,24 @@ class Picture:
                 written.set_fontsize(6.5)
 
 
-def _draw_colour_bar(fig: Any, sharing_panels: Sequence[tuple[Axes, Any, str]]) -> None:
-    """Draw the common colour bar of several maps beside them.
+def _label_axes(ax: Axes, panel: Panel, first_row: Mapping[str, Any], *, x: bool, y: bool) -> None:
+    """Write the labels of a panel's axes.
 
-    sharing_panels: (axes, image, label) of each map.
+    first_row: the values of the panel's first row by column, for the labels' ``{column}``.
+    x, y: True if this axis is labelled.
     """
-    # one map and its label stand for all maps of the bar
-    _, image, label = sharing_panels[-1]
-    all_axes = [ax for ax, _, _ in sharing_panels]
-    bar_axes = fig.colorbar(image, ax=all_axes, aspect=20, pad=0.01, label=label)
+    if x:
+        ax.set_xlabel(panel.xlabel.format(**first_row))
+    if y:
+        ax.set_ylabel(panel.ylabel.format(**first_row))
+
+
+def _draw_colour_bar(fig: Any, panels: Sequence[_ColouredPanel]) -> None:
+    """Draw the common colour bar of several panels beside them."""
+    # the last panel's image and label stand for those of all panels
+    last_panel = panels[-1]
+    all_axes = [panel.ax for panel in panels]
+    bar_axes = fig.colorbar(last_panel.image, ax=all_axes, aspect=20, pad=0.01, label=last_panel.label)
     bar_axes.outline.set_visible(False)
 
 

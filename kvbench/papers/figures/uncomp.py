@@ -59,7 +59,10 @@ def _measure_heads(reading: Reading, wanted: str, layers: Collection[int]) -> li
 
 
 def _measure_prompt_heads(reading: Reading, prompt: Prompt, wanted: str, layers: Collection[int]) -> list[HeadSpectra]:
-    """Return one prompt's part of ``_measure_heads``."""
+    """Return the eigenvalues of Sigma of each head on one prompt.
+
+    wanted, layers: as in ``_measure_heads``.
+    """
     # with fewer tokens than a head has channels, the number of tokens would limit the rank
     least = reading.shape.head_dim
     ids = reading.ids(prompt, least=least, why=f"an effective rank of {least} channels needs as many tokens")
@@ -93,7 +96,8 @@ def measure_ranks_by_layer(reading: Reading) -> pd.DataFrame:
     rows = []
     for source, layer, what, eigenvalues in _measure_heads(reading, "qkv", layers):
         # erank = exp(H(p)) of each head's eigenvalues p [H, D], and erank_k that of the k largest; means over heads
-        erank, erank_k = compute_truncated_entropy(eigenvalues).exp(), compute_truncated_entropy(eigenvalues, top).exp()
+        erank = compute_truncated_entropy(eigenvalues).exp()
+        erank_k = compute_truncated_entropy(eigenvalues, top).exp()
         rows.append((source, what, layer, float(erank.mean()), float(erank_k.mean())))
     data = pd.DataFrame(rows, columns=["source", "what", "layer", "erank", "erank_k"])
     groups = data.groupby(["source", "what", "layer"], sort=False)
@@ -112,7 +116,8 @@ def state_ranks(data: pd.DataFrame) -> Iterator[Fact]:
     # the mean rank over texts [layers], with a column for each kind of states
     curves = data.groupby(["what", "layer"])["erank"].mean().unstack("what").rename(columns=NAMES)
     queries, keys = curves["queries"], curves["keys"]
-    yield Fact("Span of the effective rank over layers", (curves.max() - curves.min())[list(NAMES.values())])
+    spans = curves.max() - curves.min()
+    yield Fact("Span of the effective rank over layers", spans[list(NAMES.values())])
     correlations = {f"queries and {name}": _correlate(queries, curves[name]) for name in ("keys", "values")}
     yield Fact("Correlation over layers", correlations, "{:.2f}")
     yield Fact(f"Layers of {len(curves)} in which queries lie above keys", int((queries > keys).sum()), "{}")
