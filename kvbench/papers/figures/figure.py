@@ -37,8 +37,8 @@ class Fact:
     """One finding of a figure's data, to be printed as a sentence: a label with values.
 
     label: the words before the values.
-    values: a text, a number, a list of numbers, or numbers by name (a dict or a series). In a series with several
-    index levels, the last level is the place of a number, such as its budget, and the levels before it are its name.
+    values: a text, a number, a list of numbers, or numbers by name (a dict or a series). A series can have several
+    index levels: the last is the place of a number, such as its budget, and those before it are its name.
     form: the format of a number.
     at: the format of a place, or of a name without a place.
     """

@@ -84,8 +84,8 @@ def find_model(facts: Mapping[str, str]) -> str:
 def find_texts(facts: Mapping[str, str]) -> str:
     """Return in words what a figure of activations read, from the facts of its CSV; '' for any other figure.
 
-    The words are the names of the texts or tasks (of more than three, their number), the number of prompts and the
-    lengths of the prompts.
+    The words are the names of the texts or tasks, the number of prompts and their lengths. More than three names are
+    replaced by their number.
     """
     if "texts" not in facts:
         return ""

@@ -59,8 +59,8 @@ class Reading:
     def ids(self, prompt: Prompt, least: int = 2, why: str = "a figure needs two tokens") -> Tensor:
         """Return the prompt's ids [n] on the model's device, cut to the knob ``tokens``.
 
-        Raises UsageError if fewer than ``least`` tokens are left, with ``why`` as the reason, or if there are more than
-        the model reads with full attention.
+        Raises UsageError if fewer than ``least`` tokens are left, with ``why`` as the reason. Raises it also for more
+        tokens than the model reads with full attention.
         """
         ids = prepare_ids(self.model, prompt.ids)
         if self.knobs.get("tokens") is not None:

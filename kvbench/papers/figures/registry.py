@@ -162,7 +162,8 @@ def read_drawn(folder: Path) -> list[dict[str, str]]:
     """Return the texts of every picture below ``folder``, for the report: a dict for each, in the order of the names.
 
     ``name`` and ``picture`` are the name and the path. A figure's dict also has its ``title`` and, by the headings of
-    the report, its caption (Shows), our finding (Here), the paper's (The paper), open points and the runs.
+    the report, its other texts. They are its caption (Shows), our finding (Here), the paper's (The paper), open points
+    and the runs.
     """
 
     pictures = sorted(folder.rglob("*.png"), key=lambda path: number_key(str(path.relative_to(folder))))

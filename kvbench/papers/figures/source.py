@@ -111,7 +111,7 @@ class Origin:
 def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, tokens: int | None) -> Origin:
     """Return the checkpoint and the texts of ``cfg``, found and checked before any weights are loaded.
 
-    If the user named neither datasets nor a text, the tiny model reads the tiny suite, and any other model reads the
+    If the user named neither datasets nor a text, the tiny model reads the tiny suite. Any other model then reads the
     text of its calibrations (WikiText-2). Sets PyTorch's number of threads.
 
     Raises UsageError, with the key and the value, for anything that is not possible.

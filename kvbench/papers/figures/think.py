@@ -243,8 +243,8 @@ def stack_by_quantity(data: pd.DataFrame) -> pd.DataFrame:
 def state_energies(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield facts for attention and for keys, over all heads.
 
-    They are how many singular values have an energy above HIGH, how many together have the share ENOUGH of the energy,
-    and which share the first FIRST have.
+    They are how many singular values have an energy above HIGH, and how many together have the share ENOUGH of the
+    energy. The last is the share of the energy that the first FIRST have.
 
     data: the rows of ``measure_energies``.
     """

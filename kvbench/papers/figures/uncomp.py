@@ -108,8 +108,9 @@ def measure_ranks_by_layer(reading: Reading) -> pd.DataFrame:
 def state_ranks(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the facts that the paper reads off its figure 1.
 
-    They are the span of ranks over layers, how the ranks of queries go with those of keys and values, in how many
-    layers queries lie above keys, and the course of the queries' rank: its ends, its rises, the groups between drops.
+    They are the span of ranks over layers, the correlation of the queries' ranks with those of keys and values, and
+    the number of layers in which queries lie above keys. The others describe the course of the queries' rank: its ends,
+    its rises, and the groups of layers between drops.
 
     data: the rows of ``measure_ranks_by_layer``.
     """

@@ -1,8 +1,9 @@
 """Queries for a paper's printed cells, and functions that compare their numbers and put them into words.
 
 A query names fields that cells must have, with their values. Fields are model, method, base (the first stage of the
-method), row (the row's label), table, dataset, metric and the parts of the setting, such as kv_size. A value in a query
-is a text with ``*`` for anything, a number, or a list of these. The value '' finds rows whose setting lacks the part.
+method), row (the row's label), table, dataset and metric. The parts of the setting, such as kv_size, are fields, too.
+A value in a query is a text with ``*`` for anything, a number, or a list of these. The value '' finds rows whose
+setting lacks the part.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Labels = tuple[Any, ...]
 class PaperCells:
     """The printed cells of one paper, and queries for them.
 
-    All queries take ``table`` (one or several), ``of`` (datasets, or ``scores`` for all answers), ``without`` (fields
-    that a row must not have) and any other field by its name.
+    All queries take ``table`` (one or several), ``of`` (datasets, or ``scores`` for all answers) and any other field by
+    its name. ``without`` has the fields that a row must not have.
 
     book: the published cells, of this paper and others.
     paper: the paper's name.
