@@ -60,7 +60,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def entry_of(path: Path) -> dict[str, Any]:
+def read_method_entry(path: Path) -> dict[str, Any]:
     """Return the entry in a method's file: ``_target_``, the path of its class, and its knobs with their defaults.
 
     The entry of ``full`` is {}. Raises UsageError if the file does not define the method that it is named after.
@@ -79,7 +79,7 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 
 @cache
-def whole_config() -> dict[str, Any]:
+def read_config() -> dict[str, Any]:
     """Return the mapping in conf/config.yaml, before its groups are read."""
     return read_yaml(conf_dir() / "config.yaml")
 
@@ -87,7 +87,7 @@ def whole_config() -> dict[str, Any]:
 @cache
 def top_level() -> dict[str, Any]:
     """Return the keys of conf/config.yaml that users set, with their defaults."""
-    return {key: value for key, value in whole_config().items() if key not in HIDDEN}
+    return {key: value for key, value in read_config().items() if key not in HIDDEN}
 
 
 @cache
@@ -102,7 +102,7 @@ def read_entry(group: str, path: Path) -> dict[str, Any]:
     Raises UsageError if the file is malformed.
     """
     if group == "method":
-        content = entry_of(path)
+        content = read_method_entry(path)
     elif group in LISTED:
         content = read_yaml(path)
     else:
@@ -129,38 +129,50 @@ def key_help(topic: str) -> str:
 
     Raises UsageError for an unknown topic.
     """
-    groups = ("method", "dataset", "prompt")
-    if topic == "keys":
-        names = list(KEY_FILES)
-    else:
-        # a method and a prompt policy may have the same name, such as snapkv
-        names = [f"{group}/{topic}" for group in groups if topic in entries(group)]
-    if not names:
-        topics = ["keys"]
-        for group in groups:
-            topics += entries(group)
-        raise unknown("help topic", topic, topics, listed_by="kvbench list methods datasets")
     blocks = []
-    for name in names:
-        joined_lines: list[str] = []
-        for line in keys_with_comments(name).strip().splitlines():
-            # a comment on a line of its own goes on from a comment above it; a comment at the margin, which explains a
-            # block of keys, goes on only from another one at the margin
-            above = joined_lines[-1] if joined_lines else ""
-            same_place = line.startswith("#") == above.startswith("#")
-            if line.lstrip().startswith("# ") and "# " in above and same_place:
-                # [1:] drops the mark and keeps the space behind it
-                joined_lines[-1] += line.lstrip()[1:]
-            else:
-                joined_lines.append(line)
+    for name in _list_key_files(topic):
         lines: list[str] = []
-        for line in joined_lines:
+        for line in _join_comments(keys_with_comments(name)):
             lines += _wrap_line(line)
         # a group's file has a heading such as method=snapkv; conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:
             lines.insert(0, f"{name.replace('/', '=')}:")
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
+
+
+def _list_key_files(topic: str) -> list[str]:
+    """Return the files of conf/ that explain a help topic, as paths without ``.yaml``, such as ``method/snapkv``.
+
+    Raises UsageError for an unknown topic.
+    """
+    if topic == "keys":
+        return list(KEY_FILES)
+    groups = ("method", "dataset", "prompt")
+    # a method and a prompt policy may have the same name, such as snapkv
+    names = [f"{group}/{topic}" for group in groups if topic in entries(group)]
+    if not names:
+        topics = ["keys"]
+        for group in groups:
+            topics += entries(group)
+        raise unknown("help topic", topic, topics, listed_by="kvbench list methods datasets")
+    return names
+
+
+def _join_comments(text: str) -> list[str]:
+    """Return the lines of a YAML text. A comment that is spread over several lines becomes one line."""
+    joined_lines: list[str] = []
+    for line in text.strip().splitlines():
+        above = joined_lines[-1] if joined_lines else ""
+        is_comment = line.lstrip().startswith("# ")
+        # a comment at the margin explains a block of keys, so it goes on only from another comment at the margin
+        same_place = line.startswith("#") == above.startswith("#")
+        if is_comment and "# " in above and same_place:
+            # [1:] drops the mark and keeps the space behind it
+            joined_lines[-1] += line.lstrip()[1:]
+        else:
+            joined_lines.append(line)
+    return joined_lines
 
 
 def _wrap_line(line: str) -> list[str]:
@@ -171,10 +183,12 @@ def _wrap_line(line: str) -> list[str]:
     code, mark, comment = line.partition("# ")
     if len(line) <= HELP_WIDTH or not mark:
         return [line]
-    lines = wrap(comment, HELP_WIDTH - len(code) - len(mark), break_on_hyphens=False, break_long_words=False)
-    fitted = [f"{code}{mark}{lines[0]}"]
-    for more in lines[1:]:
-        fitted.append(f"{' ' * len(code)}{mark}{more}")
+    comment_width = HELP_WIDTH - len(code) - len(mark)
+    first, *others = wrap(comment, comment_width, break_on_hyphens=False, break_long_words=False)
+    fitted = [f"{code}{mark}{first}"]
+    indent = " " * len(code)
+    for comment_line in others:
+        fitted.append(f"{indent}{mark}{comment_line}")
     return fitted
 
 
@@ -208,5 +222,5 @@ def check(key: str, value: object, ok: bool, allowed: str) -> None:
     if ok:
         return
     # the file explains its own keys, and not those of methods, datasets and models
-    place = " (see conf/config.yaml)" if key in whole_config() else ""
+    place = " (see conf/config.yaml)" if key in read_config() else ""
     raise UsageError(f"{key}={value!r} is not possible: {allowed}{place}")

@@ -97,20 +97,20 @@ FEW_NAMES = 12
 def unknown(kind: str, value: object, allowed: Iterable[str], hint: str = "", listed_by: str = "") -> UsageError:
     """Return the error for ``value``, which should be one of the names ``allowed``. It suggests the nearest name.
 
-    kind: what the names are, such as ``dataset`` or ``option of snapkv``.
+    kind: the kind of the names, such as ``dataset`` or ``option of snapkv``.
     hint: a sentence that is added at the end.
-    listed_by: the command that lists all names. Without a command, the error itself lists the names if they are few
-    or if none of them is near.
+    listed_by: the command that lists all names. Without a command, the error itself lists the names if they are few,
+        or if none of them is near.
     """
     names = sorted(set(allowed))
     question = did_you_mean(value, names)
-    # the value stands behind the noun: "unknown option ratio of snapkv"
-    noun, of, owner = kind.partition(" of ")
+    # "option of snapkv" is divided, since the value stands behind the noun: "unknown option ratio of snapkv"
+    noun, separator, owner = kind.partition(" of ")
     shown = str(value)
     # quotes show where an empty value, or one with spaces, begins and ends
     if not shown or " " in shown:
         shown = repr(shown)
-    message = f"unknown {noun} {shown}{of}{owner}.{question}"
+    message = f"unknown {noun} {shown}{separator}{owner}.{question}"
     if listed_by:
         message += f" All {noun}s: `{listed_by}`."
     # there may be no names at all, for example in a store without results

@@ -11,8 +11,9 @@ from typing import Any
 class Turn:
     """One of several questions about one context.
 
+    question: the text that is read behind the context.
     answers: the acceptable references.
-    prefix: the beginning of the answer, which the model reads last; '' takes the context's.
+    prefix: the beginning of the answer, which the model reads last; '' takes the ``answer_prefix`` of the context.
     """
 
     question: str
@@ -55,8 +56,10 @@ class ScoredText:
 class Example:
     """One prompt with its references, or one context with several questions.
 
+    id: the name of the example, which no other example of its task has.
     prompt: the text before tokenisation.
     answers: the acceptable references.
+    max_new_tokens: the most tokens of an answer.
     classes: the closed set of labels of a classification task.
     question: the end of the prompt that ``query_aware=false`` withholds until the rest is compressed; '' if unknown.
     scored: the text, if the example is scored by its likelihood. ``prompt`` and ``answers`` are then empty.
@@ -96,7 +99,8 @@ class Example:
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "scored"}
         # turns become dictionaries, from which ``Task.content_hash`` leaves out fields that are not used
         content["turns"] = [asdict(turn) for turn in self.turns]
-        # hashes name a scored text's ids and facts as they did before it had a record of its own
+        # earlier versions had no ScoredText, but its ids as ``tokens`` and its other fields in ``meta``; these keys
+        # keep the hashes of that time
         content["tokens"] = self.scored.ids if self.scored is not None else ()
         content["meta"] = self.facts()
         return content

@@ -53,8 +53,9 @@ class Lines:
 
 def is_blocked(path: Path) -> bool:
     """Return True if ``path`` exists and is no readable file, such as a folder, a pipe or a link that leads nowhere."""
+    is_readable_file = path.is_file() and os.access(path, os.R_OK)
     # check existence last: a file that is removed meanwhile blocks nothing
-    return not (path.is_file() and os.access(path, os.R_OK)) and os.path.lexists(path)
+    return not is_readable_file and os.path.lexists(path)
 
 
 def check_ends(path: Path) -> None:
@@ -69,7 +70,7 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def line_of(sample: Mapping[str, object]) -> str:
+def format_line(sample: Mapping[str, object]) -> str:
     """Return the sample as a line of JSON that ends with a newline.
 
     The last field, ``crc``, is the CRC-32 of the JSON without that field.
@@ -112,7 +113,6 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    # the last piece follows the last newline, so it is empty unless the last line is torn
     intact, damaged, foreign = [], [], []
     for number, line in enumerate(lines, 1):
         sample = parse_line(line)
@@ -125,7 +125,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
         else:
             intact.append((line, sample))
     torn = None
-    # the last piece is not empty and cannot be read: it is a line without its newline
+    # the last piece follows the last newline, so it is empty unless the last line lacks its newline
     if damaged and damaged[-1] == len(lines):
         torn = damaged.pop()
     return Lines(tuple(intact), tuple(damaged), tuple(foreign), torn)
@@ -135,6 +135,7 @@ def read_lines(path: Path, cell: str | None = None) -> Lines:
 class Appender:
     """A file to which one process appends whole lines.
 
+    path: the file.
     fd: the file's open descriptor.
     torn: True if the file holds a last line without its newline. The next line must then start with a newline.
     unsynced: the monotonic time of the oldest line that is not synced yet; None if all are.
@@ -211,18 +212,18 @@ def write_json(path: Path, content: Mapping[str, object], sync: bool = True) -> 
 
     content: values that JSON lacks, such as paths, are written as their text.
     """
-    data = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
+    encoded = json.dumps(content, indent=1, ensure_ascii=False, default=str).encode()
     # the temporary file is in the same folder, since a file is replaced atomically only within one file system; the
     # random part of its name keeps processes that write the same file apart
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with suppress(FileNotFoundError):
             # replace anything but a file unread: a pipe would never end, and a link to itself cannot be followed
-            if path.is_file() and path.read_bytes() == data:
+            if path.is_file() and path.read_bytes() == encoded:
                 return
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("xb") as out:
-            out.write(data)
+            out.write(encoded)
             out.flush()
             # without this, a power cut could leave the new name with an empty file
             if sync:
@@ -261,7 +262,7 @@ def lock(path: Path, wait_s: float) -> int | None:
     """Take an exclusive lock on a file, which is created. Return its open descriptor, or None after ``wait_s`` seconds.
 
     None means that another process held the lock all the time. The lock ends when the descriptor is closed or the
-    process ends, however it ends. ``locked`` takes the lock for a moment, so ``wait_s`` should not be 0.
+    process ends, however it ends. ``is_locked`` takes the lock for a moment, so ``wait_s`` should not be 0.
 
     Raises OSError if the file cannot be created or is a link, and UsageError if the file system has no locks.
     """
@@ -281,7 +282,7 @@ def lock(path: Path, wait_s: float) -> int | None:
         time.sleep(RETRY_S)
 
 
-def locked(path: Path) -> bool:
+def is_locked(path: Path) -> bool:
     """Return True if some process holds the exclusive lock on a file now. Raises UsageError without locks."""
     try:
         fd = os.open(path, os.O_RDONLY)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import (
@@ -40,7 +41,7 @@ def progress(
 ) -> Iterator[Tick]:
     """While the context is open, show the progress of work. Yield the function that the work calls as it gets on.
 
-    totals: how many pieces are to do, by the name of the work. The work reports only names with at least one piece.
+    totals: the number of pieces to do, by the name of the work. The work reports only names with at least one piece.
     quiet: True shows nothing.
     unit: the word for the pieces in the plain lines.
     clock: a function that returns the present time in seconds.
@@ -49,7 +50,7 @@ def progress(
     if quiet or not total:
         yield _ignore
     elif sys.stderr.isatty():
-        with bars_of("", Console(stderr=True)) as bars:
+        with make_bars("", Console(stderr=True)) as bars:
             # finished work has no bar
             tasks = {name: bars.add_task(name, total=n) for name, n in totals.items() if n}
 
@@ -66,6 +67,19 @@ def _ignore(name: str, n: int) -> None:
     """Take a report of progress and show nothing."""
 
 
+class _Estimate(NamedTuple):
+    """The time that a task needs, estimated when the task was last advanced.
+
+    completed: the number of its pieces that were done then.
+    elapsed: the seconds that had passed.
+    left: the seconds left; None if nobody knows.
+    """
+
+    completed: float
+    elapsed: float
+    left: float | None
+
+
 class Left(ProgressColumn):
     """The time left at the mean rate so far. rich's own estimate mistakes the burst in which a batch ends for the rate.
 
@@ -75,39 +89,40 @@ class Left(ProgressColumn):
     def __init__(self) -> None:
         """Begin without an estimate for any task."""
         super().__init__()
-        # each task's state when it was last advanced: (pieces completed, seconds passed, seconds left or None)
-        self._last: dict[TaskID, tuple[float, float, float | None]] = {}
+        self._estimates: dict[TaskID, _Estimate] = {}
 
     def render(self, task: Task) -> Text:
         """Return the column's text, counted down since the task was last advanced."""
         # rich may ask before the task has begun, and without a finished piece there is no rate
         if not task.completed or task.total is None or task.elapsed is None:
             return Text(UNKNOWN, style="progress.remaining")
-        last = self._last.get(task.id)
-        if last is None or last[0] != task.completed:
+        estimate = self._estimates.get(task.id)
+        # a new estimate is made only when a piece is finished; until then the old one is counted down
+        if estimate is None or estimate.completed != task.completed:
             # seconds per piece so far, times the pieces left
             by_rate = task.elapsed / task.completed * (task.total - task.completed)
-            last = task.completed, task.elapsed, task.fields.get("left", by_rate)
-            self._last[task.id] = last
-        _, elapsed, left = last
-        if left is None:
+            estimate = _Estimate(task.completed, task.elapsed, task.fields.get("left", by_rate))
+            self._estimates[task.id] = estimate
+        if estimate.left is None:
             return Text(UNKNOWN, style="progress.remaining")
         # an estimate that was too short stands at 0
-        seconds_left = max(0.0, left - (task.elapsed - elapsed))
+        seconds_left = max(0.0, estimate.left - (task.elapsed - estimate.elapsed))
         return Text(str(timedelta(seconds=round(seconds_left))), style="progress.remaining")
 
 
-def bars_of(more: str, console: Console) -> Progress:
+def make_bars(extra_column: str, console: Console) -> Progress:
     """Return progress bars on a terminal, which disappear when they are closed.
 
-    more: rich's template of a further column of text, such as ``{task.fields[task_name]}``; '' leaves it empty.
+    extra_column: rich's template of a further column of text, such as ``{task.fields[task_name]}``; '' leaves it
+        empty.
+    console: the terminal.
     """
     columns = (
         # a description may hold brackets that are not markup
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn(more),
+        TextColumn(extra_column),
         TimeElapsedColumn(),
         TextColumn("ETA"),
         Left(),

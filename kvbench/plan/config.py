@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, runtime, whole_config
+from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, read_config, runtime
 from kvbench.base.errors import UsageError, unknown
 from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
@@ -275,7 +275,7 @@ def parse(
 
 def group_overrides(request: RunRequest) -> list[str]:
     """Return the Hydra overrides that choose the request's entries from the groups of conf/."""
-    tasks = request.tasks or whole_config()["tasks"]
+    tasks = request.tasks or read_config()["tasks"]
     datasets = dict.fromkeys(task.partition("/")[0] for task in tasks)
     overrides = [f"{group}={entry}" for group, entry in request.groups.items()]
     overrides.append(f"dataset=[{','.join(datasets)}]")
@@ -295,7 +295,7 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
         raw = copy.deepcopy(dict(composed))
     else:
         raw = _compose_with_hydra(group_overrides(request))
-    methods = request.methods or tuple(whole_config()["chains"])
+    methods = request.methods or tuple(read_config()["chains"])
     per = request.preset_values.get("per", raw["per"])
     raw |= {"chains": list(methods), "preset": {"name": request.preset}, "per": per}
     raw["tasks"] = list(request.tasks) or raw["tasks"]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvbench.base.conf import LISTED, entries, top_level, whole_config
+from kvbench.base.conf import LISTED, entries, read_config, top_level
 from kvbench.base.errors import UsageError, unknown
 from kvbench.methods.core import registry
 from kvbench.plan import keys, presets
@@ -90,7 +90,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
         if group in texts and not texts[group]:
             raise UsageError(f"{group}= is empty: name one, as in {group}={example}")
     # conf/config.yaml supplies every key that is not typed
-    methods, tasks = whole_config()["chains"], whole_config()["tasks"]
+    methods, tasks = read_config()["chains"], read_config()["tasks"]
     # a request has only what was typed, but knobs are looked for among the methods and datasets that will run
     typed_methods: tuple[str, ...] = ()
     typed_tasks: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from kvbench.base.progress import PLAIN_EVERY_S, bars_of
+from kvbench.base.progress import PLAIN_EVERY_S, make_bars
 from kvbench.base.visible import describe_duration, say
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
@@ -70,7 +70,7 @@ class Display:
         if self.console is None and sys.stderr.isatty():
             self.console = Console(stderr=True)
         if self.console is not None:
-            self.bars = bars_of("{task.fields[task_name]}", self.console)
+            self.bars = make_bars("{task.fields[task_name]}", self.console)
             self.bar = self.bars.add_task("answers", total=self.answers, start=False, task_name="", left=None)
 
     def reading(self, column: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import line_of, write_json
+from kvbench.base.files import format_line, write_json
 from kvbench.store.store import ResultStore
 
 
@@ -28,9 +28,9 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
     # gzip's header holds a name and a time unless both are empty; with them, equal content would give unequal bytes
     with path.open("wb") as raw, gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as out:
         for cell, cell_record in records.items():
-            out.write(_write_line({"cell": cell_record}))
+            out.write(_encode_line({"cell": cell_record}))
             for line in store.lines(cell).values():
-                out.write(_write_line({"of": cell, "sample": line}))
+                out.write(_encode_line({"of": cell, "sample": line}))
 
 
 def unpack(path: Path, store: ResultStore) -> dict[str, int]:
@@ -38,6 +38,7 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
 
     Raises UsageError if ``path`` is not a file of samples.
     """
+    # by the id of the cell
     records = {}
     samples = defaultdict(list)
     try:
@@ -54,8 +55,8 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
         stored = store.lines(cell)
-        # ``line_of`` adds a checksum; each stored line also names the cell's id, which the store's lines lack
-        missing = [line_of(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
+        # ``format_line`` adds a checksum; each stored line also names the cell's id, which the store's lines lack
+        missing = [format_line(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]
         if missing:
             # append, never write anew: the file may already hold samples of another run
             with (store.folder(cell) / "samples-0.jsonl").open("a", encoding="utf-8") as out:
@@ -64,6 +65,6 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
     return added
 
 
-def _write_line(entry: object) -> bytes:
-    """Return an entry as a line of JSON. Its keys are sorted, so that equal entries give equal bytes."""
+def _encode_line(entry: object) -> bytes:
+    """Return an entry as a line of JSON in UTF-8. Its keys are sorted, so that equal entries give equal bytes."""
     return (json.dumps(entry, ensure_ascii=False, sort_keys=True) + "\n").encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,11 +32,30 @@ def fidelity_identity(tokens: int | None) -> dict[str, object]:
 KINDS = ("reference", "greedy")
 """The texts compared on: the reference that the data give, and the full cache's own greedy answer."""
 ABOVE_FLOOR = 3.0
-"""Divergences below this multiple of the floor say nothing."""
+"""Divergences below this multiple of the floor, which is the divergence that rounding alone makes, say nothing."""
 CODED = "Formats that code new tokens (decode=coded) change by more, since a code can flip."
 """The exception to a floor, measured by scripts/rounding.py."""
 FOR_PERCENTILE = {"kl_p90": (90, 100), "kl_p99": (99, 1_000), "kl_p999": (99.9, 10_000)}
 """The percentiles shown, each with the fewest tokens that it needs."""
+
+
+class TextSums(NamedTuple):
+    """Sums over the scored positions of one text.
+
+    tokens: the number of positions.
+    kl: the sum of the divergences in nats.
+    same: the number of positions at which both distributions have the same first choice.
+    log_ratio: the sum of ``ln p(y) - ln q(y)``, as in TextFidelity.
+    """
+
+    tokens: float
+    kl: float
+    same: float
+    log_ratio: float
+
+
+# the columns of an array with a row of TextSums for each text
+_TOKENS, _KL, _SAME, _LOG_RATIO = range(4)
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class TextFidelity:
 
     kl: divergences in nats, rounded to four digits.
     same: "1" where both have the same first choice, else "0".
-    log_ratio: the sum of ``ln p(y) - ln q(y)`` of the true tokens y.
+    log_ratio: the sum of ``ln p(y) - ln q(y)``, y being the text's own next token.
     shift: the sum of ``(q(y) - p(y))^2``.
     loss: the sum of ``-ln q(y)``.
     floor: the mean divergence after changing one element of each first key by one unit in its last place.
@@ -75,16 +94,21 @@ class TextFidelity:
         return {name: value for name, value in vars(self).items() if name != "document" or value}
 
     @property
-    def sums(self) -> tuple[float, float, float, float]:
-        """The sums over positions: (tokens, divergences, equal first choices, log ratios)."""
-        return float(len(self.kl)), float(np.sum(self.kl)), float(self.same.count("1")), self.log_ratio
+    def sums(self) -> TextSums:
+        """The sums over positions from which means and intervals over several texts are made."""
+        return TextSums(
+            tokens=float(len(self.kl)),
+            kl=float(np.sum(self.kl)),
+            same=float(self.same.count("1")),
+            log_ratio=self.log_ratio,
+        )
 
 
 @dataclass(frozen=True)
 class FidelitySummary:
     """The fidelity of a cell on one kind of text, pooled over its tokens; intervals are over prompts or documents.
 
-    n, n_tokens: the prompts with such a text, and their scored tokens.
+    n, n_tokens: the number of texts, one a prompt, and of their scored tokens.
     kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens (see FOR_PERCENTILE).
     ci, top1_ci, ppl_ratio_ci: the 95 % intervals of ``kl_mean``, ``top1`` and ``ppl_ratio``.
     top1: equal first choices in per cent.
@@ -92,7 +116,7 @@ class FidelitySummary:
     ppl_ratio: the perplexity over the full cache's.
     perplexity: the method's own perplexity.
     floor: the divergence that rounding alone makes.
-    at_floor: whether the mean divergence is not above what rounding makes.
+    at_floor: True if the mean divergence is at most ABOVE_FLOOR times the floor, and so may be rounding.
     """
 
     n: int
@@ -139,44 +163,53 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     if not texts:
         return None
     # [tokens of all texts]: every token weighs the same, whichever text it is in
-    kl = np.concatenate([t.kl for t in texts])
-    # one row a text: tokens, divergences, equal first choices, log ratios
-    sums = np.array([t.sums for t in texts])
-    tokens, total, same, log_ratio = sums.sum(0).tolist()
-    # windows of one document are alike, so intervals are over documents
+    kl = np.concatenate([text.kl for text in texts])
+    # [texts, 4]: a row of TextSums for each text
+    sums = np.array([text.sums for text in texts])
+    tokens, kl_sum, same, log_ratio = sums.sum(0).tolist()
+    # every mean is a sum over all texts / the number of all tokens; its interval is over the documents' sums
     clusters = _sum_by_document(sums, texts)
-
-    def percentile(name: str) -> float | None:
-        """Return one of FOR_PERCENTILE; None on too few tokens."""
-        percent, fewest = FOR_PERCENTILE[name]
-        if len(kl) < fewest:
-            return None
-        return float(np.percentile(kl, percent))
-
-    # pooled over tokens: sum of equal first choices / sum of tokens; log ratios, which have no bounds, likewise
-    top1 = stats.pooled_interval(clusters[:, [2, 0]], bounds=(0.0, 1.0))
-    ratio = stats.pooled_interval(clusters[:, [3, 0]], bounds=None)
+    same_interval = stats.pooled_interval(clusters[:, [_SAME, _TOKENS]], bounds=(0.0, 1.0))
+    log_ratio_interval = stats.pooled_interval(clusters[:, [_LOG_RATIO, _TOKENS]], bounds=None)
+    mean_shift = sum(text.shift for text in texts) / tokens
+    mean_loss = sum(text.loss for text in texts) / tokens
     # a text counts by its tokens, as in the other means
-    floor = float(np.average([t.floor for t in texts], weights=sums[:, 0]))
+    floor = float(np.average([text.floor for text in texts], weights=sums[:, _TOKENS]))
     return FidelitySummary(
         n=len(texts),
         n_tokens=len(kl),
-        kl_mean=total / tokens,
-        ci=stats.ratio_interval(clusters[:, [1, 0]]),
+        kl_mean=kl_sum / tokens,
+        ci=stats.ratio_interval(clusters[:, [_KL, _TOKENS]]),
         kl_median=float(np.median(kl)),
-        **{name: percentile(name) for name in FOR_PERCENTILE},
+        **{name: _percentile(kl, name) for name in FOR_PERCENTILE},
         kl_max=float(kl.max()),
         top1=100 * same / tokens,
-        # an interval that is None stays None
-        top1_ci=top1 and (100 * top1[0], 100 * top1[1]),
-        shift_rms=100 * sqrt(sum(t.shift for t in texts) / tokens),
-        # exp(-mean ln q(y)), and exp(mean ln (p(y) / q(y))) for the ratio to the full cache's
-        perplexity=exp(sum(t.loss for t in texts) / tokens),
+        top1_ci=stats.in_percent(same_interval),
+        # square root of the mean of (q(y) - p(y))^2, in percentage points
+        shift_rms=100 * sqrt(mean_shift),
+        # perplexity is exp(-mean ln q(y)); over the full cache's it is exp(mean (ln p(y) - ln q(y)))
+        perplexity=exp(mean_loss),
         ppl_ratio=exp(log_ratio / tokens),
-        ppl_ratio_ci=ratio and (exp(ratio[0]), exp(ratio[1])),
+        ppl_ratio_ci=_exponentiate(log_ratio_interval),
         floor=floor,
-        at_floor=total / tokens <= ABOVE_FLOOR * floor,
+        at_floor=kl_sum / tokens <= ABOVE_FLOOR * floor,
     )
+
+
+def _percentile(kl: NDArray[np.float64], name: str) -> float | None:
+    """Return the percentile ``name`` of FOR_PERCENTILE of divergences [tokens]; None on too few tokens."""
+    percent, fewest_tokens = FOR_PERCENTILE[name]
+    if len(kl) < fewest_tokens:
+        return None
+    return float(np.percentile(kl, percent))
+
+
+def _exponentiate(interval: stats.Interval | None) -> stats.Interval | None:
+    """Return the interval of exp(v) from the interval of v; None for None."""
+    if interval is None:
+        return None
+    low, high = interval
+    return exp(low), exp(high)
 
 
 @dataclass(frozen=True)
@@ -198,11 +231,16 @@ def mean_divergence(texts: Sequence[TextFidelity], start: int = 0, end: int | No
     reaching = [text for text in texts if len(text.kl) > start]
     if not reaching:
         return None
-    # one row a text: tokens, divergences
-    sums = np.array([(len(text.kl[start:end]), sum(text.kl[start:end])) for text in reaching], dtype=np.float64)
-    tokens, total = sums.sum(0).tolist()
+    sums_by_text = []
+    for text in reaching:
+        counted = text.kl[start:end]
+        sums_by_text.append((len(counted), sum(counted)))
+    # [texts, 2]: the number of tokens and the summed divergences of each text, in the columns _TOKENS and _KL
+    sums = np.array(sums_by_text, dtype=np.float64)
+    tokens, kl_sum = sums.sum(0).tolist()
     clusters = _sum_by_document(sums, reaching)
-    return MeanDivergence(total / tokens, stats.ratio_interval(clusters[:, [1, 0]]), len(reaching))
+    interval = stats.ratio_interval(clusters[:, [_KL, _TOKENS]])
+    return MeanDivergence(kl_sum / tokens, interval, len(reaching))
 
 
 def _sum_by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -> NDArray[np.float64]:
@@ -210,11 +248,15 @@ def _sum_by_document(sums: NDArray[np.float64], texts: Sequence[TextFidelity]) -
 
     Windows of one document are alike, so an interval must count them as one draw.
     """
-    # by document, its row in the result; a text without a document is a cluster of its own, named by its index
-    places: dict[object, int] = {}
-    row_of_text = [places.setdefault(text.document or i, len(places)) for i, text in enumerate(texts)]
-    # np.add.at adds every text, even if several texts share a row
-    clusters = np.zeros((len(places),) + sums.shape[1:])
+    # the rows of the result by document, in the order of their first texts
+    rows: dict[object, int] = {}
+    row_of_text = []
+    for i, text in enumerate(texts):
+        # a text without a document is a cluster of its own, named by its index
+        cluster = text.document or i
+        row_of_text.append(rows.setdefault(cluster, len(rows)))
+    # np.add.at adds every text, even if several texts share a row; clusters[row_of_text] += sums would add only one
+    clusters = np.zeros((len(rows),) + sums.shape[1:])
     np.add.at(clusters, row_of_text, sums)
     return clusters
 
@@ -228,13 +270,14 @@ def log_ratio_of_means(
     """
     sums_by_text = []
     for our_text, their_text in zip(ours, theirs, strict=True):
-        _, our_kl, _, _ = our_text.sums
-        _, their_kl, _, _ = their_text.sums
-        sums_by_text.append((our_kl, their_kl))
+        sums_by_text.append((our_text.sums.kl, their_text.sums.kl))
     # [texts, 2]: the summed divergences of ours and of theirs on the same text
     sums: NDArray[np.float64] = np.array(sums_by_text)
+    # both have the same tokens, so the ratio of the sums is the ratio of the means
+    our_mean, their_mean = sums.mean(0)
+    log_ratio = float(np.log(our_mean) - np.log(their_mean))
     interval = stats.ratio_interval(_sum_by_document(sums, ours))
-    ours_mean, theirs_mean = sums.mean(0)
-    point = float(np.log(ours_mean) - np.log(theirs_mean))
-    # an interval that is None stays None
-    return point, interval and (float(np.log(interval[0])), float(np.log(interval[1])))
+    if interval is None:
+        return log_ratio, None
+    low, high = interval
+    return log_ratio, (float(np.log(low)), float(np.log(high)))

@@ -46,25 +46,37 @@ def label_cell(identity: Identity, otherwise: str = "") -> str:
     if not isinstance(chain, Mapping):
         return otherwise
     stages = chain["stages"]
-    words = ["+".join(s["id"] for s in stages) or "full"]
-    owners: Counter[str] = Counter()
+    words = ["+".join(stage["id"] for stage in stages) or "full"]
+    stages_with_knob: Counter[str] = Counter()
     for stage in stages:
-        owners.update(stage["knobs"].keys())  # only the keys: a mapping would add its values
+        stages_with_knob.update(stage["knobs"].keys())  # only the keys: a mapping would add its values
     for stage in stages:
-        defaults = _read_default_knobs(stage["id"])
-        # knobs stand in the order of the method's file; knobs that the file no longer has come last
-        in_order = [knob for knob in defaults if knob in stage["knobs"]]
-        in_order += [knob for knob in stage["knobs"] if knob not in defaults]
-        for knob in in_order:
-            value = stage["knobs"][knob]
+        for knob, value in _list_shown_knobs(stage):
             # a knob that several stages have is named with its stage
-            key = f"{stage['id']}.{knob}" if owners[knob] > 1 else knob
-            if knob in ALWAYS_NAMED or knob not in defaults or defaults[knob] != _pass_through_json(value):
-                words.append(f"{key}={_write_value(value)}")
+            key = f"{stage['id']}.{knob}" if stages_with_knob[knob] > 1 else knob
+            words.append(f"{key}={_write_value(value)}")
     # kv_head is the default
     if chain["per"] != "kv_head":
         words.append(f"per={chain['per']}")
     return " ".join(words)
+
+
+def _list_shown_knobs(stage: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return (knob, value) of each knob of a stage that a label shows: budgets, and values that are not the default.
+
+    stage: the stage as an identity holds it, with its ``id`` and its ``knobs``.
+    """
+    knobs = stage["knobs"]
+    defaults = _read_default_knobs(stage["id"])
+    # knobs stand in the order of the method's file; knobs that the file no longer has come last
+    in_order = [knob for knob in defaults if knob in knobs]
+    in_order += [knob for knob in knobs if knob not in defaults]
+    shown = []
+    for knob in in_order:
+        is_default = knob in defaults and defaults[knob] == _pass_through_json(knobs[knob])
+        if knob in ALWAYS_NAMED or not is_default:
+            shown.append((knob, knobs[knob]))
+    return shown
 
 
 def list_settings(identity: Identity) -> dict[str, object]:
@@ -102,14 +114,7 @@ def describe_differences(identities: Sequence[Identity]) -> list[str]:
     """Return, for each cell, its values of the settings that differ among the cells: ``template=off bos=false``."""
     # compare nested settings one by one, to name only the differing part of a prompt
     settings_of_cells = [dict(_walk_settings(identity)) for identity in identities]
-    paths: dict[str, None] = {}
-    for settings in settings_of_cells:
-        paths |= dict.fromkeys(settings)
-    differing = []
-    for path in paths:
-        values = {json.dumps(settings.get(path), sort_keys=True, default=str) for settings in settings_of_cells}
-        if len(values) > 1:
-            differing.append(path)
+    differing = _find_differing_paths(settings_of_cells)
     texts = []
     for settings in settings_of_cells:
         words = []
@@ -119,6 +124,24 @@ def describe_differences(identities: Sequence[Identity]) -> list[str]:
             words.append(f"{setting}={_write_word(path, settings.get(path))}")
         texts.append(" ".join(words))
     return texts
+
+
+def _find_differing_paths(settings_of_cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the paths of the settings that do not have the same value in all cells.
+
+    settings_of_cells: for each cell, its settings by dotted path. A cell without a setting counts as having None.
+    """
+    # a dict keeps the order of the paths, unlike a set
+    paths: dict[str, None] = {}
+    for settings in settings_of_cells:
+        paths |= dict.fromkeys(settings)
+    differing = []
+    for path in paths:
+        # values may be lists, which a set cannot hold, so their JSON is compared
+        values = {json.dumps(settings.get(path), sort_keys=True, default=str) for settings in settings_of_cells}
+        if len(values) > 1:
+            differing.append(path)
+    return differing
 
 
 def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -138,15 +161,15 @@ def _walk_settings(identity: Identity, prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _write_word(key: str, value: Any) -> str:
-    """Return the value of the setting at the dotted path ``key`` as one word.
+def _write_word(path: str, value: Any) -> str:
+    """Return the value of the setting at a dotted path as one word.
 
     A template or a hash is cut to its first 8 characters.
     """
     # an identity has false in place of a template if prompts have none
-    if key == "prompt.template" and not value:
+    if path == "prompt.template" and not value:
         return "off"
-    if key in ("prompt.template", "content", "model.fingerprint"):
+    if path in ("prompt.template", "content", "model.fingerprint"):
         return _write_value(value)[:8]
     return _write_value(value)
 
@@ -175,4 +198,4 @@ def _read_default_knobs(method: str) -> dict[str, Any]:
         entry = choose_by_size(registry.defaults(method))
     except UsageError:
         return {}
-    return {k: _pass_through_json(entry[k]) for k in registry.knob_names(method)}
+    return {knob: _pass_through_json(entry[knob]) for knob in registry.knob_names(method)}

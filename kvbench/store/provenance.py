@@ -28,12 +28,6 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
     device = model.device
     is_gpu = device.type == "cuda"
     device_name = torch.cuda.get_device_name(device) if is_gpu else f"cpu {platform.machine()}"
-    # kernels sum in another order than plain attention, so the last digits change
-    attention = "plain"
-    if kernels.serves(device):
-        attention = "triton"
-    elif device.type == "cpu" and kernels.enabled() and on_cpu.installed():
-        attention = "c"
     return {
         "kvbench": version(),
         "commit": read_commit(),
@@ -44,8 +38,20 @@ def collect_provenance(model: PreTrainedModel, threads: int) -> Facts:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "attention": attention,
+        "attention": _name_attention(device),
     }
+
+
+def _name_attention(device: torch.device) -> str:
+    """Return the code that computes attention while decoding: kernels in ``triton`` or ``c``, or ``plain`` PyTorch.
+
+    It is a part of the provenance, since kernels sum in another order than plain attention and change the last digits.
+    """
+    if kernels.serves(device):
+        return "triton"
+    if device.type == "cpu" and kernels.enabled() and on_cpu.installed():
+        return "c"
+    return "plain"
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Facts = Mapping[str, Any]
 """The provenance of numbers by name: versions, device, dtype and more, and facts that a method adds."""
 CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
+"""The types of the values in a cell.json, by key."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,18 @@ class DrawnAnswer:
 class Sample:
     """One stored answer: tokens and bytes of its cache as audited, seconds, the text, and its score.
 
+    id: the example's id.
     n, kept: the tokens of the prompt, and the mean number of them that a head holds.
     nominal: the tokens of the method's budget; None if the method has no budget.
     payload, overhead, full_bytes: the bytes of keys and values, of the data beside them, and of the full cache.
     payload_kv_head, payload_query_head: the payload under ``per=kv_head`` and under ``per=query_head``.
     payload16, overhead16, full16: the bytes of the same tokens at 16 bits, by formula.
     cut: the number of tokens cut out of the prompt.
-    shrunk: whether the budget had no room for the method's sinks, window and one token more.
+    shrunk: True if the budget had no room for the method's sinks, window and one token more.
+    new_tokens: the tokens of the answer.
     meta: facts about the example, for reports.
+    timing: the seconds of the answer.
+    prediction: the text of the answer.
     score: None if the metric gives this answer no score.
     answers: the references.
     attended: the mean number of tokens that a masking method reads.
@@ -72,6 +77,7 @@ class Sample:
     pages_freed: the shares of the prompt's pages that an engine could give back.
     draws: the answers drawn for the prompt, if there are several. ``score`` is their mean, and ``prediction`` joins
     their texts. ``new_tokens`` and ``decode_s`` are sums over ``turns`` or ``draws``.
+    more: the fields of a line that a newer version wrote.
     """
 
     id: str
@@ -126,8 +132,11 @@ class Sample:
         if "fidelity" in line:
             known["fidelity"] = {kind: TextFidelity.read(record) for kind, record in line["fidelity"].items()}
         if "turns" in line:
-            # JSON has no tuples: turn lists back, so that a sample read equals the one written
-            known["turns"] = tuple(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}) for turn in line["turns"])
+            turns = []
+            for turn in line["turns"]:
+                # JSON has no tuples: turn the list back into one, so that a sample read equals the sample written
+                turns.append(TurnAnswer(**turn | {"answers": tuple(turn["answers"])}))
+            known["turns"] = tuple(turns)
         if "pages_freed" in line:
             known["pages_freed"] = PagesFreed(**line["pages_freed"])
         if "draws" in line:
@@ -164,6 +173,7 @@ class CellRecord:
     of: the number of the task's examples; None if unknown.
     identity: all settings that decide the cell's numbers.
     provenance: the facts of each process that measured samples.
+    more: the fields of a record that a newer version wrote.
     """
 
     id: str = ""
@@ -178,13 +188,7 @@ class CellRecord:
     @classmethod
     def read(cls, record: Mapping[str, Any]) -> Self:
         """Return the record in the JSON of a cell.json. Raises ValueError naming its damaged fields."""
-        # an older version may lack a field; the empty value of the field's type, kind(), takes its place
-        damaged = [key for key, kind in CELL_RECORD.items() if not isinstance(record.get(key, kind()), kind)]
-        if not damaged and not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
-            damaged = ["provenance"]
-        # an imported cell may lack a chain in its identity; this is no damage
-        if not damaged and not _is_whole_chain(record.get("identity", {}).get("chain", {"per": "", "stages": []})):
-            damaged = ["identity"]
+        damaged = _list_damaged_fields(record)
         if damaged:
             raise ValueError(f"{', '.join(damaged)} of it is damaged")
         known = {name: record[name] for name in _list_fields(cls) if name in record}
@@ -234,8 +238,11 @@ class Status:
 class ScoreSummary:
     """The mean score of a cell in printed units, with its 95 % interval.
 
+    metric: the name of the metric.
     n, of: how many examples are answered, and how many there are.
-    unscored: the answers that the metric gives no score.
+    unscored: the number of answers that the metric gives no score.
+    score: the mean score; None if no answer has one.
+    ci: the interval of the mean; None if there are too few scores.
     """
 
     metric: str
@@ -256,7 +263,8 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        # most cells have no length ranges, no fidelity and no several questions, old ones no pages: leave them out
+        # most cells have no length ranges, no fidelity and no contexts with several questions, and old cells no pages:
+        # leave out what is empty
         optional = ("buckets", "fidelity", "questions", "pages_freed")
         return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
@@ -337,12 +345,35 @@ def _select_unknown(cls: type[DataclassInstance], record: Mapping[str, object]) 
     return {key: value for key, value in record.items() if key not in names}
 
 
+def _list_damaged_fields(record: Mapping[str, Any]) -> list[str]:
+    """Return the fields of a cell.json with values that cannot be read; [] if there are none.
+
+    A missing field is no damage, since records of older versions may lack it.
+    """
+    damaged = []
+    for key, kind in CELL_RECORD.items():
+        if key in record and not isinstance(record[key], kind):
+            damaged.append(key)
+    if damaged:
+        return damaged
+    # the types of all fields are right from here on
+    if not all(isinstance(facts, dict) for facts in record.get("provenance", ())):
+        return ["provenance"]
+    identity = record.get("identity", {})
+    # an imported cell has no chain in its identity
+    if "chain" in identity and not _is_whole_chain(identity["chain"]):
+        return ["identity"]
+    return []
+
+
 def _is_whole_chain(chain: object) -> bool:
     """Return True if the chain of an identity has every field that a label needs."""
     # JSON edited by hand may hold anything here, so each type is checked before use
     if not isinstance(chain, dict) or "per" not in chain or not isinstance(chain.get("stages"), list):
         return False
-    return all(
-        isinstance(stage, dict) and {"id", "revision"} <= set(stage) and isinstance(stage.get("knobs"), dict)
-        for stage in chain["stages"]
-    )
+    for stage in chain["stages"]:
+        if not isinstance(stage, dict) or "id" not in stage or "revision" not in stage:
+            return False
+        if not isinstance(stage.get("knobs"), dict):
+            return False
+    return True

@@ -36,10 +36,11 @@ from kvbench.base.errors import KvbenchError, UsageError, unknown
 from kvbench.base.files import (
     Appender,
     Line,
+    Lines,
     disk_error,
     is_blocked,
+    is_locked,
     lock,
-    locked,
     read_json,
     read_lines,
     sync_folder,
@@ -60,12 +61,15 @@ SHARD_WAIT_S = 0.3
 RECORD_WAIT_S = 60.0
 """Seconds to wait for the lock of a cell's record. A process holds it only while it changes the record."""
 ID = re.compile("[0-9a-f]{16}")
+"""The form of a cell's id, which is the name of its folder."""
 LINK = "is a symbolic link"
 """The reason, in warnings, why a cell's folder is left alone."""
 NEEDED = re.compile(r"cell\.json|lock|lock-\d+|refused-.*\.json|samples-.*\.jsonl")
 """The names of files without which a cell can be neither measured nor reported."""
 IS_FOLDER = "is a folder; kvbench clean sets it aside"
+"""The warning for a folder in the place of a file."""
 SHARD_LOCK = re.compile(r"lock-(\d+)")
+"""The name of a shard's lock file."""
 Mark = Literal["started", "failed", "interrupted"]
 """The statuses that a shard's state file records. All others follow from the cell's other files."""
 DAMAGED = "damaged"
@@ -114,7 +118,7 @@ class ResultStore:
         return sorted(self.folder(cell_id).glob(pattern))
 
     def find(self, cell_id: str) -> str:
-        """Return ``cell_id`` itself, if the store has a cell of that id. Raises UsageError otherwise."""
+        """Return ``cell_id`` itself if the store has a cell of that id. Raises UsageError otherwise."""
         if not os.path.lexists(self.folder(cell_id)):
             raise unknown("result", cell_id, self.folders(), listed_by=f"kvbench list runs results={self.root}")
         return cell_id
@@ -226,26 +230,23 @@ class ResultStore:
         if damage is not None:
             return Status(DAMAGED, 0, None, damage)
         n = len(self.lines(cell_id))
-        record = self.cell(cell_id)
-        of = record.of if record is not None else None
-        # records of older versions lack the number of examples; the metrics have it, too
-        if of is None:
-            of = self.metrics(cell_id).get("of")
+        total = self._read_total(cell_id)
+        # ``open`` and ``close`` of another process change a mark and a lock, but not in one step. Only marks that are
+        # there before and after the test of the locks tell how a run ended; the others belong to such a process
         earlier_marks = self._read_marks(cell_id)
         measuring = self.measuring(cell_id)
-        # keep marks seen before and after the lock test: the others belong to a cell being opened or closed
-        marks = [m for m in self._read_marks(cell_id) if m in earlier_marks]
-        failed = [m for m in marks if m.get("status") == "failed"]
+        marks = [mark for mark in self._read_marks(cell_id) if mark in earlier_marks]
+        failed_marks = [mark for mark in marks if mark.get("status") == "failed"]
         # the first status that holds counts; a refusal goes first, since a refused cell must never be reported
         refusal = self.refusal(cell_id)
         if refusal is not None:
             status, reason = "refused", refusal
         elif measuring:
             status, reason = "started", None
-        elif n and of is not None and n >= of:
+        elif n and total is not None and n >= total:
             status, reason = "complete", None
-        elif failed:
-            status, reason = "failed", failed[-1].get("reason")
+        elif failed_marks:
+            status, reason = "failed", failed_marks[-1].get("reason")
         elif marks and marks[-1].get("status") == "started":
             status, reason = "interrupted", "its process ended in the middle"
         elif marks:
@@ -254,7 +255,16 @@ class ResultStore:
             status, reason = "done", None
         else:
             status, reason = "never", None
-        return Status(status, n, of, reason=reason, measuring=measuring, changed=self._find_last_change(cell_id))
+        return Status(status, n, total, reason=reason, measuring=measuring, changed=self._find_last_change(cell_id))
+
+    def _read_total(self, cell_id: str) -> int | None:
+        """Return how many examples the cell's task has; None if neither record nor metrics know."""
+        record = self.cell(cell_id)
+        if record is not None and record.of is not None:
+            return record.of
+        # records of older versions lack the number; the metrics have it, too
+        total: int | None = self.metrics(cell_id).get("of")
+        return total
 
     def _find_last_change(self, cell_id: str) -> float | None:
         """Return the last time when a file of the cell was changed, in seconds; None if the cell has no files."""
@@ -269,7 +279,7 @@ class ResultStore:
     def measuring(self, cell_id: str) -> tuple[int, ...]:
         """Return the shards of the cell that some process is measuring."""
         # a lock's file stays after its process ends: only the lock on the file tells
-        held_locks = [path for path in self.shard_locks(cell_id) if locked(path)]
+        held_locks = [path for path in self.shard_locks(cell_id) if is_locked(path)]
         return tuple(sorted(int(path.name.removeprefix("lock-")) for path in held_locks))
 
     def shard_locks(self, cell_id: str) -> list[Path]:
@@ -285,7 +295,8 @@ class ResultStore:
             with suppress(UsageError):
                 marks.append(read_json(path) or {})
         # an empty mark is a file that was removed meanwhile
-        return sorted(filter(None, marks), key=lambda m: float(m.get("time") or 0))
+        written_marks = [mark for mark in marks if mark]
+        return sorted(written_marks, key=lambda mark: float(mark.get("time") or 0))
 
     def cell(self, cell_id: str) -> CellRecord | None:
         """Return the cell's record, or None if it was never started. Raises UsageError for a damaged one."""
@@ -356,16 +367,21 @@ class ResultStore:
                 # the order must depend on the text alone, never on file or position; any such order would do
                 if example_id not in chosen or text < chosen[example_id][0]:
                     chosen[example_id] = (text, line)
-            problems = []
-            if lines.damaged:
-                problems.append(_describe_uncounted("damaged line", lines.damaged))
-            if lines.foreign:
-                problems.append(
-                    _describe_uncounted("line of another result", lines.foreign, plural="lines of another result")
-                )
-            if problems:
-                self._warn(path, f"{'; '.join(problems)}; kvbench clean sets them aside")
+            self._warn_of_uncounted(path, lines)
         return {example_id: line for example_id, (_, line) in sorted(chosen.items())}
+
+    def _warn_of_uncounted(self, path: Path, lines: Lines) -> None:
+        """Warn of damaged and foreign lines in a file of samples, if it has any.
+
+        A torn line is no reason to warn: another process may be writing it.
+        """
+        problems = []
+        if lines.damaged:
+            problems.append(_describe_uncounted("damaged line", "damaged lines", lines.damaged))
+        if lines.foreign:
+            problems.append(_describe_uncounted("line of another result", "lines of another result", lines.foreign))
+        if problems:
+            self._warn(path, f"{'; '.join(problems)}; kvbench clean sets them aside")
 
     def _refusal_path(self, cell_id: str, example_id: str) -> Path:
         """Return the path of the file that holds a refusal. It is named by a hash, since ids may be no file names."""
@@ -478,16 +494,15 @@ class ResultStore:
         self.warnings.append(f"{path}: {text}")
 
 
-def _describe_uncounted(what: str, numbers: Sequence[int], plural: str | None = None) -> str:
-    """Return the words of a warning: how many lines do not count, and their numbers in the file.
+def _describe_uncounted(singular: str, plural: str, numbers: Sequence[int]) -> str:
+    """Return the words of a warning: how many lines do not count, and their ``numbers`` in the file.
 
-    what: the noun for one such line.
-    plural: the noun for several; None adds an s.
+    singular, plural: the noun for one such line, and for several.
     """
-    where = ", ".join(map(str, numbers))
+    listed = ", ".join(map(str, numbers))
     if len(numbers) == 1:
-        return f"1 {what} does not count (line {where})"
-    return f"{len(numbers)} {plural or what + 's'} do not count (lines {where})"
+        return f"1 {singular} does not count (line {listed})"
+    return f"{len(numbers)} {plural} do not count (lines {listed})"
 
 
 def _is_link(folder: Path) -> bool:

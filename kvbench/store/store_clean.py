@@ -18,6 +18,7 @@ from pathlib import Path
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import disk_error, is_blocked, lock, read_lines
+from kvbench.store.results import Status
 from kvbench.store.store import DAMAGED, ResultStore
 
 EMPTY = ("never", "failed", "interrupted")
@@ -34,8 +35,10 @@ LOCK_WAIT_S = 0.3
 class Removal:
     """One file, folder or block of lines to remove from a store.
 
-    kind: cell, mark, lock or temporary, to be deleted; lines, to be moved into another file; aside, to be moved away.
+    kind: what is removed, and how. A cell, a mark, a lock or a temporary file is deleted. For ``lines``, the lines that
+        do not count are moved from the file into another one. For ``aside``, the path is moved out of the cell.
     cell: the cell's id; '' for a folder that an earlier cleaning renamed and did not delete.
+    path: the file or folder.
     about: a description in words.
     """
 
@@ -70,9 +73,8 @@ def list_leftovers(store: ResultStore) -> list[Removal]:
 def carry_out(store: ResultStore, removals: Collection[Removal]) -> None:
     """Carry out the removals of each cell under its locks. Raises KvbenchError if a process began to measure a cell.
 
-    removals: the removals of one cell stand next to each other.
+    removals: as ``list_removals`` returns them, with all removals of one cell next to each other.
     """
-    # ``list_removals`` returns the removals of one cell next to each other
     for cell, group in groupby(removals, key=attrgetter("cell")):
         with ExitStack() as stack:
             # a folder that an earlier cleaning renamed belongs to no cell, and nobody measures it
@@ -97,9 +99,9 @@ def _build_cell_removal(store: ResultStore, cell: str) -> Removal:
 
 
 def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
-    """Yield the removals that lose no sample of a cell: the whole cell if it has none, else what is left beside them.
+    """Yield the removals that lose no sample of a cell: the whole cell if it has no sample, else the waste beside them.
 
-    No process may be measuring the cell.
+    The caller ensures that no process is measuring the cell.
     """
     folder = store.folder(cell)
     status = store.status(cell)
@@ -115,6 +117,19 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
         else:
             yield Removal("cell", cell, folder, f"{status.status}, nothing measured")
         return
+    yield from _list_marks(store, cell, status)
+    yield from _list_temporary_files(folder, cell)
+    yield from _list_uncounted_lines(folder, cell)
+    for path in sorted(folder.glob("lock*")):
+        yield Removal("lock", cell, path, "held by nobody")
+
+
+def _list_marks(store: ResultStore, cell: str, status: Status) -> Iterator[Removal]:
+    """Yield the removals of a cell's marks, then of what blocks the place of a mark or of the metrics.
+
+    status: the cell's status.
+    """
+    folder = store.folder(cell)
     marks: list[Path] = []
     for pattern in MARKS:
         marks += folder.glob(pattern)
@@ -127,19 +142,25 @@ def _list_waste(store: ResultStore, cell: str) -> Iterator[Removal]:
     for path in blocked_paths:
         kind = "a folder" if path.is_dir() else "no readable file"
         yield Removal("aside", cell, path, f"{kind}, moved to {aside_path(store, cell).parent}")
+
+
+def _list_temporary_files(folder: Path, cell: str) -> Iterator[Removal]:
+    """Yield the removals of temporary files that a killed process left in a cell's folder."""
     for path in sorted(p for p in folder.glob("*.tmp") if not p.is_dir()):
         # another process may be writing a young temporary file now, and may rename it at any moment
         with suppress(FileNotFoundError):
-            if time.time() - path.lstat().st_mtime > STALE_S:
+            age_s = time.time() - path.lstat().st_mtime
+            if age_s > STALE_S:
                 yield Removal("temporary", cell, path, "half written")
+
+
+def _list_uncounted_lines(folder: Path, cell: str) -> Iterator[Removal]:
+    """Yield a removal for each file of samples in a cell's folder that has lines which do not count."""
     for path in sorted(folder.glob("samples-*.jsonl")):
-        numbers = read_lines(path, cell).uncounted
-        if numbers:
-            several = f"{len(numbers)} lines that do not count"
-            count = several if len(numbers) > 1 else "1 line that does not count"
-            yield Removal("lines", cell, path, f"{count}, moved to {damaged_path(path).name}")
-    for path in sorted(folder.glob("lock*")):
-        yield Removal("lock", cell, path, "held by nobody")
+        count = len(read_lines(path, cell).uncounted)
+        if count:
+            words = "1 line that does not count" if count == 1 else f"{count} lines that do not count"
+            yield Removal("lines", cell, path, f"{words}, moved to {damaged_path(path).name}")
 
 
 def _has_lines(folder: Path) -> bool:
@@ -191,8 +212,8 @@ def _set_aside(path: Path, cell: str) -> None:
     to_keep = b"".join(counted_lines)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files. "ab"
-        # adds to the lines of earlier cleanings, "xb" makes a new file
+        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files. Mode
+        # "ab" adds to the lines of earlier cleanings, mode "xb" makes a new file
         for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
             with target.open(mode) as out:
                 out.write(content)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbench.base.files import Appender, line_of
+from kvbench.base.files import Appender, format_line
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Writer:
         stored_line = dict(line)
         stored_line["cell"] = self.cell
         stored_line["provenance"] = self.provenance
-        self.out.append(line_of(stored_line).encode())
+        self.out.append(format_line(stored_line).encode())
         # the store syncs the lines of all open cells together, including this one's
         self.written()
 

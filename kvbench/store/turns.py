@@ -16,8 +16,10 @@ class TurnAnswer:
     """The answer to one of a context's questions.
 
     prediction, answers: the model's answer and the references.
+    score: the score by the task's metric; None if the metric gives the answer none.
+    new_tokens, decode_s: the tokens of the answer, and the seconds of its decoding.
     bytes: the bytes held of the context and the questions so far, after this answer.
-    beside: the scores by other metrics than the task's.
+    beside: the scores by the task's further metrics, by the metric's name.
     """
 
     prediction: str
@@ -34,6 +36,7 @@ class IndexScore:
     """The mean score of all contexts' first questions, or of all their second questions, and so on.
 
     n: the number of contexts that have a scored question at this place.
+    score: the mean in printed units; None if ``n`` is 0.
     """
 
     n: int
@@ -44,13 +47,15 @@ class IndexScore:
 class TurnsSummary:
     """The scores of a cell by question, in printed units. The cell's own score is the mean of its contexts' means.
 
-    contexts, questions: the number of each.
+    contexts, questions: the number of contexts, and of all their questions.
     by_index: the score of each context's first question, second question and so on.
     question_mean: the mean over all questions.
-    pairs: the number of contexts with several questions. ``first``, ``last`` and ``fall`` are means over them.
-    fall: the score of a context's last question minus that of its first. Its interval is over contexts.
+    pairs: the number of contexts with several questions, of which the first and the last have a score.
+    first, last: the means over these contexts of the first question's score and of the last question's.
+    fall: the mean over these contexts of the last question's score minus the first question's.
+    fall_ci: the interval of ``fall`` over contexts; None if there are too few.
     bytes_compressed, bytes_last: the mean bytes held before the first and after the last question.
-    beside: the means over contexts by other metrics.
+    beside: the means over contexts by the task's further metrics.
     """
 
     contexts: int
@@ -71,7 +76,7 @@ Contexts = Mapping[str, Sequence[TurnAnswer]]
 """The answers to each context's questions, by the context's id."""
 
 
-def first_and_last_scores(contexts: Contexts) -> dict[str, tuple[float, float]]:
+def list_first_and_last_scores(contexts: Contexts) -> dict[str, tuple[float, float]]:
     """Return (score of the first question, score of the last question) of each context, by its id.
 
     Contexts with a single question, and contexts whose first or last question has no score, are left out.
@@ -101,7 +106,7 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     all_scores: list[float] = []
     for scores in scores_by_index:
         all_scores += scores
-    pairs = list(first_and_last_scores(contexts).values())
+    pairs = list(list_first_and_last_scores(contexts).values())
     # a score lies in [0, 1], hence a difference of two in [-1, 1]
     fall, interval = _average([last - first for first, last in pairs], most=1.0)
     # ``show`` prints means and may be more than a factor; a difference is only scaled
@@ -110,11 +115,11 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
     return TurnsSummary(
         contexts=len(contexts),
         questions=sum(map(len, contexts.values())),
-        by_index=tuple(IndexScore(len(scores), _shown(show, scores)) for scores in scores_by_index),
-        question_mean=_shown(show, all_scores),
+        by_index=tuple(IndexScore(len(scores), _show_mean(show, scores)) for scores in scores_by_index),
+        question_mean=_show_mean(show, all_scores),
         pairs=len(pairs),
-        first=_shown(show, [first for first, _ in pairs]),
-        last=_shown(show, [last for _, last in pairs]),
+        first=_show_mean(show, [first for first, _ in pairs]),
+        last=_show_mean(show, [last for _, last in pairs]),
         fall=fall,
         fall_ci=stats.scaled(interval, scale),
         bytes_compressed=fmean(compressed),
@@ -124,8 +129,8 @@ def summarise_turns(contexts: Contexts, name: str, compressed: Sequence[float]) 
 
 
 def _average_beside(contexts: Contexts) -> dict[str, float | None]:
-    """Return the mean over contexts of the scores by each further metric, in printed units."""
-    # a dict keeps the order in which the metrics first appear; a set would not
+    """Return {metric: mean over contexts} of the further metrics in ``TurnAnswer.beside``, in printed units."""
+    # a dict keeps the order in which the metrics first appear, unlike a set
     names: dict[str, None] = {}
     for turns in contexts.values():
         for turn in turns:
@@ -139,7 +144,7 @@ def _average_beside(contexts: Contexts) -> dict[str, float | None]:
             scores = [score for score in scores_or_none if score is not None]
             if scores:
                 means_of_contexts.append(fmean(scores))
-        means[name] = _shown(metric(name).show, means_of_contexts)
+        means[name] = _show_mean(metric(name).show, means_of_contexts)
     return means
 
 
@@ -152,9 +157,9 @@ def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float,
 
     Returns None if no context can be compared.
     """
-    scores_of_full = first_and_last_scores(full)
+    scores_of_full = list_first_and_last_scores(full)
     differences = []
-    for context, (first, last) in first_and_last_scores(contexts).items():
+    for context, (first, last) in list_first_and_last_scores(contexts).items():
         # pair only contexts that both have answered
         if context in scores_of_full:
             full_first, full_last = scores_of_full[context]
@@ -178,7 +183,7 @@ def _average(values: Sequence[float], most: float) -> tuple[float | None, stats.
     return fmean(values), interval
 
 
-def _shown(show: Callable[[float], float], scores: Sequence[float]) -> float | None:
+def _show_mean(show: Callable[[float], float], scores: Sequence[float]) -> float | None:
     """Return the mean of the scores as ``show`` prints it; None without scores."""
     if not scores:
         return None

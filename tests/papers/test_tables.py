@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvbench.base.files import line_of
+from kvbench.base.files import format_line
 from kvbench.cli.main import main
 from kvbench.papers.measured import coverage, grid, our_table, page, trace
 from kvbench.papers.measured.cell_view import build_view
@@ -280,7 +280,7 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
     old = path.read_text()
     first, *rest = old.splitlines(keepends=True)
     sample = {k: v for k, v in json.loads(first).items() if k != "crc"}
-    path.write_text("".join([line_of({**sample, "score": 0.125}), *rest]))
+    path.write_text("".join([format_line({**sample, "score": 0.125}), *rest]))
     _, after = shown(capsys, "think/4", f"results={store}", *arguments)
     path.write_text(old)
     changed = {

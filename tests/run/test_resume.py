@@ -18,7 +18,7 @@ from support.stored import Cell, measure
 
 import kvbench
 from kvbench.base.errors import KvbenchError, UsageError
-from kvbench.base.files import line_of, parse_line
+from kvbench.base.files import format_line, parse_line
 from kvbench.cli.main import main
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
@@ -70,7 +70,7 @@ def test_torn_and_damaged_lines_are_measured_again(tmp_path, capsys):
 
 def test_line_with_every_kind_of_text_comes_back_and_any_flip_is_seen():
     sample = {"id": "a", "prediction": 'x "crc": 5, \u2028\n\x00 é 漢', "score": None}
-    line = line_of(sample).encode()
+    line = format_line(sample).encode()
     assert line.count(b"\n") == 1
     assert parse_line(line.rstrip()) == sample
     for i in range(len(line) - 1):

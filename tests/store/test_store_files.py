@@ -6,7 +6,7 @@ import random
 import pytest
 from support.stored import FACTS, Cell, measure, sample
 
-from kvbench.base.files import line_of, parse_line, read_lines
+from kvbench.base.files import format_line, parse_line, read_lines
 from kvbench.cli.main import main
 from kvbench.report.summary import summarise
 from kvbench.store.store import ResultStore
@@ -47,7 +47,7 @@ def double_lines(data, chance):
 
 
 def pristine():
-    return b"".join(line_of(sample(i)).encode() for i in range(SIZE))
+    return b"".join(format_line(sample(i)).encode() for i in range(SIZE))
 
 
 def finished(store, cell):
@@ -111,8 +111,8 @@ def test_metrics_are_the_same_bytes_after_repair_and_after_cleaning(damage, tmp_
 
 def test_metrics_do_not_depend_on_order_or_on_the_files(tmp_path):
     """Nor on which of two lines about one example was written first."""
-    lines = [line_of(sample(i)) for i in range(SIZE)]
-    again = line_of(sample(3, timing={"prefill_s": 9.0, "compress_s": 9.0, "decode_s": 9.0}))
+    lines = [format_line(sample(i)) for i in range(SIZE)]
+    again = format_line(sample(3, timing={"prefill_s": 9.0, "compress_s": 9.0, "decode_s": 9.0}))
     collected = set()
     for seed in range(20):
         chance = random.Random(seed)
@@ -147,7 +147,7 @@ def test_a_line_cut_at_its_newline_is_whole_and_the_next_starts_its_own(tmp_path
 
 
 def test_a_line_spelt_in_another_way_is_not_ours():
-    line = line_of({"id": "a", "score": 1.0}).encode().rstrip()
+    line = format_line({"id": "a", "score": 1.0}).encode().rstrip()
     assert parse_line(line) == {"id": "a", "score": 1.0}
     for other in (line + b"}", line.replace(b'"crc": ', b'"crc": +'), line[:-1] + b" }", b" " + line):
         assert parse_line(other) is None
@@ -223,6 +223,6 @@ def test_answers_of_an_older_version_name_no_cell_and_count(tmp_path):
     store, cell = ResultStore(tmp_path), Cell()
     measure(store, cell, [0])
     with (store.folder(cell.id) / "samples-0.jsonl").open("a") as out:
-        out.write(line_of(sample(1)))
+        out.write(format_line(sample(1)))
     assert list(store.lines(cell.id)) == ["e0", "e1"]
     assert store.warnings == []

@@ -14,7 +14,7 @@ from support.stored import FACTS, Cell, measure, sample
 
 from kvbench.base import files
 from kvbench.base.errors import KvbenchError
-from kvbench.base.files import lock, locked
+from kvbench.base.files import is_locked, lock
 from kvbench.cli.main import main
 from kvbench.store.store import ResultStore
 
@@ -236,20 +236,20 @@ def test_a_lock_file_removed_between_opening_and_locking_is_made_again(tmp_path,
     stored = lock(path, 5.0)
     monkeypatch.undo()
     assert len(chosen) == 2
-    assert locked(path)
+    assert is_locked(path)
     os.close(stored)
 
 
 def test_a_lock_whose_file_was_removed_locks_nothing(tmp_path):
     path = tmp_path / "lock-0"
     stored = lock(path, 0.1)
-    assert locked(path)
+    assert is_locked(path)
     assert lock(path, 0.1) is None
     path.unlink()
     again = lock(path, 0.1)
     assert again is not None
     os.close(stored)
-    assert locked(path)
+    assert is_locked(path)
     os.close(again)
-    assert not locked(path)
-    assert not locked(tmp_path / "absent")
+    assert not is_locked(path)
+    assert not is_locked(tmp_path / "absent")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
 
 import kvbench.methods
-from kvbench.base.conf import conf_dir, entry_of, read_yaml
+from kvbench.base.conf import conf_dir, read_method_entry, read_yaml
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.extras import require
 from kvbench.methods.core.loading import find_syntax_error, load_stage, read_class_entry
@@ -92,7 +92,7 @@ def defaults(method: str) -> dict[str, Any]:
         raise explain_unknown_method(method)
     path = _find_only_file(method)
     if path.suffix == ".yaml":
-        return entry_of(path)
+        return read_method_entry(path)
     return read_class_entry(path, method)
 
 

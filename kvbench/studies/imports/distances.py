@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import line_of, write_json
+from kvbench.base.files import format_line, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.report.table import Table
@@ -273,7 +273,7 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
     folder = store.folder(cell)
     folder.mkdir(parents=True, exist_ok=True)
     sample: dict[str, object] = {"id": "00000", "prediction": "", "score": distance.ppl, "answers": []}
-    (folder / "samples-0.jsonl").write_text(line_of(sample), encoding="utf-8")
+    (folder / "samples-0.jsonl").write_text(format_line(sample), encoding="utf-8")
     store.write_metrics(cell, metrics)
     # write the record last, since a result exists once it has a record
     record = {

@@ -10,7 +10,7 @@ import hashlib
 import json
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import line_of, write_json
+from kvbench.base.files import format_line, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.store.store import ResultStore
@@ -97,7 +97,7 @@ def _store_cell(store: ResultStore, source: PredictionSource, scored: Scored) ->
             "answers": [_without_surrogates(reference) for reference in answer.references],
             "meta": {"length": answer.length, "place": answer.place},
         }
-        lines.append(line_of(sample))
+        lines.append(format_line(sample))
     # shard 0 is the only one, since an import is one process
     (folder / "samples-0.jsonl").write_text("".join(lines), encoding="utf-8")
     ci = None
