@@ -18,7 +18,7 @@ from kvbench.store.provenance import read_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import score
-from kvbench.tasks.metrics.means import shown_mean
+from kvbench.tasks.metrics.means import show_mean
 
 Line = dict[str, object]
 """One line of a result's file, by field."""
@@ -195,7 +195,7 @@ def write_metrics(run: EngineRun, group: Group, row: EngineRow, further_facts: F
         return
     # the metric gives some answers no score
     scores = [float(line["score"]) for line in lines if line["score"] is not None]
-    mean, ci = shown_mean(group.task.metric, scores)
+    mean, ci = show_mean(group.task.metric, scores)
     # ``limit=`` may have asked for a part of the task's examples only
     status = "complete" if len(lines) == len(group.task.examples) else "done"
     summary = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvbench.report.table import Table
-from kvbench.tasks.metrics.ruler import over_lengths
+from kvbench.tasks.metrics.ruler import average_over_lengths
 
 if TYPE_CHECKING:
     from kvbench.report.data import ReportColumn, ReportData, ReportRow
@@ -43,7 +43,7 @@ def build_tables(report: ReportData) -> list[Table]:
         means = [sum(scores[task, length] for task in tasks) / len(tasks) for length in lengths]
         # the means over lengths, in the order of MEANS
         if has_several_lengths:
-            means += over_lengths(means)
+            means += average_over_lengths(means)
         texts = [row.method.replace(" ", "\n")]
         texts += [f"{mean:.1f}" for mean in means]
         rows.append(tuple(texts))

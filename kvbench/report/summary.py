@@ -14,7 +14,7 @@ from kvbench.store.results import BucketScore, CellSummary, MeanTiming, Sample, 
 from kvbench.store.turns import Contexts, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 from kvbench.tasks.metrics import metric, stats
-from kvbench.tasks.metrics.means import shown_mean
+from kvbench.tasks.metrics.means import show_mean
 from kvbench.tasks.metrics.stats import FEWEST
 
 
@@ -25,7 +25,7 @@ def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int) -> C
     n_examples: the number of the task's examples, of which the cell may have answered only some.
     """
     scores = [float(s.score) for s in samples if s.score is not None]
-    score, interval = shown_mean(metric_name, scores)
+    score, interval = show_mean(metric_name, scores)
     # the bytes at 16 bits, whatever dtype the run had
     payload16 = fmean(s.payload16 for s in samples)
     overhead16 = fmean(s.overhead16 for s in samples)

@@ -342,4 +342,4 @@ def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, 
                 else:
                     row.append(min(1.0, max(-1.0, x - y)))
             differences_by_example.setdefault(e.id, []).append(row)
-    return stats.by_example(differences_by_example, len(ways[0].pairs))
+    return stats.average_by_example(differences_by_example, len(ways[0].pairs))

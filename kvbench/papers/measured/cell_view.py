@@ -260,7 +260,7 @@ def _read_score(
             for example_id in sorted(own_scores.keys() & full_scores.keys()):
                 scores_by_example.setdefault(example_id, []).append((own_scores[example_id], full_scores[example_id]))
     # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
-    pairs = stats.by_example(scores_by_example, width=2)
+    pairs = stats.average_by_example(scores_by_example, width=2)
     # pairs[:, 1] are the full cache's scores, on the examples that the method answered, too
     floor = any(at_floor(group.task, pairs[:, 1]) for group in groups)
     share = stats.Share()

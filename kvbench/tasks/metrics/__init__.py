@@ -38,13 +38,17 @@ COQA = "stanfordnlp.github.io/coqa"
 class Metric:
     """A rule that scores answers against one reference.
 
+    name: the name by which tasks and users choose the metric.
+    description: the rule in words, for lists.
     source: the code or the place that defines the rule.
-    function: from (prediction, reference, example) to a score in [0, 1], or None if the reference cannot be scored.
+    function: the function from (prediction, reference, example) to a score in [0, 1], or to None if the reference
+        cannot be scored.
     revision: a part of a cell's identity. Raise it whenever a score changes.
     scale: the factor from a mean of scores to the printed number.
     needs_classes: True if the example must carry its closed set of labels.
     formula: the function from a mean to the printed number, if a factor is not enough (perplexity); None: ``scale`` is.
-    whole: from (prediction, example) to a score that depends on all references together; None: the best single score.
+    whole: the function from (prediction, example) to a score that depends on all references together; None: the best
+        score over single references counts.
     package: the package of an extra that the metric calls; '' for none.
     decided_by: the distribution whose version decides scores, and so is part of a cell's identity; '' for none.
     lengths: True if answers are worked solutions, so that their mean length is shown beside their score.
@@ -102,9 +106,14 @@ def score(name: str, prediction: str, example: Example) -> float | None:
     chosen = metric(name)
     if chosen.whole is not None:
         return chosen.whole(prediction, example)
-    scores = [chosen.function(prediction, answer, example) for answer in example.answers]
-    # a reference that cannot be scored does not count as a wrong one; the best reference counts, as in all sources
-    return max((value for value in scores if value is not None), default=None)
+    scores = []
+    for reference in example.answers:
+        score_or_none = chosen.function(prediction, reference, example)
+        # a reference that cannot be scored does not make the answer wrong
+        if score_or_none is not None:
+            scores.append(score_or_none)
+    # the best reference counts, as in all sources
+    return max(scores, default=None)
 
 
 def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str, Example], float | None]:
@@ -117,7 +126,9 @@ def by_pair(function: Callable[[str, str], float | None]) -> Callable[[str, str,
     return score_pair
 
 
-def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, Example], float | None]:
+def _by_all_references(
+    function: Callable[[str, Sequence[str]], float | None],
+) -> Callable[[str, Example], float | None]:
     """Turn a metric of (prediction, all references) into one of (prediction, example)."""
 
     def score_example(prediction: str, example: Example) -> float | None:
@@ -127,7 +138,9 @@ def _whole(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[
     return score_example
 
 
-def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[[str, str, Example], float | None]:
+def _by_single_reference(
+    function: Callable[[str, Sequence[str]], float | None],
+) -> Callable[[str, str, Example], float | None]:
     """Turn a metric of (prediction, references) into one of (prediction, reference, example).
 
     Each reference is scored alone. ``score`` then takes the best.
@@ -140,13 +153,13 @@ def _single(function: Callable[[str, Sequence[str]], float | None]) -> Callable[
     return score_reference
 
 
-def _classification(prediction: str, reference: str, example: Example) -> float | None:
+def _score_classification(prediction: str, reference: str, example: Example) -> float | None:
     """Return LongBench's classification score among the example's classes; None if the example has no classes."""
     return choice.classification(prediction, reference, example.classes)
 
 
-def _likelihood(prediction: str, reference: str, example: Example) -> None:
-    """Return no score: likelihoods are measured while the text is read, not from an answer."""
+def _score_nothing(prediction: str, reference: str, example: Example) -> None:
+    """Return None: a likelihood is measured while the text is read, not from an answer."""
 
 
 # lists show metrics in this order. A description says what an answer must share with its reference, and ``source``
@@ -157,14 +170,14 @@ _METRICS = (
         "perplexity",
         "exp of the mean negative log likelihood per token (lower is better)",
         "kvbench",
-        _likelihood,
+        _score_nothing,
         formula=math.exp,
     ),
     Metric(
         "word_perplexity",
         "exp of the negative log likelihood per word (lower is better)",
         "kvbench",
-        _likelihood,
+        _score_nothing,
         formula=math.exp,
     ),
     # metrics over the words of an answer
@@ -203,7 +216,7 @@ _METRICS = (
         "classification",
         "if the answer names the right class: 1 over the number of classes that it names, else 0",
         LONGBENCH,
-        _classification,
+        _score_classification,
         needs_classes=True,
     ),
     Metric("gsm8k", "last number after the last colon equals the reference", "kvbench", by_pair(answers.gsm8k)),
@@ -238,7 +251,7 @@ _METRICS = (
         "squad_f1 with the best of all references but one, averaged over the one that is left out",
         COQA,
         by_pair(squad.squad_f1),
-        whole=_whole(squad.coqa_f1),
+        whole=_by_all_references(squad.coqa_f1),
     ),
     Metric(
         "best_subspan_em",
@@ -252,7 +265,7 @@ _METRICS = (
         "share of the references that occur in the answer, whatever their case (RULER's all)",
         RULER,
         by_pair(ruler.contained),
-        whole=_whole(ruler.share_contained),
+        whole=_by_all_references(ruler.share_contained),
     ),
     Metric(
         "string_match_part",
@@ -264,14 +277,14 @@ _METRICS = (
         "kvpress_all",
         "share of the references that occur in the answer without its line breaks, as kvpress scores RULER",
         KVPRESS,
-        _single(kvpress_match.share_contained),
-        whole=_whole(kvpress_match.share_contained),
+        _by_single_reference(kvpress_match.share_contained),
+        whole=_by_all_references(kvpress_match.share_contained),
     ),
     Metric(
         "kvpress_part",
         "a reference occurs in the answer without its line breaks, as kvpress scores RULER's questions",
         KVPRESS,
-        _single(kvpress_match.any_contained),
+        _by_single_reference(kvpress_match.any_contained),
     ),
     # LongBench's metrics of synthetic tasks and of Chinese
     Metric("count", "share of the answer's numbers that are right", LONGBENCH, by_pair(choice.count)),

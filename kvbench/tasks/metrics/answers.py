@@ -82,8 +82,9 @@ def chosen_letter(text: str) -> str | None:
     for pattern in (_ANNOUNCED, _MARKED, _ALONE):
         match = pattern.search(text)
         if match:
-            # _MARKED has a group for each of its two forms, and one of them is empty
-            return next(group for group in match.groups() if group).upper()
+            # _MARKED has a group for each of its two forms; the group of the other form is None
+            matched_groups = [group for group in match.groups() if group]
+            return matched_groups[0].upper()
     return None
 
 

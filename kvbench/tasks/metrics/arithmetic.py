@@ -32,6 +32,7 @@ _FUNCTIONS: Mapping[str, Callable[[float], float]] = {
 _Token = tuple[str | None, str | None, str | None]
 """(number, name, other sign), of which one is a text and the others are None."""
 _Operation = Callable[[float, float], float]
+"""The function of an operator, from its two operands to their result."""
 _SUMS: Mapping[str, _Operation] = {"+": operator.add, "-": operator.sub}
 _PRODUCTS: Mapping[str, _Operation] = {"*": operator.mul, "/": operator.truediv}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
@@ -39,10 +40,10 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 _FACTORS = frozenset(_FUNCTIONS) | {"pi"}
 # places in a token
 _NUMBER, _NAME, _SIGN = range(3)
-# levels of nesting: hostile answers of thousands of brackets must not exhaust Python's stack
 _DEEPEST = 50
-# the most characters of a number: longer ones are noise, and Python refuses to read 5,000 digits
+"""The most levels of nesting: hostile answers of thousands of brackets must not exhaust Python's stack."""
 _LONGEST = 300
+"""The most characters of a number. Longer ones are noise, and Python refuses to read 5,000 digits."""
 
 
 def plain_operators(text: str) -> str:
@@ -90,8 +91,9 @@ def _begins_expression(tokens: Sequence[_Token], start: int) -> bool:
     number, name, sign = tokens[start]
     if number or sign in ("-", "(") or name in _FACTORS:
         return True
-    # a single e begins only a power: "i.e. 5" is 5
-    return name == "e" and tokens[start + 1 : start + 2] == [(None, None, "^")]
+    # a single e begins only a power such as e^2: "i.e. 5" is 5. The slice is empty behind the last token
+    next_token = tokens[start + 1 : start + 2]
+    return name == "e" and next_token == [(None, None, "^")]
 
 
 def read_numbers(text: str) -> list[float]:
@@ -159,9 +161,8 @@ class _Reader:
         value = read_operand(depth + 1)
         while True:
             operator_at = self.at
-            # a product may have no sign between its factors
             if "*" in operators and self._peek(_NAME) in _FACTORS:
-                # 2 pi and 2 sqrt(3) have no sign to pass over
+                # 2 pi and 2 sqrt(3) are products without a sign to pass over
                 sign = "*"
             else:
                 sign = self._peek(_SIGN)
@@ -192,10 +193,12 @@ class _Reader:
         self.at += 1
         try:
             # the exponent reads its own power first, so powers group from the right
-            raised = float(value) ** float(self._read_signed(self._next_depth(depth)))
+            exponent = self._read_signed(self._next_depth(depth))
         except _Unreadable:
+            # the caret belongs to the text behind the expression
             self.at = caret_at
             return value
+        raised = float(value) ** float(exponent)
         # Python gives a complex number for a fractional power of a negative number
         if isinstance(raised, complex):
             raise ValueError(f"{value}^... is no real number")
@@ -217,7 +220,8 @@ class _Reader:
             if name in _CONSTANTS:
                 return _CONSTANTS[name]
             if name in _FUNCTIONS:
-                return _FUNCTIONS[name](self._read_atom(self._next_depth(depth)))
+                argument = self._read_atom(self._next_depth(depth))
+                return _FUNCTIONS[name](argument)
         elif self._peek(_SIGN) == "(":
             self.at += 1
             value = self.read_sum(self._next_depth(depth))

@@ -46,18 +46,16 @@ def tokenize(text: str) -> list[str]:
     left to right, one after the other.
     """
     text = text.strip()
-    # The rules are patterns over Unicode categories (N number, P punctuation, S symbol). Each states the place of the
-    # character in the match that gets spaces around it. Python's re has no \p{N}, so the text is turned into
-    # categories.
+    # each rule is a pattern over Unicode categories (N number, P punctuation, S symbol), and the place, within a match,
+    # of the character that gets spaces around it
     for pattern, offset in (("[^N]P", 1), ("P[^N]", 0), ("S", 0)):
+        # Python's re has no \p{N}, so the pattern is matched to a text of one category letter for each character
         categories = "".join(unicodedata.category(character)[0] for character in text)
-        places = {match.start() + offset for match in re.finditer(pattern, categories)}
-        spaced = []
+        spaced_places = {match.start() + offset for match in re.finditer(pattern, categories)}
+        characters = []
         for i, character in enumerate(text):
-            if i in places:
-                character = f" {character} "
-            spaced.append(character)
-        text = "".join(spaced)
+            characters.append(f" {character} " if i in spaced_places else character)
+        text = "".join(characters)
     return text.split()
 
 

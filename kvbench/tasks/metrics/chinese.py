@@ -29,7 +29,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
 
     Two answers without words score 0, as in LongBench.
     """
-    return token_f1(_scored_words(prediction), _scored_words(reference))
+    return token_f1(_list_scored_words(prediction), _list_scored_words(reference))
 
 
 def rouge_zh(prediction: str, reference: str) -> float:
@@ -50,10 +50,10 @@ def retrieval_zh(prediction: str, reference: str) -> float | None:
 
 def segment_words(text: str) -> list[str]:
     """Return the words of ``text`` in jieba's accurate mode. Joined, they give the text, whitespace included."""
-    return list(_segmenter().cut(text, cut_all=False))
+    return list(_load_segmenter().cut(text, cut_all=False))
 
 
-def _scored_words(text: str) -> list[str]:
+def _list_scored_words(text: str) -> list[str]:
     """Return the words of ``text`` without punctuation and whitespace. Empty words are dropped."""
     words = []
     for segmented in segment_words(text):
@@ -65,7 +65,7 @@ def _scored_words(text: str) -> list[str]:
 
 
 @cache
-def _segmenter() -> Any:
+def _load_segmenter() -> Any:
     """Return a jieba segmenter with jieba's own dictionary."""
     # import jieba on first use, since reading its dictionary takes a second
     import jieba

@@ -12,11 +12,14 @@ def share_contained(prediction: str, references: Sequence[str]) -> float | None:
     """Return the share of the references that occur in the answer in any case; None without references."""
     if not references:
         return None
-    # a reference that the answer breaks over two lines counts here, but not in RULER's own script
+    # deleting line breaks joins a reference that the answer breaks over two lines; RULER's own script does not find it
     answer = _CONTROL.sub("", prediction.strip()).strip().lower()
-    return sum(reference.lower() in answer for reference in references) / len(references)
+    contained = [reference for reference in references if reference.lower() in answer]
+    return len(contained) / len(references)
 
 
 def any_contained(prediction: str, references: Sequence[str]) -> float:
     """Return 1 if a reference occurs in the answer in any case, else 0."""
-    return float(bool(share_contained(prediction, references)))
+    share = share_contained(prediction, references)
+    # a share of None, for no references, counts as 0
+    return 1.0 if share else 0.0

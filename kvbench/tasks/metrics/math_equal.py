@@ -36,7 +36,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
     """
     result = last_boxed(prediction)
     text = as_formula(result) if result is not None else prediction
-    # an empty answer is wrong without asking; a box is never empty here
+    # an empty answer is wrong, and the process need not be asked
     if not text.strip():
         return 0.0
     equal = _WORKER.ask(text, as_formula(reference))
@@ -49,7 +49,7 @@ def last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{}`` that is closed and not empty; None if there is none."""
     # the last box may be open, if the answer was cut off
     for box in reversed(list(_BOX.finditer(text))):
-        content = _until_closed(text, box.end())
+        content = _read_until_closed(text, box.end())
         if content is not None and content.strip():
             return content.strip()
     return None
@@ -65,9 +65,9 @@ def as_formula(result: str) -> str:
     return f"${inner}$"
 
 
-def _until_closed(text: str, start: int) -> str | None:
+def _read_until_closed(text: str, start: int) -> str | None:
     """Return the text from ``start`` to the partner of the brace just before ``start``; None if it stays open."""
-    depth = 1
+    depth = 1  # the number of open braces
     i = start
     while i < len(text):
         if text[i] == "\\":
@@ -111,14 +111,14 @@ class MathWorker:
         started.
         """
         with self._lock:
-            process = self._running()
+            process = self._ensure_running()
             request = json.dumps({"prediction": prediction, "reference": reference})
             # ``_start`` has asked for pipes
             assert process.stdin is not None
             with suppress(OSError):  # a process that has ended gives no reply either
                 process.stdin.write(request + "\n")
                 process.stdin.flush()
-            reply = self._reply(process, REPLY_S)
+            reply = self._read_reply(process, REPLY_S)
             if reply is None:
                 self.stop()
                 return False
@@ -127,7 +127,7 @@ class MathWorker:
     def stop(self) -> None:
         """Stop the process. The next answer starts another one."""
         process, self._process = self._process, None
-        # the process of a parent is not this one's to stop
+        # a process that was started before kvbench forked belongs to the parent, and only the parent may stop it
         if process is None or self._owner != os.getpid():
             return
         process.kill()
@@ -137,7 +137,7 @@ class MathWorker:
                 with suppress(OSError):  # text that was not written yet has no reader any more
                     pipe.close()
 
-    def _running(self) -> subprocess.Popen[str]:
+    def _ensure_running(self) -> subprocess.Popen[str]:
         """Return the process. Start it if there is none, or if it has ended since its last reply."""
         process = self._process
         if process is not None and self._owner == os.getpid() and process.poll() is None:
@@ -159,13 +159,13 @@ class MathWorker:
             encoding="utf-8",
         )
         # the first line says whether math-verify could be imported
-        ready = self._reply(process, START_S) or {"error": "its process ended before math-verify was imported"}
+        ready = self._read_reply(process, START_S) or {"error": "its process ended before math-verify was imported"}
         if ready["error"]:
             self.stop()
             raise KvbenchError(f"metric math_equal cannot use math-verify: {ready['error']}")
         return process
 
-    def _reply(self, process: subprocess.Popen[str], limit_s: float) -> WorkerReply | None:
+    def _read_reply(self, process: subprocess.Popen[str], limit_s: float) -> WorkerReply | None:
         """Return the next reply; None if the process ends, or is stopped after ``limit_s`` seconds."""
         # ``_start`` has asked for pipes
         assert process.stdout is not None

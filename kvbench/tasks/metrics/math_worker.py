@@ -47,10 +47,9 @@ def are_equal(prediction: str, reference: str) -> bool | None:
     """Return True if two texts state equal results; None if the reference cannot be read."""
     from math_verify import parse, verify
 
-    # math-verify and SymPy raise errors of many types
     try:
         gold = read_reference(reference)
-    except Exception:
+    except Exception:  # math-verify and SymPy raise errors of many types
         return None
     try:
         return bool(verify(gold, parse(prediction)))
@@ -60,7 +59,10 @@ def are_equal(prediction: str, reference: str) -> bool | None:
 
 @lru_cache(maxsize=4096)
 def read_reference(reference: str) -> list[Any]:
-    """Return a reference as math-verify reads it, read once for all answers. Raises ValueError if it cannot be read."""
+    """Return a reference as math-verify reads it. Raises ValueError if it cannot be read.
+
+    A reference is read once for all answers.
+    """
     from math_verify import parse
 
     gold: list[Any] = parse(reference)

@@ -8,11 +8,13 @@ from statistics import fmean
 from kvbench.tasks.metrics import metric, stats
 
 
-def shown_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[float, float] | None]:
-    """Return (the mean of a metric's scores, its 95 % interval), both as printed.
+def show_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[float, float] | None]:
+    """Return (the mean of the scores, its 95 % interval), both in printed units.
 
-    Without a score both are None. The interval is None for fewer than ``stats.FEWEST`` scores, and if scores without
-    bounds are all equal.
+    name: the name of the metric that gave the scores.
+
+    Without a score both are None. The interval is None for fewer than ``stats.FEWEST`` scores. It is also None if the
+    scores have no bounds and are all equal.
     """
     chosen = metric(name)
     if not scores:

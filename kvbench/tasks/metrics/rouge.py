@@ -34,8 +34,9 @@ def rouge_l(prediction: str, reference: str) -> float:
     common: set[str] = set()
     for reference_words in reference_sentences:
         for predicted_words in predicted_sentences:
-            words, calls = _common_subsequence(reference_words, predicted_words)
+            words, calls = _find_common_subsequence(reference_words, predicted_words)
             if calls > OFFICIAL_DEPTH:
+                # here the package fails, and LongBench counts 0
                 return 0.0
             common |= words
     recall = len(common) / len(set(chain.from_iterable(reference_sentences)))
@@ -72,11 +73,11 @@ def rouge1_stem(prediction: str, reference: str) -> float:
 
     Source: github.com/google-research/google-research, rouge.
     """
-    return float(_rouge_scorer().score(reference, prediction)["rouge1"].fmeasure)
+    return float(_load_rouge_scorer().score(reference, prediction)["rouge1"].fmeasure)
 
 
 @cache
-def _rouge_scorer() -> Any:
+def _load_rouge_scorer() -> Any:
     """Return the package's scorer of ROUGE-1 with stemming."""
     # import rouge-score on first use: it loads nltk, which takes longer than most commands
     from rouge_score.rouge_scorer import RougeScorer
@@ -90,29 +91,32 @@ def _split_sentences(text: str) -> list[list[str]]:
     return [" ".join(sentence.split()).split(" ") for sentence in text.split(".") if sentence]
 
 
-def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
+def _find_common_subsequence(reference: list[str], prediction: list[str]) -> tuple[set[str], int]:
     """Return (words of one longest common subsequence, number of nested calls that ``rouge`` needs to find it).
 
-    Rows of the dynamic programme are bit vectors (Hyyro 2004): bit j of row i is 0 where the length grows from column j
-    to j + 1. If there are several longest subsequences, this function finds the same one as ``rouge``.
+    reference, prediction: the words of one sentence each.
+
+    If there are several longest subsequences, this function finds the same one as ``rouge``.
     """
-    if set(x).isdisjoint(y):
+    if set(reference).isdisjoint(prediction):
         # without a common word, the package walks along the columns to the edge
-        return set(), len(y) + 1
-    rows = list(_length_rows(x, y))
-    # walk back from the corner (len x, len y), as the package's recursion does; each step is one of its calls
-    i, j, calls = len(x), len(y), 1
-    # length of the subsequence of x[:i] and y[:j] = the number of zeros among the lowest j bits of row i
+        return set(), len(prediction) + 1
+    rows = list(_compute_length_rows(reference, prediction))
+    # walk back from the ends of both sentences, as the package's recursion does; each step is one of its calls
+    i, j, calls = len(reference), len(prediction), 1
+    # the length of the subsequence of reference[:i] and prediction[:j] is the number of zeros in the lowest j bits of
+    # row i
     remaining = j - rows[i].bit_count()
     words = set()
     while remaining:
         calls += 1
-        if x[i - 1] == y[j - 1]:
-            # the words agree, so both texts go back by one
-            words.add(x[i - 1])
+        adds_nothing = rows[i] >> (j - 1) & 1
+        if reference[i - 1] == prediction[j - 1]:
+            # the words agree, so both sentences go back by one
+            words.add(reference[i - 1])
             i, j, remaining = i - 1, j - 1, remaining - 1
-        elif rows[i] >> (j - 1) & 1:
-            # column j adds nothing to row i
+        elif adds_nothing:
+            # prediction[:j - 1] has a common subsequence of the same length
             j -= 1
         else:
             i -= 1
@@ -122,17 +126,21 @@ def _common_subsequence(x: list[str], y: list[str]) -> tuple[set[str], int]:
     return words, calls
 
 
-def _length_rows(x: list[str], y: list[str]) -> Iterator[int]:
-    """Yield the bit vectors, of len(y) bits each, of rows 0 to len(x). Row i is about the first i words of ``x``."""
-    # bit j of places[word] is 1 where y[j] is the word
+def _compute_length_rows(reference: list[str], prediction: list[str]) -> Iterator[int]:
+    """Yield the rows of the table of lengths of common subsequences, as bit vectors (Hyyro 2004).
+
+    Row i, from 0 to ``len(reference)``, is about reference[:i] and has a bit for each word of the prediction. Bit j is
+    0 if prediction[:j + 1] has a longer common subsequence with it than prediction[:j].
+    """
+    # bit j of places[word] is 1 where prediction[j] is the word
     places: dict[str, int] = {}
-    for j, word in enumerate(y):
+    for j, word in enumerate(prediction):
         places[word] = places.get(word, 0) | 1 << j
-    mask = (1 << len(y)) - 1
+    mask = (1 << len(prediction)) - 1
     row = mask  # row 0 has no words, so no length grows
     yield row
-    for word in x:
-        # V' = (V + (V & M)) | (V & ~M), where V - (V & M) is V & ~M
+    for word in reference:
+        # Hyyro's step V' = (V + (V & M)) | (V & ~M), with row V and places M; V & ~M is V - (V & M)
         matches = row & places.get(word, 0)
         row = ((row + matches) | (row - matches)) & mask
         yield row

@@ -20,13 +20,17 @@ def share_contained(prediction: str, references: Sequence[str]) -> float | None:
     return sum(contained(prediction, reference) for reference in references) / len(references)
 
 
-def over_lengths(scores: Sequence[float]) -> tuple[float, float, float]:
-    """Return three means of the scores at rising lengths: plain, with rising weights 1, 2, 3, ... and falling ones.
+def average_over_lengths(scores: Sequence[float]) -> tuple[float, float, float]:
+    """Return (plain mean, mean with rising weights, mean with falling weights) of a task's scores at several lengths.
 
-    These are the averages ``Avg``, ``wAvg (inc)`` and ``wAvg (dec)`` of RULER's table. At least one score is needed.
+    scores: the score at each length, from the shortest length to the longest; at least one.
+
+    Rising weights are 1, 2, 3, ... The means are ``Avg``, ``wAvg (inc)`` and ``wAvg (dec)`` in RULER's table.
     """
     weights = range(1, len(scores) + 1)
-    # sum_i w_i x_i with w_i = i, for the scores in their order and from the longest to the shortest
+    total_weight = sum(weights)
+    # sum_i i * x_i / sum_i i
     rising = sum(weight * score for weight, score in zip(weights, scores, strict=True))
+    # from the longest length to the shortest, so that the weights fall with the length
     falling = sum(weight * score for weight, score in zip(weights, scores[::-1], strict=True))
-    return sum(scores) / len(scores), rising / sum(weights), falling / sum(weights)
+    return sum(scores) / len(scores), rising / total_weight, falling / total_weight

@@ -28,9 +28,11 @@ from kvbench.base.numbers import ceil_div
 
 Scores = Sequence[float] | NDArray[np.float64]
 Bounds = tuple[float, float]
+"""(least, largest) value that a score can have."""
 Interval = tuple[float, float]
+"""(low, high) end of a confidence interval."""
 Pairs = NDArray[np.float64]
-"""[n, 2]: a method's score and the full cache's of each example."""
+"""[n, 2]: for each example, a method's score and the full cache's."""
 
 LEVEL = 0.95
 """The confidence of every interval."""
@@ -42,9 +44,9 @@ answers. If the difference is smaller, no share of the full cache's score is sho
 ROUNDING = 1e-9
 """Differences of means below this are rounding."""
 FLIPS = 20_000
-"""Random signs that ``p_above`` draws for each set of pairs: its least p-value is 1 / (FLIPS + 1)."""
+"""The number of random sets of signs that ``p_above`` draws. Its least p-value is 1 / (FLIPS + 1)."""
 _BLOCK = 2**22
-"""Signs drawn at a time: bounds the memory of a test to some 50 MB whatever the number of pairs is."""
+"""The number of signs drawn at a time. It bounds the memory of a test to some 50 MB for any number of pairs."""
 
 
 def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interval | None:
@@ -63,14 +65,14 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
 def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, Interval | None]:
     """Return (the mean of the tasks' mean scores, its interval from the spread within each task).
 
-    tasks: the scores of each task, at least one.
+    tasks: the scores of each task, at least one task with at least one score each.
 
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
     interval below FEWEST examples in all, nor if a task has only one.
     """
     values = [_finite_array(scores) for scores in tasks]
-    point = float(np.mean([v.mean() for v in values]))
-    if sum(map(len, values)) < FEWEST or min(map(len, values)) < 2:
+    point = float(np.mean([task_values.mean() for task_values in values]))
+    if not _has_enough_examples(values):
         return point, None
     return point, _interval_of_means(values, bounds)
 
@@ -80,8 +82,8 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
 
     parts: for each part, the scores of each of its tasks.
 
-    The variances of the tasks' means are added up with their weights. There is no interval below FEWEST examples in
-    all, if a task has only one, or if no value differs.
+    The variances of the tasks' means are added up with the squares of their weights. There is no interval below FEWEST
+    examples in all, if a task has only one, or if all scores within each task are equal.
     """
     tasks_by_part = []
     all_tasks: list[NDArray[np.float64]] = []
@@ -92,13 +94,14 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
         all_tasks += tasks
         part_means.append(np.mean([values.mean() for values in tasks]))
     point = float(np.mean(part_means))
-    if sum(map(len, all_tasks)) < FEWEST or min(map(len, all_tasks)) < 2:
+    if not _has_enough_examples(all_tasks):
         return point, None
+    # the point is the sum over tasks of weight * mean, so its variance is the sum of weight^2 * variance of the mean
     variance = 0.0
     for tasks in tasks_by_part:
-        # a task's mean has the weight 1 / (parts x tasks of its part)
+        # each part counts alike, and within a part each task
         weight = 1 / (len(tasks_by_part) * len(tasks))
-        variance += weight**2 * sum(float(values.var(ddof=1)) / len(values) for values in tasks)
+        variance += weight**2 * sum(_variance_of_mean(values) for values in tasks)
     if variance <= ROUNDING**2:
         return point, None
     half = _t_quantile(_degrees_of_freedom(all_tasks)) * variance**0.5
@@ -110,49 +113,56 @@ def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval
 
     Scores lie between 0 and 1. Raises ValueError if the lengths differ or there is no example.
     """
-    a, b = _finite_array(scores), _finite_array(baseline)
-    if len(a) != len(b) or not len(a):
-        raise ValueError(f"a paired difference needs the same examples twice, got {len(a)} and {len(b)}")
-    differences = a - b
+    values, baseline_values = _finite_array(scores), _finite_array(baseline)
+    n, n_baseline = len(values), len(baseline_values)
+    if n != n_baseline or not n:
+        raise ValueError(f"a paired difference needs the same examples twice, got {n} and {n_baseline}")
+    differences = values - baseline_values
+    # both scores lie in [0, 1], hence their difference in [-1, 1]
     return float(differences.mean()), mean_interval(differences, bounds=(-1.0, 1.0))
 
 
 def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
     """Return the interval of ``sum(y) / sum(x)`` over independent ``sums`` [n, 2] of (y, x), all positive.
 
-    It is the exponential of a t interval of the logarithm, whose standard error is the jackknife's: divergences of
-    prompts are skewed, and a ratio of sums is biased. The degrees of freedom are half of n - 1, since the standard
-    error of skewed values is itself uncertain. Returns None below FEWEST rows, if a sum without one row is 0, and if no
-    row changes the ratio.
+    It is a t interval of the ratio's logarithm, turned back by the exponential. The logarithm makes skewed values, such
+    as the divergences of prompts, more symmetric. The jackknife gives its standard error. The degrees of freedom are
+    half of n - 1, since the standard error of skewed values is itself uncertain.
+
+    Returns None below FEWEST rows, if a sum without one row is 0, and if no row changes the ratio.
     """
     n = len(sums)
     if n < FEWEST:
         return None
     totals = sums.sum(0)
-    # row i holds the sums [2] over all rows except row i
+    # row i holds the sums (y, x) over all rows except row i
     without_one = totals - sums
     # 0 has no logarithm
     if (without_one <= 0).any():
         return None
-    logs = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
-    deviation = _jackknife_error(logs)
-    if deviation < ROUNDING:
+    log_ratios = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
+    error = _jackknife_error(log_ratios)
+    if error < ROUNDING:
         return None  # no row changes the ratio, so no spread is seen
-    # exp(log r -+ t * s) = r * exp(-+ t * s)
-    half = _t_quantile((n - 1) / 2) * deviation
-    ratio = float(totals[0] / totals[1])
+    # exp(log r -+ t * error) = r * exp(-+ t * error)
+    half = _t_quantile((n - 1) / 2) * error
+    y_total, x_total = totals
+    ratio = float(y_total / x_total)
     return ratio * float(np.exp(-half)), ratio * float(np.exp(half))
 
 
 def pooled_interval(sums: NDArray[np.float64], bounds: Bounds | None) -> Interval | None:
     """Return the interval of ``r = sum(y) / sum(x)`` over independent ``sums`` [n, 2] of (y, x), x being above 0.
 
+    bounds: the range of r; None if it has no range.
+
     Each row counts as ``r + (y - r x) / mean x``. The mean of these values is r, and their spread is that of r (the
     delta method). Returns None below FEWEST rows.
     """
     if len(sums) < FEWEST:
         return None
-    ratio = float(sums[:, 0].sum() / sums[:, 1].sum())
+    y, x = sums[:, 0], sums[:, 1]
+    ratio = float(y.sum() / x.sum())
     return _interval_of_means([_linearise_ratio(sums, ratio)], bounds)
 
 
@@ -166,8 +176,9 @@ def jackknife_interval(
     n = len(values)
     if n < FEWEST:
         return None
-    # the statistic of the means over all rows except one
-    without_one = np.array([statistic((values.sum(0) - row) / (n - 1)) for row in values])
+    total = values.sum(0)
+    # entry i is the statistic of the means over all rows except row i
+    without_one = np.array([statistic((total - row) / (n - 1)) for row in values])
     half = _t_quantile(n - 1) * _jackknife_error(without_one)
     point = statistic(values.mean(0))
     return point - half, point + half
@@ -187,7 +198,7 @@ class Share(NamedTuple):
 def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: bool = False) -> Share:
     """Return the mean score over tasks in per cent of the full cache's mean score.
 
-    tasks: the pairs [n, 2] of each task, each pair a method's score and the full cache's score of one example.
+    tasks: the pairs of each task.
     of_ratios: True for the mean of the tasks' ratios, False for the ratio of the two means over tasks.
     log_losses: True if the pairs are log losses of a single task. The share is then the full cache's perplexity over
     the method's perplexity.
@@ -197,21 +208,22 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
     """
     if not tasks or not all(map(len, tasks)):
         return Share()
-    enough_examples = sum(map(len, tasks)) >= FEWEST and min(map(len, tasks)) >= 2
+    enough_examples = _has_enough_examples(tasks)
     if log_losses:
         (pairs,) = tasks
         return _perplexity_share(pairs, enough_examples)
+    # [tasks]
     method_means = np.array([pairs[:, 0].mean() for pairs in tasks])
     full_means = np.array([pairs[:, 1].mean() for pairs in tasks])
-    # ``most`` is the share of a method that scores 1 everywhere
+    # ``most``, the upper bound of the interval, is the share of a method that scores 1 everywhere
     if of_ratios:
-        # mean over tasks of (method's mean / full cache's mean)
+        # mean over tasks of (method's mean / full cache's mean), so no task may have a full cache's score of 0
         if not full_means.all():
             return Share()
         point = float(np.mean(method_means / full_means))
         most = float(np.mean(1 / full_means))
     else:
-        # (method's mean over tasks) / (full cache's mean over tasks)
+        # (method's mean over tasks) / (full cache's mean over tasks), so some task must have a score above 0
         if not full_means.any():
             return Share()
         point = float(method_means.mean() / full_means.mean())
@@ -221,16 +233,19 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
 
 
 def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
-    """Return the full cache's perplexity in per cent of the method's perplexity, ``with_interval`` or without.
+    """Return the full cache's perplexity in per cent of the method's perplexity, with its interval if that is wanted.
 
     log_losses: the pairs [n, 2] of a method's log loss and the full cache's.
+    with_interval: False if there are too few pairs for an interval.
     """
-    # exp(full loss) / exp(loss) = exp(full loss - loss)
+    # a perplexity is exp(mean loss): exp(mean full loss) / exp(mean loss) = exp(mean (full loss - loss))
     gains = log_losses[:, 1] - log_losses[:, 0]
+    share = 100 * float(np.exp(gains.mean()))
     interval = mean_interval(gains, bounds=None) if with_interval else None
-    if interval is not None:
-        interval = float(np.exp(interval[0])), float(np.exp(interval[1]))
-    return Share(100 * float(np.exp(gains.mean())), in_percent(interval))
+    if interval is None:
+        return Share(share)
+    low, high = interval
+    return Share(share, in_percent((float(np.exp(low)), float(np.exp(high)))))
 
 
 def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
@@ -243,19 +258,20 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
     0. There is no interval below FEWEST examples in all, if a task has only one, or if the mean of x is not told apart
     from 0.
     """
-    y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
-    x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
-    if not x:
+    mean_y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
+    mean_x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
+    if not mean_x:
         return Share()
-    point = y / x
-    n = sum(map(len, tasks))
-    if n < FEWEST or min(map(len, tasks)) < 2:
+    point = mean_y / mean_x
+    if not _has_enough_examples(tasks):
         return Share(100 * point)
-    if _residual_variance(tasks, point) <= ROUNDING**2:
-        # a share of 0 would leave no room between the bounds
-        interval = _constant_interval(point, n, bounds=(0.0, 2 * point)) if point else None
-        return Share(100 * point, in_percent(interval))
-    return Share(100 * point, in_percent(_fieller_interval(tasks)))
+    if _residual_variance(tasks, point) > ROUNDING**2:
+        return Share(100 * point, in_percent(_fieller_interval(tasks)))
+    # y is the same share of x in every pair; a share of 0 would leave no room between the bounds
+    if not point:
+        return Share(100 * point)
+    n = sum(map(len, tasks))
+    return Share(100 * point, in_percent(_constant_interval(point, n, bounds=(0.0, 2 * point))))
 
 
 def in_percent(interval: Interval | None) -> Interval | None:
@@ -286,7 +302,10 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
     # use the t interval: one with bounds never reaches the bound itself, so one right answer of ten would count as
     # above an empty answer's score
     interval = mean_interval(values, bounds=None)
-    return interval is not None and interval[0] <= chance
+    if interval is None:
+        return False
+    low, _ = interval
+    return low <= chance
 
 
 def p_above(differences: Scores, least: float = 0.0) -> float:
@@ -294,11 +313,11 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
 
     differences: independent values in [-1, 1], such as the differences of two methods' scores.
 
-    The signs of the differences from ``least`` are flipped at random. Under the hypothesis they are as often above as
-    below it, and no set of signs is more likely than another. The p-value is the share of sets whose sum reaches the
-    observed one, itself included (a permutation test of pairs; Fisher 1935).
+    This is a permutation test of pairs (Fisher 1935). Each value minus ``least`` has a sign. If the mean is ``least``,
+    both signs are equally likely for every value, and so are all sets of signs. FLIPS sets are drawn at random. The
+    p-value is the share of sets whose sum reaches the observed sum, the observed set included.
 
-    ``least`` below 0 asks whether no more than that is lost. Losses may be rare and whole, and pairs in which nothing
+    A ``least`` below 0 asks whether no more than that is lost. Losses may be rare and whole, and pairs in which nothing
     is lost do not exclude them. One additional pair is therefore counted as a loss of everything, -1. With it 100 equal
     pairs exclude a loss of one in a hundred no better than the rule of three does.
 
@@ -309,15 +328,16 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
     if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
         raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
     if least < 0:
+        # the additional pair, in which everything is lost
         values = np.append(values, -1.0)
     values = values - least
     values = values[np.abs(values) > 0]  # drop zeros: the sign of 0 changes nothing
     if not len(values):
         return 1.0
-    # flipping the signs of some values turns sum(v) into sum(v) - 2 * (the sum of the flipped values)
     observed = values.sum()
-    subset_sums = _draw_subset_sums(values)
-    reached = np.count_nonzero(observed - 2 * subset_sums >= observed - ROUNDING)
+    # flipping the signs of a subset of the values takes twice the subset's sum from the sum of all
+    flipped = observed - 2 * _draw_subset_sums(values)
+    reached = np.count_nonzero(flipped >= observed - ROUNDING)
     # the observed set of signs counts as one more draw
     return float((1 + reached) / (1 + FLIPS))
 
@@ -325,16 +345,16 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
 def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the sums [FLIPS] of random subsets of ``values`` [n]. Each value is in a subset with probability 1/2."""
     n = len(values)
-    rows = max(1, _BLOCK // n)  # the subsets that are drawn at a time
+    subsets_at_a_time = max(1, _BLOCK // n)
     # always the same seed, so that a p-value is a function of the values
     rng = np.random.default_rng(0)
     sums = []
-    for start in range(0, FLIPS, rows):
-        count = min(rows, FLIPS - start)
-        # one random bit a value, each row in whole bytes
+    for start in range(0, FLIPS, subsets_at_a_time):
+        count = min(subsets_at_a_time, FLIPS - start)
+        # a row of random bits for each subset: bit i says whether value i is in it; rows are whole bytes
         row_bytes = ceil_div(n, 8)
         random_bytes = np.frombuffer(rng.bytes(count * row_bytes), np.uint8)
-        bits = np.unpackbits(random_bytes.reshape(count, -1), axis=1)
+        bits = np.unpackbits(random_bytes.reshape(count, row_bytes), axis=1)
         sums.append(bits[:, :n].astype(np.float64) @ values)
     return np.concatenate(sums)
 
@@ -342,12 +362,13 @@ def _draw_subset_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def holm(ps: Mapping[str, float], family: int) -> dict[str, float]:
     """Return {key: p-value} corrected by Holm's step-down for ``family`` tests.
 
+    ps: the p-values to correct, by the key of the test.
     family: the number of tests, at least ``len(ps)``. Tests that are not in ``ps`` count as having larger p-values.
     """
     corrected: dict[str, float] = {}
     largest = 0.0
     for rank, key in enumerate(sorted(ps, key=lambda key: ps[key])):
-        # the p-value of rank r is multiplied by family - r, and never falls below an earlier one
+        # the p-value of rank r, counted from 0, is multiplied by family - r, and never falls below an earlier one
         largest = max(largest, min(1.0, (family - rank) * ps[key]))
         corrected[key] = largest
     return corrected
@@ -358,38 +379,50 @@ def normal_quantile(p: float) -> float:
     return float(special.ndtri(p))
 
 
-def by_example(ways: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
+def average_by_example(rows_by_example: Mapping[str, Sequence[Sequence[float]]], width: int) -> NDArray[np.float64]:
     """Return the mean scores [examples, width] of each example over its prompts.
 
-    ways: by example, one row of ``width`` scores for each prompt that asked the example.
+    rows_by_example: for each example, a row of ``width`` scores for each prompt that asked it.
     """
     # several prompts of one example are not independent, so they count as one row of an interval
-    means = [np.mean(scores, axis=0) for scores in ways.values()]
+    means = [np.mean(rows, axis=0) for rows in rows_by_example.values()]
     # reshaped for the case of no examples: an empty list would become an array without columns
     return np.array(means, dtype=np.float64).reshape(-1, width)
 
 
+def _has_enough_examples(tasks: Sequence[NDArray[np.float64]]) -> bool:
+    """Return True if the examples suffice for an interval: FEWEST in all tasks together, and two in each task."""
+    return sum(map(len, tasks)) >= FEWEST and min(map(len, tasks)) >= 2
+
+
+def _variance_of_mean(values: NDArray[np.float64]) -> float:
+    """Return the estimated variance of the mean of independent ``values`` [n]: s^2 / n."""
+    return float(values.var(ddof=1)) / len(values)
+
+
 def _jackknife_error(without_one: NDArray[np.float64]) -> float:
-    """Return the standard error ``sqrt((n - 1) / n * sum (s_i - mean s)^2)``, where s_i leaves example i out."""
+    """Return the jackknife's standard error of a statistic, ``sqrt((n - 1) / n * sum_i (s_i - mean s)^2)``.
+
+    without_one: [n], the statistic s_i of all examples except example i.
+    """
     n = len(without_one)
     return float(np.sqrt((n - 1) / n * ((without_one - without_one.mean()) ** 2).sum()))
 
 
 def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
-    """Return the interval of the mean of the tasks' means. None if no value differs and there are no bounds.
+    """Return the interval of the mean of the tasks' means. Without bounds, None if each task's scores are all equal.
 
     tasks: the scores of each task, at least two each.
     """
     point = float(np.mean([values.mean() for values in tasks]))
     if bounds is not None:
         point = _clip_rounding(point, bounds)
-    # variance of a task's mean = s^2 / n; of the mean of T independent means = their sum / T^2
-    variances = [float(values.var(ddof=1)) / len(values) for values in tasks]
-    total = sum(variances)
-    if total <= ROUNDING**2:
+    # the variance of the mean of T independent means is the sum of their variances / T^2
+    variance_sum = sum([_variance_of_mean(values) for values in tasks])
+    if variance_sum <= ROUNDING**2:
         return _constant_interval(point, n=sum(map(len, tasks)), bounds=bounds)
+    variance = variance_sum / len(tasks) ** 2
     quantile = _t_quantile(_degrees_of_freedom(tasks))
-    variance = total / len(tasks) ** 2
     if bounds is None:
         half = quantile * variance**0.5
         return point - half, point + half
@@ -411,31 +444,36 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
     ``v(m) = (m - low) * (high - m)`` is the largest variance that a value within bounds with mean m can have. It is
     the variance of right and wrong answers, for which this is Wilson's interval (1927).
 
-    point: the mean, between the bounds. On one of them ``v(point)`` is 0, and no mean within bounds is excluded. Only
-    the linearised values of a ratio have such a mean and a spread, as when a method scores 1 everywhere.
-    variance: the variance of the mean, above 0.
+    point: the observed mean, between the bounds. On one of them ``v(point)`` is 0, and no mean within bounds is
+        excluded. Only the linearised values of a ratio have such a mean and a spread, as when a method scores 1
+        everywhere.
+    variance: the variance of the observed mean, above 0.
+    quantile: the number of standard errors that the interval reaches to each side.
     """
     low, high = bounds
-    # the point on a scale from 0 to 1
-    m = (point - low) / (high - low)
-    if m in (0, 1):
+    width = high - low
+    # the observed mean p and the unknown mean x, on a scale from 0 to 1
+    p = (point - low) / width
+    if p in (0, 1):
         return bounds
-    # k = quantile^2 * the variance of the mean, in parts of the most that one value can have
-    k = quantile**2 * variance / (high - low) ** 2 / (m * (1 - m))
-    # the roots of (m - x)^2 = k x (1 - x)
-    middle = (m + k / 2) / (1 + k)
-    half = (k * m * (1 - m) + k**2 / 4) ** 0.5 / (1 + k)
-    return low + (high - low) * (middle - half), low + (high - low) * (middle + half)
+    # on this scale v(x) = x (1 - x), and the condition is (p - x)^2 <= k x (1 - x)
+    k = quantile**2 * variance / width**2 / (p * (1 - p))
+    # the roots of (p - x)^2 = k x (1 - x) are the ends of the interval
+    middle = (p + k / 2) / (1 + k)
+    half = (k * p * (1 - p) + k**2 / 4) ** 0.5 / (1 + k)
+    return low + width * (middle - half), low + width * (middle + half)
 
 
 def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
     """Return the interval of a share, 1 being the full cache's score. None if the full cache is not clearly above 0.
 
+    tasks: the pairs (y, x) of each task: a method's scores and the full cache's.
     point: the share itself.
     most: the share of a method that scores 1 everywhere.
+    of_ratios: True if the share is the mean of the tasks' ratios, False if it is the ratio of the two means over tasks.
 
     The interval of a ratio of means is Fieller's: all shares r for which the mean of ``y - r * x`` is not told apart
-    from 0. The interval of a mean ``of_ratios`` spreads each task's ratio as ``pooled_interval`` does.
+    from 0. The interval of a mean of ratios spreads each task's ratio as ``pooled_interval`` does.
     """
     bounds = (0.0, most)
     if of_ratios:
@@ -449,8 +487,9 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
     interval = _fieller_interval(tasks)
     if interval is None:
         return None
+    low, high = interval
     # Fieller's interval knows no bounds, and a share of scores is not below 0
-    return max(0.0, interval[0]), interval[1]
+    return max(0.0, low), high
 
 
 def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
@@ -459,32 +498,36 @@ def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
     It is 0 if y is the same share ``point`` of x in every pair.
     """
     residuals = [pairs[:, 0] - point * pairs[:, 1] for pairs in tasks]
-    return sum(float(values.var(ddof=1)) / len(values) for values in residuals)
+    return sum(_variance_of_mean(values) for values in residuals)
 
 
 def _fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
     """Return Fieller's interval of (mean y over tasks) / (mean x over tasks). None if mean x is not clearly above 0."""
     # the degrees of freedom depend only on the numbers of pairs
-    squared = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks])) ** 2
-    # the covariance matrix of the two means
+    t = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks]))
+    t_squared = t**2
+    # [2, 2]: the covariance matrix of mean y and mean x
     cov = np.sum([np.cov(pairs.T) / len(pairs) for pairs in tasks], axis=0) / len(tasks) ** 2
+    cov_yy, cov_xy, cov_xx = cov[0, 0], cov[0, 1], cov[1, 1]
     y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
     x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
-    # (y - r x)^2 = squared * (cov_yy - 2 r cov_xy + r^2 cov_xx), a quadratic equation a r^2 - 2 b r + c = 0
-    a = x * x - squared * cov[1, 1]
-    b = x * y - squared * cov[0, 1]
-    c = y * y - squared * cov[0, 0]
+    # the ends r solve (y - r x)^2 = t^2 * (cov_yy - 2 r cov_xy + r^2 cov_xx), or a r^2 - 2 b r + c = 0 with
+    a = x * x - t_squared * cov_xx
+    b = x * y - t_squared * cov_xy
+    c = y * y - t_squared * cov_yy
     discriminant = b * b - a * c
     # a <= 0: an x of 0 is within its interval, and then so is any share
     if a <= 0 or discriminant < 0:
         return None
-    return float((b - discriminant**0.5) / a), float((b + discriminant**0.5) / a)
+    root = discriminant**0.5
+    return float((b - root) / a), float((b + root) / a)
 
 
 def _linearise_ratio(sums: NDArray[np.float64], ratio: float) -> NDArray[np.float64]:
     """Return values [n] whose mean is the ``ratio`` of the sums [n, 2] of (y, x), and whose spread is the ratio's."""
-    # r + (y - r x) / mean x, the first-order expansion of mean y / mean x
-    return ratio + (sums[:, 0] - ratio * sums[:, 1]) / sums[:, 1].mean()
+    y, x = sums[:, 0], sums[:, 1]
+    # the first-order expansion of mean y / mean x
+    return ratio + (y - ratio * x) / x.mean()
 
 
 def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
@@ -513,9 +556,10 @@ def _constant_interval(value: float, n: int, bounds: Bounds | None) -> Interval 
 
 def _clip_rounding(value: float, bounds: Bounds) -> float:
     """Return ``value``, moved onto a bound that it passes by rounding. Raises ValueError if it lies farther out."""
-    if not bounds[0] - ROUNDING <= value <= bounds[1] + ROUNDING:
+    low, high = bounds
+    if not low - ROUNDING <= value <= high + ROUNDING:
         raise ValueError(f"interval: score {value} is outside its bounds {bounds}")
-    return min(max(value, bounds[0]), bounds[1])
+    return min(max(value, low), high)
 
 
 @lru_cache(1024)

@@ -18,7 +18,6 @@ from typing import TypeVar
 from kvbench.tasks.metrics.arithmetic import evaluate_first, plain_operators, read_numbers
 
 T = TypeVar("T")
-
 Answer = bool | int | float | str | tuple[int | float, ...]
 """A truth value, a number, an option such as ``(c)``, or a list of numbers."""
 
@@ -38,10 +37,12 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     expected = parse_reference(reference)
     if expected is None:
         return None
-    # an announced answer stands at the beginning of its text, any other at the end of the prediction
+    # an announced answer begins its text, and words may follow; without one, the last answer of the prediction counts
     announced = announced_answer(prediction)
-    first = announced is not None
-    text = prediction if announced is None else announced
+    if announced is not None:
+        text, first = announced, True
+    else:
+        text, first = prediction, False
     # truth values come before numbers, since Python counts True as 1
     if isinstance(expected, bool):
         return float(_find_truth(text, first) == expected)
@@ -87,13 +88,15 @@ def announced_answer(text: str) -> str | None:
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
     """
-    box = text.rfind("\\boxed{")
-    after = max((match.end() for match in _ANNOUNCED.finditer(text)), default=-1)
-    if after > box:
-        return text[after:].strip().partition("\n")[0]
-    if box < 0:
+    # both places are -1 without such words
+    box_start = text.rfind("\\boxed{")
+    words_end = max((match.end() for match in _ANNOUNCED.finditer(text)), default=-1)
+    if words_end > box_start:
+        # the answer ends with its line
+        return text[words_end:].strip().partition("\n")[0]
+    if box_start < 0:
         return None
-    return _text_in_braces(text, box + len("\\boxed"))
+    return _text_in_braces(text, box_start + len("\\boxed"))
 
 
 def is_close(value: float, reference: float) -> bool:
@@ -107,7 +110,10 @@ def is_close(value: float, reference: float) -> bool:
 
 
 def _find_truth(text: str, first: bool) -> bool | None:
-    """Return the ``first`` or last truth value of a text; None without one. A "not" before the word reverses it."""
+    """Return the first truth value of a text, or without ``first`` the last one; None if there is none.
+
+    A "not" before the word reverses it.
+    """
     matches = _TRUTH.findall(text)
     if not matches:
         return None
@@ -119,7 +125,7 @@ def _find_truth(text: str, first: bool) -> bool | None:
 
 
 def _find_option(text: str, first: bool) -> str | None:
-    """Return the ``first`` or last option of a text as ``(c)``; None without one."""
+    """Return the first option of a text, or without ``first`` the last one, as ``(c)``; None if there is none."""
     letters = _OPTION.findall(text)
     if letters:
         return f"({_first_or_last(letters, first).lower()})"
@@ -131,10 +137,15 @@ def _find_option(text: str, first: bool) -> str | None:
 
 
 def _find_number(text: str, first: bool) -> float | None:
-    """Return the first number of an announced answer (``first``), else the last number of a text; None without one."""
+    """Return the first number of a text, or without ``first`` the last one; None if there is none.
+
+    The first number is that of an announced answer, which may be an expression. The last one is read without
+    arithmetic.
+    """
     if first:
         # the result of "x = 2 + 3 = 5" stands behind the last sign
-        return evaluate_first(text.rpartition("=")[2])
+        _, _, result = text.rpartition("=")
+        return evaluate_first(result)
     values = read_numbers(text)
     if not values:
         return None
@@ -142,9 +153,10 @@ def _find_number(text: str, first: bool) -> float | None:
 
 
 def _find_list(text: str, first: bool) -> list[float | None]:
-    """Return the numbers of the ``first`` or last bracketed list. Entries that are no numbers are None.
+    """Return the numbers of the first bracketed list of a text, or without ``first`` of the last one.
 
-    An announced list is the first and may lack brackets. Its numbers then stand between commas.
+    Entries that are no numbers are None; without a list the result is []. The first list is that of an announced
+    answer. It may lack brackets, and its numbers then stand between commas.
     """
     text = plain_operators(text)
     # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
@@ -153,10 +165,15 @@ def _find_list(text: str, first: bool) -> list[float | None]:
         text = _first_or_last(groups, first)[1:-1]  # without the brackets
     elif not first:
         return []
-    # matrices and nested lists are flattened
-    entries = re.split(r"[,;]|\band\b", re.sub(r"[\[\]{}]", "", text))
-    # the result of "x = 2 + 3 = 5" stands behind the last sign
-    return [evaluate_first(entry.rpartition("=")[2]) for entry in entries if entry.strip()]
+    # without their inner brackets, matrices and nested lists are flat
+    flat = re.sub(r"[\[\]{}]", "", text)
+    numbers = []
+    for entry in re.split(r"[,;]|\band\b", flat):
+        if entry.strip():
+            # the result of "x = 2 + 3 = 5" stands behind the last sign
+            _, _, result = entry.rpartition("=")
+            numbers.append(evaluate_first(result))
+    return numbers
 
 
 def _first_or_last(matches: Sequence[T], first: bool) -> T:
@@ -168,13 +185,15 @@ def _first_or_last(matches: Sequence[T], first: bool) -> T:
 
 def _bracketed_stretches(text: str) -> list[str]:
     """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
-    # the places of open brackets, by the bracket that closes them: each kind pairs by itself
+    # the places of open brackets, by the bracket that closes them: each kind of bracket pairs by itself
     open_places: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
+    # (the place of the opening bracket, the place behind the closing one)
     pairs = []
     for i, character in enumerate(text):
         if character in _CLOSING:
             open_places[_CLOSING[character]].append(i)
         elif open_places.get(character):
+            # a closing bracket belongs to the last open one; without an open one it has no partner
             pairs.append((open_places[character].pop(), i + 1))
     # the pairs are sorted by their beginnings, so a pair that begins before the last one has ended lies inside it
     outermost, end = [], 0
@@ -187,7 +206,7 @@ def _bracketed_stretches(text: str) -> list[str]:
 
 def _text_in_braces(text: str, start: int) -> str:
     """Return the text between the brace at ``start`` and its partner; without a partner, all text behind the brace."""
-    depth = 0
+    depth = 0  # the number of open braces
     for i in range(start, len(text)):
         if text[i] == "{":
             depth += 1

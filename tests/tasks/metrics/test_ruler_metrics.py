@@ -5,7 +5,7 @@ from support.grids import grid
 
 from kvbench.base.example import Example
 from kvbench.tasks.metrics import metric, score
-from kvbench.tasks.metrics.ruler import over_lengths
+from kvbench.tasks.metrics.ruler import average_over_lengths
 
 
 def scored(name, prediction, *references):
@@ -30,7 +30,7 @@ def test_scores_are_rulers(name, prediction, references, expected):
 
 
 def test_means_over_lengths_are_rulers():
-    means = over_lengths([95.5, 93.8, 91.6, 87.4, 84.7, 77.0])
+    means = average_over_lengths([95.5, 93.8, 91.6, 87.4, 84.7, 77.0])
     assert [round(x, 1) for x in means] == [88.3, 85.4, 91.3]
 
 

@@ -208,7 +208,7 @@ def test_a_full_cache_is_at_the_floor_near_silence_or_guessing():
 
 def test_scores_of_an_example_that_was_asked_in_several_ways_are_averaged():
     ways = {"a": [[1.0, 0.0], [0.0, 0.0]], "b": [[0.5, 0.25]]}
-    assert stats.by_example(ways, 2).tolist() == [[0.5, 0.0], [0.5, 0.25]]
+    assert stats.average_by_example(ways, 2).tolist() == [[0.5, 0.0], [0.5, 0.25]]
 
 
 def test_equal_shares_lie_between_nothing_and_what_full_marks_would_be():
