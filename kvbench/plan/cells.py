@@ -140,7 +140,7 @@ def _task_identity(
     decoding: dict[str, object] = {}
     if not task.examples[0].scored:
         prompt["context"] = context
-        decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.answering()
+        decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.list_answer_settings()
         if cfg.prompt.min_new_tokens is not None:
             decoding["min_new_tokens"] = max(cfg.prompt.min_new_tokens, task.min_new_tokens)
     identity = {

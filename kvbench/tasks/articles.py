@@ -9,7 +9,7 @@ import re
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example, Turn
-from kvbench.tasks.base import LoadContext, Task, limit_questions, own_wording, read_text
+from kvbench.tasks.base import LoadContext, Task, limit_questions, note_own_wording, read_text
 from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.longbench import PROMPTS, read_official
 from kvbench.tasks.rows import FileRow, parse_json, read_rows
@@ -57,7 +57,7 @@ def articles(context: LoadContext, file: str, max_new_tokens: int, questions: in
         metric="squad_f1",
         source=f"XQuAD English, {path.name}",
         category="single-document QA",
-        note=own_wording(dataset),
+        note=note_own_wording(dataset),
         first_line=True,
         beside=("squad_em", "best_subspan_em"),
     )

@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
         """Return the text of token ids, by default with special tokens written out."""
 
 
-def own_wording(dataset: str, *facts: str) -> str:
+def note_own_wording(dataset: str, *facts: str) -> str:
     """Return a task's note: ``facts`` that are not empty, then the statement that kvbench worded the prompts itself."""
     sentences = [fact for fact in facts if fact]
     sentences.append("the wording of its prompts is kvbench's own")
@@ -50,6 +50,8 @@ class Task:
     """One column of a table: examples in a fixed order, the metric that scores them, and facts for the reader.
 
     id: ``dataset/task``.
+    examples: the examples in their order, at least one.
+    metric: the name of the metric.
     source: the origin of the examples.
     category: the kind of task, such as "summarisation". Reports and UNCUT group tasks by it.
     note: a text that is printed under the table.
@@ -124,7 +126,7 @@ class Task:
             text = text.strip()
         return self.lead + text
 
-    def answering(self) -> dict[str, object]:
+    def list_answer_settings(self) -> dict[str, object]:
         """Return, by name, the settings that end an answer and choose its scored part, for a cell's identity."""
         settings: dict[str, object] = {
             "stop": list(self.stop),
@@ -144,18 +146,19 @@ class Task:
         digest = hashlib.sha256()
         for example in self.examples:
             content = example.content()
-            # only some datasets use these fields; the others keep the hashes that they had before the fields came
+            # only some datasets use these fields. Without empty fields in the hash, all other datasets keep the hashes
+            # that they had before the fields came
             for name in ("turns", "answer_prefix"):
                 if not content[name]:
                     del content[name]
             for turn in content.get("turns", ()):
                 if not turn["prefix"]:
                     del turn["prefix"]
-            digest.update(json.dumps(content, sort_keys=True, default=_plain).encode())
+            digest.update(json.dumps(content, sort_keys=True, default=_make_json_ready).encode())
         return digest.hexdigest()
 
 
-def _plain(value: object) -> object:
+def _make_json_ready(value: object) -> object:
     """Return a value that JSON does not know in a form that it knows: a dataclass by its fields, others as text."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
@@ -202,20 +205,21 @@ def load_tasks(
 ) -> list[Task]:
     """Return the selected tasks of a conf/dataset entry.
 
-    The entry's ``_target_`` loads them, or the loader of rows if the entry has none. It is called with a LoadContext,
-    and with the entry's knobs as keywords.
+    The entry's loader is called with a LoadContext, and with the entry's knobs as keywords.
 
+    dataset: the entry's name.
+    entry: the entry, with the path of its loader under ``_target_``.
     selection: the names of the wanted tasks, such as ``needle`` for ``tiny/needle``. The part before a slash names
     several tasks, such as ``vt`` for ``ruler/vt`` at all lengths. Empty: all tasks.
     tokenizer, data, render: fields of LoadContext.
     query_aware: True if questions are in view while prompts are compressed; None: each task keeps its own setting.
     """
-    # _target_ is the path of a function, such as kvbench.tasks.needle.load
-    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
-    loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
+    loader = _import_loader(entry)
     # these keys are for load_tasks, run and fetch, not for loaders
     knobs = {key: value for key, value in entry.items() if key not in ("_target_", "default_limit", "hub", "turns")}
-    turns = check_word(dataset, "turns", entry["turns"], TURNS) if "turns" in entry else ""
+    turns = ""
+    if "turns" in entry:
+        turns = check_word(dataset, "turns", entry["turns"], TURNS)
     context = LoadContext(dataset, tuple(selection), tokenizer=tokenizer, render=render, data=data)
     tasks = []
     for task in loader(context, **knobs):
@@ -229,6 +233,14 @@ def load_tasks(
     if not selection:
         return tasks
     return _select_tasks(dataset, tasks, selection)
+
+
+def _import_loader(entry: Mapping[str, Any]) -> Callable[..., list[Task]]:
+    """Return the function that loads the tasks of an entry: its ``_target_``, or the loader of rows."""
+    # _target_ is the path of a function, such as kvbench.tasks.needle.load
+    module, _, name = str(entry.get("_target_", ROWS)).rpartition(".")
+    loader: Callable[..., list[Task]] = getattr(importlib.import_module(module), name)
+    return loader
 
 
 def limit_answers(dataset: str, tasks: list[Task], max_new_tokens: int | None) -> list[Task]:
@@ -270,28 +282,31 @@ def _select_tasks(dataset: str, tasks: Sequence[Task], selection: Sequence[str])
     by_name = {task.id.partition("/")[2]: task for task in tasks}
     selected: dict[str, Task] = {}
     for wanted in selection:
-        # with a slash behind both, ``vt`` finds ``vt/4096`` and ``vt``, but not ``vt2``
-        matches = {name: task for name, task in by_name.items() if f"{name}/".startswith(f"{wanted}/")}
+        matches = {}
+        for name, task in by_name.items():
+            # with a slash behind both, ``vt`` finds ``vt/4096`` and ``vt``, but not ``vt2``
+            if f"{name}/".startswith(f"{wanted}/"):
+                matches[name] = task
         if not matches:
             raise unknown(f"task of dataset {dataset}", wanted, [name for name in by_name if name])
         selected |= matches
     return list(selected.values())
 
 
-def read_text(path: Path, what: str) -> str:
+def read_text(path: Path, use: str) -> str:
     """Return the text of a UTF-8 file. Raises UsageError if it cannot be read.
 
-    what: the use of the file, with which the message begins.
+    use: the use of the file, such as ``dataset=mdqa``, with which the error's text begins.
     """
     try:
         # reading a pipe or a device would never end
         check_ends(path)
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UsageError(f"{what}: there is no file {path}") from None
+        raise UsageError(f"{use}: there is no file {path}") from None
     except IsADirectoryError:
-        raise UsageError(f"{what}: {path} is a folder; give a file") from None
+        raise UsageError(f"{use}: {path} is a folder; give a file") from None
     except UnicodeDecodeError as error:
-        raise UsageError(f"{what}: {path} is not UTF-8 text (byte {error.start})") from None
+        raise UsageError(f"{use}: {path} is not UTF-8 text (byte {error.start})") from None
     except OSError as error:
-        raise UsageError(f"{what}: {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"{use}: {path} cannot be read: {error.strerror}") from None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.tasks.base import LoadContext, Task, own_wording, read_text
+from kvbench.tasks.base import LoadContext, Task, note_own_wording, read_text
 from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.rows import FileRow, describe_value, parse_json, read_rows
 
@@ -44,29 +44,10 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
         path = files.path(file)
     else:
         # if none is there, ``path`` raises the error that names the official file
-        path = files.first(*PLACES) or files.path(OFFICIAL)
-    examples = []
+        path = files.find_first(*PLACES) or files.path(OFFICIAL)
+    examples: list[Example] = []
     for i, row in enumerate(_read_stories(path)):
-        story = PROMPT.format(story=row.text("story").strip())
-        turns = list(_read_turns(row))
-        # the file's own id of the story, if it has one
-        story_id = row.name("id", f"coqa-{i}")
-        for n, turn in enumerate(turns):
-            # a history of ``all`` begins with the first turn
-            first_shown = max(0, n - history) if isinstance(history, int) else 0
-            # earlier turns show their references as answers, so that examples do not depend on each other's answers
-            dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first_shown:n]]
-            question = f"Q: {turn.question}\nA:"
-            examples.append(
-                Example(
-                    id=f"{story_id}-{n + 1}",
-                    prompt=story + "".join(dialogue) + question,
-                    answers=turn.answers,
-                    max_new_tokens=max_new_tokens,
-                    question=question,
-                    meta={"turn": n + 1},
-                )
-            )
+        examples += _make_examples(row, f"coqa-{i}", history, max_new_tokens)
     if not examples:
         raise UsageError(f"{path} is empty: it must hold at least one story")
     task = Task(
@@ -75,10 +56,35 @@ def load(context: LoadContext, file: str | None, history: int | str, max_new_tok
         metric="coqa_f1",
         source=f"CoQA dev, {path.name}",
         category="common sense",
-        note=own_wording(dataset),
+        note=note_own_wording(dataset),
         cut_at="\nQ:",
     )
     return [task]
+
+
+def _make_examples(row: FileRow, default_id: str, history: int | str, max_new_tokens: int) -> Iterator[Example]:
+    """Yield an example for each turn of a conversation.
+
+    default_id: the id of a story for which the file has none.
+    history: the most earlier turns in a prompt, or ``all``.
+    """
+    story = PROMPT.format(story=row.text("story").strip())
+    turns = list(_read_turns(row))
+    story_id = row.name("id", default_id)
+    for n, turn in enumerate(turns):
+        # a history of ``all`` begins with the first turn
+        first_shown = max(0, n - history) if isinstance(history, int) else 0
+        # earlier turns show their references as answers, so that examples do not depend on each other's answers
+        dialogue = [f"Q: {earlier.question}\nA: {earlier.answers[0]}\n\n" for earlier in turns[first_shown:n]]
+        question = f"Q: {turn.question}\nA:"
+        yield Example(
+            id=f"{story_id}-{n + 1}",
+            prompt=story + "".join(dialogue) + question,
+            answers=turn.answers,
+            max_new_tokens=max_new_tokens,
+            question=question,
+            meta={"turn": n + 1},
+        )
 
 
 def _read_stories(path: Path) -> Iterator[FileRow]:

@@ -86,10 +86,12 @@ class Wanted:
 class FileSource:
     """The ``hub`` entry of one dataset: the origin of its files, and their licence.
 
+    dataset: the dataset's id.
     repo: the owner/name of the files on the hub; None if every file has a ``url``.
     kind: the kind of the repo: ``dataset``, ``model`` or ``space``.
     revision: the branch, tag or commit of the repo.
     verified: True if a fetch of exactly these files was tried.
+    files: the files, each with its place below the data folder.
     instead: the place of one file that replaces all of these files if it exists; '' for none.
     """
 
@@ -198,19 +200,15 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     download fails or has unexpected content. Files that were downloaded before the error stay and are locked.
     """
     lock = read_lock(root)
-    states = {wanted: state_of_file(root, wanted, lock) for wanted in source.files}
-    for wanted, status in states.items():
-        if status == "changed":
-            raise changed_error(root, wanted)
+    missing = _list_missing(source, root, lock)
     places: list[str] = []
     root.mkdir(parents=True, exist_ok=True)
     # work inside the data folder, so that moving a file to its place stays on one file system
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=root) as temporary:
         commits: dict[str, str] = {}
-        missing = [wanted for wanted, status in states.items() if status == "missing"]
         if any(wanted.converted for wanted in missing):
             require("datasets", "reading parquet")
-        # each source once, in order: all files that come from one archive are taken together
+        # each source once, in order: all files that come from one archive are taken from one download
         for name in dict.fromkeys(wanted.source for wanted in missing):
             group = [wanted for wanted in missing if wanted.source == name]
             # each download has a folder of its own, named by the number of files so far
@@ -218,19 +216,13 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
             folder.mkdir()
             origin = _find_origin(source, group[0], lock, commits, hub)
             say(f"fetching {name} of {origin.get('repo') or 'its own address'}")
-            if group[0].url:
-                download = hub.url(name, folder)
+            if "url" in origin:
+                download = hub.download_url(name, folder)
             else:
-                # ``parse_source`` has checked that there is a repo
-                download = hub.file(str(source.repo), source.kind, name, origin["commit"], folder)
+                download = hub.download_file(origin["repo"], source.kind, name, origin["commit"], folder)
             for wanted in group:
                 digest, size = _install(wanted, download, root, folder, lock)
-                record: LockRecord = {"dataset": source.dataset}
-                record |= origin
-                record |= {"from": wanted.source, "sha256": digest, "bytes": size}
-                if wanted.member:
-                    record["member"] = wanted.member
-                lock[wanted.destination] = record
+                lock[wanted.destination] = _make_lock_record(source.dataset, wanted, origin, digest, size)
                 places.append(wanted.destination)
             # write the lock after every download: an interrupted fetch keeps the checksums of its files
             write_json(root / LOCK, {"version": 1, "files": dict(sorted(lock.items()))})
@@ -238,14 +230,43 @@ def fetch(source: FileSource, root: Path, hub: HuggingFace, say: Callable[[str],
     return places
 
 
+def _list_missing(source: FileSource, root: Path, lock: Lock) -> list[Wanted]:
+    """Return the files of a source that are missing below ``root``. Raises UsageError for a file that has changed."""
+    missing = []
+    # a file that an entry names twice is fetched once
+    for wanted in dict.fromkeys(source.files):
+        state = state_of_file(root, wanted, lock)
+        if state == "changed":
+            raise changed_error(root, wanted)
+        if state == "missing":
+            missing.append(wanted)
+    return missing
+
+
+def _make_lock_record(dataset: str, wanted: Wanted, origin: Mapping[str, str], digest: str, size: int) -> LockRecord:
+    """Return the lock's record of a fetched file.
+
+    origin: the file's origin, as ``_find_origin`` returns it.
+    digest, size: the file's SHA-256 and its size in bytes.
+    """
+    record: LockRecord = {"dataset": dataset}
+    record |= origin
+    record |= {"from": wanted.source, "sha256": digest, "bytes": size}
+    if wanted.member:
+        record["member"] = wanted.member
+    return record
+
+
 def parse_source(dataset: str, entry: Mapping[str, Any]) -> FileSource:
     """Return the source that a ``hub`` entry describes. Raises UsageError for an invalid entry."""
     where = f"conf/dataset/{dataset}.yaml, hub"
     files: list[Wanted] = []
     for item in entry.get("files") or []:
+        has_one_source = ("from" in item) != ("url" in item)
         # ``from`` names a file of the repo, so it needs one
-        has_one_source = ("from" in item) != ("url" in item) and ("url" in item or entry.get("repo"))
-        if not has_one_source or "to" not in item or not set(item) <= set(FILE_KEYS):
+        lacks_repo = "from" in item and not entry.get("repo")
+        has_unknown_keys = not set(item) <= set(FILE_KEYS)
+        if not has_one_source or lacks_repo or "to" not in item or has_unknown_keys:
             raise UsageError(f"{where}: {dict(item)} must have to, and either from (with a repo) or url; {FILE_KEYS}")
         for wanted in _parse_files(item):
             place = PurePosixPath(wanted.destination)
@@ -273,11 +294,12 @@ def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
     values = item.get("each")
     if values is None:
         values = [None]  # one file, whose fields have no {} to fill
-    templates = {key: template for key, template in item.items() if key != "each" and template is not None}
     files = []
     for value in values:
         fields: dict[str, Any] = {}
-        for key, template in templates.items():
+        for key, template in item.items():
+            if key == "each" or template is None:
+                continue
             if value is not None:
                 template = str(template).replace("{}", str(value))
             fields[FIELD_NAMES.get(key, key)] = template
@@ -288,20 +310,21 @@ def _parse_files(item: Mapping[str, Any]) -> list[Wanted]:
 def _find_origin(
     source: FileSource, wanted: Wanted, lock: Lock, commits: dict[str, str], hub: HuggingFace
 ) -> dict[str, str]:
-    """Return a file's origin: its url, or its repo, revision and commit.
+    """Return a file's origin: its ``url``, or its ``repo``, ``revision`` and ``commit``.
 
-    The lock may have the commit of an earlier fetch of the same revision; that commit is used. ``commits`` holds the
-    commits that this fetch has found, by repo.
+    lock: the records of earlier fetches. The commit of an earlier fetch of the same revision is used again.
+    commits: the commits that this fetch has found, by repo. A new one is added here.
     """
     if wanted.url:
         return {"url": wanted.url}
+    # ``parse_source`` has checked that a file without a url has a repo
     repo, revision = str(source.repo), source.revision
     if repo not in commits:
-        commits[repo] = _locked_commit(lock, repo, revision) or hub.commit(repo, source.kind, revision)
+        commits[repo] = _find_locked_commit(lock, repo, revision) or hub.find_commit(repo, source.kind, revision)
     return {"repo": repo, "revision": revision, "commit": commits[repo]}
 
 
-def _locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
+def _find_locked_commit(lock: Lock, repo: str, revision: str) -> str | None:
     """Return the commit of a repo's revision in the lock, or None if nothing of that revision was fetched."""
     # a branch moves on: all files of a dataset must come from one commit, whenever they are fetched
     for record in lock.values():
@@ -324,7 +347,9 @@ def _install(wanted: Wanted, download: Path, root: Path, work_folder: Path, lock
     digest = sha256(unpacked)
     # if the lock lists a missing file, the file must come back unchanged
     locked_sha256 = lock[wanted.destination]["sha256"] if wanted.destination in lock else None
-    for expected, where_declared in ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry")):
+    # either checksum may be absent
+    declared_checksums = ((locked_sha256, str(root / LOCK)), (wanted.sha256, "its conf/dataset entry"))
+    for expected, where_declared in declared_checksums:
         if expected is not None and digest != expected:
             raise KvbenchError(
                 f"{wanted.destination} from {wanted.source} has the checksum {digest}, "

@@ -14,7 +14,16 @@ from kvbench.tasks.rows import FileRow, is_count, read_lines
 
 @dataclass(frozen=True, kw_only=True)
 class LineKeys:
-    """The keys under which a line of the file holds its parts."""
+    """The keys under which a line of the file holds its parts.
+
+    prompt: a whole prompt.
+    context, question: a prompt in two parts. ``question`` is also the key in each entry of ``questions``.
+    answers: the reference, or a list of references.
+    id: the name of the example.
+    classes: a list of labels, for metrics that need it.
+    max_new_tokens: the line's own limit of new tokens.
+    questions: a list of questions about one context.
+    """
 
     prompt: str
     context: str
@@ -46,7 +55,7 @@ def load(
     questions: the most questions of a context; its first ones are taken. None takes all.
     names: the keys of a line's parts, such as ``prompt_key``, one for each field of ``LineKeys``.
     """
-    # prompt_key=text is the key ``prompt``
+    # the knob ``prompt_key`` sets the field ``prompt``
     keys = LineKeys(**{name.removesuffix("_key"): key for name, key in names.items()})
     dataset = context.dataset
     if not path:
@@ -56,7 +65,7 @@ def load(
     if not is_count(max_new_tokens):
         raise UsageError(f"dataset.{dataset}.max_new_tokens={max_new_tokens!r} is not possible: a whole number from 1")
     file = Path(path).expanduser()
-    # ids are the keys, so that a repeated id is reported at the line that repeats it
+    # both by id, so that a repeated id is reported at the line that repeats it
     examples: dict[str, Example] = {}
     places: dict[str, str] = {}
     for row in read_lines(file, " (set prompt_key=, or context_key= and question_key=, and answers_key=)"):
@@ -65,10 +74,11 @@ def load(
         if name in examples:
             raise row.wrong(f"its id {name!r} is that of {places[name]}")
         places[name] = row.place
-        examples[name] = _read_example(row, name, keys, scorer, max_new_tokens)
-        # a task is scored either by prompts or by contexts; the first line decides
+        example = _read_example(row, name, keys, scorer, max_new_tokens)
+        examples[name] = example
+        # either all lines hold one prompt, or all hold a context with several questions; the first line decides
         first_example = next(iter(examples.values()))
-        if bool(examples[name].turns) != bool(first_example.turns):
+        if bool(example.turns) != bool(first_example.turns):
             raise row.wrong(f"all lines have {keys.questions!r}, or none has: put the others into a file of their own")
     if not examples:
         raise UsageError(f"{file} is empty: it must hold a JSON object a line")

@@ -20,7 +20,7 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.
 class HuggingFace:
     """Downloads through huggingface_hub, with the user's login if there is one."""
 
-    def commit(self, repo: str, kind: str, revision: str) -> str:
+    def find_commit(self, repo: str, kind: str, revision: str) -> str:
         """Return the commit that a revision of a repo means now.
 
         kind: ``dataset``, ``model`` or ``space``.
@@ -33,7 +33,7 @@ class HuggingFace:
             raise KvbenchError(f"the hub names no commit for {repo} at {revision}")
         return str(info.sha)
 
-    def file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
+    def download_file(self, repo: str, kind: str, name: str, commit: str, folder: Path) -> Path:
         """Download one file of a repo at a commit into ``folder`` and return its path.
 
         kind: ``dataset``, ``model`` or ``space``.
@@ -43,14 +43,14 @@ class HuggingFace:
         with _explain_failure(f"{name} of {repo} at {commit}"):
             return Path(hf_hub_download(repo, name, repo_type=kind, revision=commit, local_dir=folder))
 
-    def url(self, url: str, folder: Path) -> Path:
+    def download_url(self, url: str, folder: Path) -> Path:
         """Download the content of an address into ``folder`` and return its path."""
         path = folder / "download"
         with _explain_failure(url), urllib.request.urlopen(url, timeout=TIMEOUT_S) as content, path.open("wb") as out:
             shutil.copyfileobj(content, out)
         return path
 
-    def snapshot(self, repo: str, revision: str) -> str:
+    def download_model(self, repo: str, revision: str) -> str:
         """Download a model's safetensors and tokenizer into the hub's cache and return the folder there.
 
         Files in folders of the repository are left out.
@@ -68,7 +68,7 @@ def cache_state(repo: str, revision: str) -> str:
     def find(name: str) -> str | None:
         """Return the path of a file in the cache; None if it is not there."""
         location = try_to_load_from_cache(repo, name, revision=revision)
-        # an object that is no text says that the hub is known not to have the file
+        # besides a path or None, the function may return an object: the hub is known not to have the file
         if not isinstance(location, str):
             return None
         return location
@@ -90,17 +90,20 @@ def cache_state(repo: str, revision: str) -> str:
 
 
 @contextmanager
-def _explain_failure(what: str) -> Iterator[None]:
-    """While the context is open, turn any error into a KvbenchError: ``what`` could not be fetched, and a remedy."""
+def _explain_failure(wanted: str) -> Iterator[None]:
+    """While the context is open, turn any error into a KvbenchError: ``wanted`` could not be fetched, and a remedy.
+
+    wanted: the file, address or revision that is downloaded, in words.
+    """
     try:
         yield
     except Exception as error:
-        # downloads fail in too many ways to name: turn each into one line with a remedy
-        # by its name, since huggingface_hub is imported only for downloads
+        # downloads fail in too many ways to name them, so every error becomes one line with a remedy. This error is
+        # recognised by its name, since huggingface_hub is imported only for downloads
         if type(error).__name__ == "GatedRepoError":
             remedy = "accept its terms on its page on huggingface.co and log in with: hf auth login"
         else:
             remedy = "check the network, or put the file there yourself"
         # the hub's errors have several lines, and may quote a whole page
         reason = " ".join(str(error).split()) or "no reason given"
-        raise KvbenchError(f"{what} could not be fetched ({type(error).__name__}: {reason[:300]}): {remedy}") from None
+        raise KvbenchError(f"{wanted} could not be fetched ({type(error).__name__}: {reason[:300]}): {remedy}") from None

@@ -36,6 +36,8 @@ BUCKETS = (("0-4k", 4000), ("4-8k", 8000), ("8k+", None))
 class Spec:
     """One task of LongBench: its metric and category, and how its prompts are read and its answers end.
 
+    metric: the name of the metric. ``code_sim`` stands for the metric of the chosen backend.
+    category: the category in LongBench's Table 1.
     extended: True if LongBench-E has the task, too.
     chinese: True if the task is in the split ``zh``, False if it is in ``en``.
     first_line: True if only the first line of an answer is scored.
@@ -94,7 +96,7 @@ def task_names(split: str) -> tuple[str, ...]:
 
 def length_bucket(length: int) -> str:
     """Return the name of LongBench-E's range for a stored ``length`` in words or Chinese characters."""
-    # LongBench's eval.py compares this length, not a model's number of tokens
+    # LongBench's eval.py compares this length, not a model's number of tokens; the last range has no end
     return next(name for name, end in BUCKETS if end is None or length < end)
 
 
@@ -140,12 +142,8 @@ def load(
     prompts, lengths = read_official(files, PROMPTS), read_official(files, LENGTHS)
     tasks = []
     for name, path in paths.items():
-        spec, template, limit = TASKS[name], prompts.get(name), lengths.get(name)
-        if not isinstance(template, str) or template.count("{context}") != 1:
-            raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {name} must be text with one {{context}}")
-        if not is_count(limit):
-            reason = f"the answer length of {name} must be a whole number, got {describe_value(limit)}"
-            raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
+        spec = TASKS[name]
+        template, limit = _check_official(name, prompts.get(name), lengths.get(name))
         examples = _read_examples(path, name, template, limit, with_buckets=split == "e")
         ends: tuple[str, ...] = ("\n",) if spec.newline_ends else ()
         task = Task(
@@ -154,8 +152,8 @@ def load(
             metric=metric_name(name, code_sim),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
-            # pred.py ends samsum's answers at a newline, since models continue with another dialogue; a token must come
-            # before it
+            # pred.py ends samsum's answers at a newline, since models continue with another dialogue. The newline cannot
+            # be the first token, which would make an empty answer
             stop=ends,
             forbid_first=ends,
             min_new_tokens=1 if spec.newline_ends else 0,
@@ -166,6 +164,20 @@ def load(
         )
         tasks.append(task)
     return limit_answers(dataset, tasks, max_new_tokens)
+
+
+def _check_official(task: str, template: object, limit: object) -> tuple[str, int]:
+    """Return (template, limit) if LongBench's files hold possible values for a task. Raises UsageError otherwise.
+
+    template: the task's prompt, which must have one ``{context}``.
+    limit: the most new tokens of its answers.
+    """
+    if not isinstance(template, str) or template.count("{context}") != 1:
+        raise UsageError(f"{FOLDER}/{PROMPTS}: the prompt of {task} must be text with one {{context}}")
+    if not is_count(limit):
+        reason = f"the answer length of {task} must be a whole number, got {describe_value(limit)}"
+        raise UsageError(f"{FOLDER}/{LENGTHS}: {reason}")
+    return template, limit
 
 
 def file_places(name: str, split: str, folder: str = FOLDER) -> tuple[str, ...]:
@@ -183,7 +195,7 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
     paths = {}
     missing = []
     for name, candidates in places_by_task.items():
-        path = files.first(*candidates)
+        path = files.find_first(*candidates)
         if path:
             paths[name] = path
         else:
@@ -194,9 +206,9 @@ def _find_files(files: Files, places_by_task: Mapping[str, tuple[str, ...]]) -> 
     if len(missing) > MOST_NAMED:
         names += f" and {len(missing) - MOST_NAMED} more"
     if files.root is None:
-        message = f"dataset={files.dataset} needs {names}, and no data folder is named. {files.ways()}"
+        message = f"dataset={files.dataset} needs {names}, and no data folder is named. {files.advise()}"
     else:
-        message = f"{names} not found in {files.root}. {files.ways()}"
+        message = f"{names} not found in {files.root}. {files.advise()}"
     if paths:
         present = ",".join(f"{files.dataset}/{name}" for name in paths)
         message += f" These tasks are there: dataset={present}"
@@ -229,7 +241,7 @@ def _read_examples(path: Path, name: str, template: str, limit: int, with_bucket
     repeats: Counter[str] = Counter()
     examples = []
     for row in read_lines(path):
-        context = _possibly_empty_text(row, "context")
+        context = _read_possibly_empty(row, "context")
         example_id = row.name("_id", row.place)
         question, length = _fill_input(suffix, row), row.value("length")
         if not is_count(length):
@@ -270,10 +282,10 @@ def _fill_input(template: str, row: FileRow) -> str:
     # contexts and inputs may hold braces, and ``str.format`` would read these as fields
     if "{input}" not in template:
         return template
-    return template.replace("{input}", _possibly_empty_text(row, "input"))
+    return template.replace("{input}", _read_possibly_empty(row, "input"))
 
 
-def _possibly_empty_text(row: FileRow, key: str) -> str:
+def _read_possibly_empty(row: FileRow, key: str) -> str:
     """Return the text under ``key``. It may be empty: examples of summaries have no input."""
     # ``row.text`` refuses an empty text
     if row.value(key) == "":

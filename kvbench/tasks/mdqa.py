@@ -14,7 +14,7 @@ from itertools import chain
 
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
-from kvbench.tasks.base import LoadContext, Task, own_wording
+from kvbench.tasks.base import LoadContext, Task, note_own_wording
 from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
 from kvbench.tasks.metrics.text import normalise_answer
 from kvbench.tasks.rows import FileRow, read_rows
@@ -39,9 +39,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its references, its gold document, and the other passages of its line.
+    """A question with its documents, from one line of the file.
 
     row: the line of the file, which errors name.
+    text: the question.
+    answers: the references.
+    gold: the document that holds the answer.
+    other_passages: the line's other documents, which a search retrieved for the question.
     """
 
     row: FileRow
@@ -86,6 +90,7 @@ def load(
     for i, question in enumerate(questions):
         # the gold document takes one of the places
         distractors = _choose_distractors(question, pool, count=documents - 1, seed=seed)
+        # a distractor that is not a passage of the question's own line comes from another question
         if not set(distractors) <= set(question.other_passages):
             questions_with_foreign += 1
         # all positions have the same distractors, so that only the gold document's place differs
@@ -101,11 +106,7 @@ def load(
                     meta={"documents": documents, "gold": place + 1},
                 )
             )
-    fact = ""
-    if questions_with_foreign:
-        # foreign distractors are easier than retrieved ones; readers of the scores must know this
-        share = f"{questions_with_foreign} of {len(questions)} questions"
-        fact = f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
+    note = note_own_wording(dataset, _note_foreign(questions_with_foreign, len(questions)))
     tasks = []
     for position, examples in examples_at.items():
         task = Task(
@@ -114,12 +115,24 @@ def load(
             metric="best_subspan_em",
             source=f"NaturalQuestions-open, {path.name}, {documents} documents",
             category="multi-document QA",
-            note=own_wording(dataset, fact),
+            note=note,
             cut_at="\n",
             min_new_tokens=min_answer_tokens,
         )
         tasks.append(task)
     return tasks
+
+
+def _note_foreign(questions_with_foreign: int, questions: int) -> str:
+    """Return the fact that some questions have distractors from other questions; '' if none has.
+
+    questions_with_foreign: the number of such questions, out of all ``questions``.
+    """
+    if not questions_with_foreign:
+        return ""
+    # foreign distractors are easier than retrieved ones; readers of the scores must know this
+    share = f"{questions_with_foreign} of {questions} questions"
+    return f"in {share} the distractors are gold documents of other questions, which are easier than retrieved ones"
 
 
 def _check_numbers(dataset: str, documents: int, seed: int, max_new_tokens: int, min_answer_tokens: int) -> None:
@@ -169,22 +182,23 @@ def _write_prompt(question: Question, distractors: Sequence[Document], place: in
 def _read_question(row: FileRow) -> Question:
     """Return the question of a row. Raises UsageError for a row without question, answers or one gold document."""
     passages = row.records("ctxs")
-    gold = [passage for passage in passages if passage.values.get("isgold") is True]
-    if not gold and len(passages) == 1:
+    gold_passages = [passage for passage in passages if passage.values.get("isgold") is True]
+    if not gold_passages and len(passages) == 1:
         # the only passage of a line is its gold document, marked or not
-        gold = passages
-    if len(gold) != 1:
-        raise row.wrong(f"one of 'ctxs' must be the gold document (isgold true), got {len(gold)}")
+        gold_passages = passages
+    if len(gold_passages) != 1:
+        raise row.wrong(f"one of 'ctxs' must be the gold document (isgold true), got {len(gold_passages)}")
+    (gold,) = gold_passages
     # a reference that normalisation leaves empty would be part of every document and of every answer
     answers = tuple(answer for answer in row.texts("answers") if normalise_answer(answer))
     if not answers:
         raise row.wrong("'answers' holds nothing but articles and punctuation")
-    others = tuple(_read_document(passage) for passage in passages if passage is not gold[0])
+    others = tuple(_read_document(passage) for passage in passages if passage is not gold)
     return Question(
         row=row,
         text=row.text("question").strip(),
         answers=answers,
-        gold=_read_document(gold[0]),
+        gold=_read_document(gold),
         other_passages=others,
     )
 
@@ -198,9 +212,9 @@ def _read_document(row: FileRow) -> Document:
 
 
 def _choose_distractors(question: Question, pool: Sequence[Document], count: int, seed: int) -> list[Document]:
-    """Return ``count`` different documents without an answer: the line's other passages, then some of ``pool``.
+    """Return ``count`` different documents that hold no answer: the line's other passages, then some of ``pool``.
 
-    pool: the gold documents of all questions. The seed and the question decide their order.
+    pool: the gold documents of all questions. The seed and the question decide in which order they are tried.
 
     Raises UsageError if there are too few such documents.
     """

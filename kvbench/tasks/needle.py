@@ -21,16 +21,16 @@ from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task, Tokenizer, read_text
 from kvbench.tasks.knobs import check_whole
 from kvbench.tasks.source import ENVIRONMENT, Files
-from kvbench.tasks.tiny import GOLDEN, HEADER, needle_pair
+from kvbench.tasks.tiny import GOLDEN, HEADER, NeedlePair, draw_needle
 
 SUFFIXES = (".txt", ".md")
 ESSAYS = "paul_graham"
 _SENTENCE_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)|[。！？]""")
 CHAT_ANSWER = 32
 """The fewest new tokens with a chat template: chat answers begin by repeating words of the question."""
-# filling stops above this mean number of characters per token: some tokenizers turn any unknown text into one token,
-# and such text would never fill a length
 _LONGEST_TOKEN = 1000
+"""The mean number of characters per token above which filling stops with an error. Some tokenizers turn any unknown
+text into one token, and such text would never fill a length."""
 _SAMPLE = 2000
 """The number of characters on which a token's mean length is measured."""
 
@@ -39,7 +39,7 @@ _SAMPLE = 2000
 class Phrasing:
     """The wording of a needle test and the scoring of its answers.
 
-    pair: the function from an example's index to (sentence to hide, question, reference).
+    pair: the function from an example's index to its needle, question and reference.
     prompt: a template that holds ``{context}`` and ``{question}`` once each.
     metric: the name of the metric.
     max_new_tokens: the most tokens of an answer.
@@ -47,21 +47,21 @@ class Phrasing:
     cannot begin with it.
     """
 
-    pair: Callable[[int], tuple[str, str, str]]
+    pair: Callable[[int], NeedlePair]
     prompt: str
     metric: str
     max_new_tokens: int
     lead: str = ""
 
 
-CLASSIC_NEEDLE = (
-    "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",
-    "What is the best thing to do in San Francisco?",
-    "eat a sandwich and sit in Dolores Park on a sunny day",
+CLASSIC_NEEDLE = NeedlePair(
+    needle="The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day.",
+    question="What is the best thing to do in San Francisco?",
+    answer="eat a sandwich and sit in Dolores Park on a sunny day",
 )
-"""(sentence to hide, question, reference) of the original test."""
-# (sentence, question, reference) with the whole sentence as reference, as in published needle scores
-CLASSIC_SENTENCE = (CLASSIC_NEEDLE[0], CLASSIC_NEEDLE[1], CLASSIC_NEEDLE[0])
+"""The needle of the original test."""
+CLASSIC_SENTENCE = CLASSIC_NEEDLE._replace(answer=CLASSIC_NEEDLE.needle)
+"""The same needle with the whole sentence as reference, as in published needle scores."""
 EMPTY_SCORES = {"completion": 60.0}
 """The printed score of an empty answer, by phrasing; it is 0 for the others."""
 LEAD_NOTE = (
@@ -69,29 +69,30 @@ LEAD_NOTE = (
     f"{EMPTY_SCORES['completion']}, as in papers' scripts"
 )
 CLASSIC_LEAD = "The best thing to do in San Francisco is "
+"""The beginning of the classic needle, which the phrasing ``completion`` asks to complete."""
 SENTENCE_PROMPT = "{context}\n\nQuestion: {question}\nAnswer:"
 
 
-def _always_same(pair: tuple[str, str, str]) -> Callable[[int], tuple[str, str, str]]:
-    """Return a phrasing's function that hides the same sentence in every example."""
+def _hide_always(pair: NeedlePair) -> Callable[[int], NeedlePair]:
+    """Return a function for ``Phrasing.pair`` that gives every example the same needle."""
 
-    def pair_of(index: int) -> tuple[str, str, str]:
-        """Return the same sentence, question and reference for every index."""
+    def give_pair(index: int) -> NeedlePair:
+        """Return the needle, whatever the index is."""
         return pair
 
-    return pair_of
+    return give_pair
 
 
 PHRASINGS = {
     "tiny": Phrasing(
-        pair=needle_pair, prompt=f"{HEADER} {{context}} {{question}}", metric="contains", max_new_tokens=8
+        pair=draw_needle, prompt=f"{HEADER} {{context}} {{question}}", metric="contains", max_new_tokens=8
     ),
     "sanfrancisco": Phrasing(
-        pair=_always_same(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30
+        pair=_hide_always(CLASSIC_NEEDLE), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30
     ),
     # this phrasing is scored as in UNComp's script (github.com/menik1126/UNComp, run_needle_in_haystack.py)
     "completion": Phrasing(
-        pair=_always_same((CLASSIC_NEEDLE[0], f"{CLASSIC_LEAD.rstrip()}:", CLASSIC_NEEDLE[0])),
+        pair=_hide_always(CLASSIC_SENTENCE._replace(question=f"{CLASSIC_LEAD.rstrip()}:")),
         prompt="{context}\n\nComplete this sentence as the text above has it. {question}",
         metric="rouge1",
         max_new_tokens=30,
@@ -126,10 +127,9 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     """
     knobs = NeedleKnobs(**entry)
     dataset, tokenizer = context.dataset, context.tokenizer
-    lengths = [
-        check_whole(dataset, "lengths", length, least=1, most=10_000_000)
-        for length in _check_list(dataset, "lengths", knobs.lengths)
-    ]
+    lengths = []
+    for length in _check_list(dataset, "lengths", knobs.lengths):
+        lengths.append(check_whole(dataset, "lengths", length, least=1, most=10_000_000))
     depths = _check_depths(dataset, knobs.depths)
     check_whole(dataset, "repeats", knobs.repeats, least=1, most=1_000_000)
     phrasing = _limit_answer(_choose_phrasing(dataset, knobs), dataset, knobs, chat=context.chat)
@@ -145,19 +145,13 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     for length in lengths:
         # a generator, so that one window at a time is in memory: its text may be long
         windows = (Window(text, start, tokenizer) for start in starts)
-        facts = []
-        if phrasing.lead:
-            facts.append(f"{dataset}: {LEAD_NOTE}")
-        if len(text) < length:
-            # nearly every token has at least one character, so that fewer characters than tokens fill no prompt
-            facts.append(f"the haystack of {len(text)} characters is repeated to fill {length} tokens")
         task = Task(
             id=f"{dataset}/{length}",
             examples=tuple(_make_examples(dataset, phrasing, windows, length=length, depths=depths)),
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note="; ".join(facts),
+            note=_note_of_length(dataset, phrasing, len(text), length),
             stop=stop,
             min_new_tokens=min_new_tokens,
             grid=("depth",),
@@ -167,8 +161,19 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     return tasks
 
 
+def _note_of_length(dataset: str, phrasing: Phrasing, chars: int, length: int) -> str:
+    """Return the note of the task with prompts of ``length`` tokens, from a haystack of ``chars`` characters."""
+    facts = []
+    if phrasing.lead:
+        facts.append(f"{dataset}: {LEAD_NOTE}")
+    # nearly every token has at least one character, so fewer characters than tokens cannot fill the prompt
+    if chars < length:
+        facts.append(f"the haystack of {chars} characters is repeated to fill {length} tokens")
+    return "; ".join(facts)
+
+
 def _limit_answer(phrasing: Phrasing, dataset: str, knobs: NeedleKnobs, chat: bool) -> Phrasing:
-    """Return the phrasing with the answer's length that the user set, or that a chat model needs."""
+    """Return the phrasing with the number of new tokens that the user set, or that an answer in a chat needs."""
     if knobs.max_new_tokens is not None:
         check_whole(dataset, "max_new_tokens", knobs.max_new_tokens, least=1, most=1_000_000)
         return replace(phrasing, max_new_tokens=knobs.max_new_tokens)
@@ -189,12 +194,14 @@ def _make_examples(
     """
     for repeat, window in enumerate(windows):
         for i, depth in enumerate(depths):
-            # the number of the example within its task
-            needle, question, reference = phrasing.pair(repeat * len(depths) + i)
+            index_in_task = repeat * len(depths) + i
+            needle, question, reference = phrasing.pair(index_in_task)
             template = phrasing.prompt.replace("{question}", question)
             prompt, meta = window.fill(dataset, template, needle, length=length, depth=depth)
+            # the prompt's end behind the text holds the question, which ``query_aware=false`` withholds
+            _, _, ending = phrasing.prompt.partition("{context}")
+            ending = ending.replace("{question}", question)
             # a template may ask in front of the text: then nothing at the prompt's end can be withheld
-            ending = phrasing.prompt.partition("{context}")[2].replace("{question}", question)
             if question not in ending:
                 ending = ""
             yield Example(
@@ -228,33 +235,41 @@ def read_haystack(files: Files, haystack: str | None) -> tuple[str, str]:
         raise MissingData(f"dataset {dataset} hides its needle in real text and has none: {remedy}")
     if not path.exists():
         raise MissingData(f"dataset {dataset}: there is no haystack {path}; {remedy}", names=[haystack or ESSAYS])
-    paths = [path]
-    try:
-        if path.is_dir():
-            # sort by name, so that the text is the same on every file system
-            paths = sorted(file for file in path.iterdir() if file.suffix.lower() in SUFFIXES)
-    except OSError as error:
-        raise UsageError(f"dataset {dataset}: haystack {path} cannot be read: {error.strerror}") from None
+    paths = _list_haystack_files(dataset, path)
     texts = []
     for file in paths:
         # a file may begin with a byte order mark (U+FEFF)
         file_text = read_text(file, f"dataset {dataset}: haystack").strip("\ufeff \n\t\r")
         if file_text:
             texts.append(file_text)
-    if not paths:
-        lack = "no .txt or .md file"
-    elif not texts:
-        lack = "no text"
-    else:
-        lack = "no sentence end (. ! ?)"
     text = "\n\n".join(texts)
     # a sentence ends only before whitespace, so the text's last one needs a newline behind it
     if not _SENTENCE_END.search(f"{text}\n"):
+        if not paths:
+            lack = "no .txt or .md file"
+        elif not texts:
+            lack = "no text"
+        else:
+            lack = "no sentence end (. ! ?)"
         raise UsageError(f"dataset {dataset}: haystack {path} has {lack}; {remedy}")
     source = f"real text: {path.name}, {len(paths)} file"
     if len(paths) > 1:
         source += "s"
     return text, source
+
+
+def _list_haystack_files(dataset: str, haystack: Path) -> list[Path]:
+    """Return the files of a haystack: the file itself, or a folder's .txt and .md files in the order of their names.
+
+    Raises UsageError if the folder cannot be read.
+    """
+    try:
+        if not haystack.is_dir():
+            return [haystack]
+        # sort by name, so that the text is the same on every file system
+        return sorted(file for file in haystack.iterdir() if file.suffix.lower() in SUFFIXES)
+    except OSError as error:
+        raise UsageError(f"dataset {dataset}: haystack {haystack} cannot be read: {error.strerror}") from None
 
 
 class Window:
@@ -273,7 +288,9 @@ class Window:
         for match in _SENTENCE_END.finditer(f"{text}\n"):
             if match.end() < len(text):
                 ends.append(match.end())
-        start_index = ends[min(bisect_left(ends, start * len(text)), len(ends) - 1)]
+        # the first sentence end from there on, or the last one of all
+        nearest = min(bisect_left(ends, start * len(text)), len(ends) - 1)
+        start_index = ends[nearest]
         # the text behind the beginning comes first, then the text before it: nothing is lost before it repeats
         self.period = f"{text[start_index:].lstrip()}\n\n{text[:start_index]}".rstrip() + "\n\n"
         self.tokenizer = tokenizer
@@ -303,12 +320,16 @@ class Window:
                 return f"{prefix}{needle} {self.text[:cut]}{suffix}"
             return f"{prefix}{self.text[:end]} {needle}{self.text[end:cut]}{suffix}"
 
-        cut = self._cut_to_length(dataset, lambda chars: len(self.tokenizer.encode(assemble(chars))), length)
+        def count_tokens(cut: int) -> int:
+            """Return the number of tokens of the prompt with the first ``cut`` characters of the text."""
+            return len(self.tokenizer.encode(assemble(cut)))
+
+        cut = self._cut_to_length(dataset, count_tokens, length)
         if not self.ends or self.ends[0] > cut:
             raise UsageError(
                 f"dataset {dataset}: length {length} leaves room for {cut} characters of text, less than a sentence"
             )
-        # from here on, ``cut`` is above 0
+        # a sentence fits, so ``cut`` is above 0
         prompt = assemble(cut)
         end = self._nearest_end(cut, depth)
         facts = {
@@ -351,9 +372,10 @@ class Window:
     def _nearest_end(self, cut: int, depth: float) -> int:
         """Return the sentence end up to ``cut``, or the text's start, that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
-        # the last end before the target and the first end behind it
+        # the last end before the target and the first end behind it; there may be none on one side
         i = bisect_left(self.ends, target)
         neighbours = self.ends[max(0, i - 1) : i + 1]
+        # 0 is the text's start
         candidates = [0] + [end for end in neighbours if end <= cut]
         return min(candidates, key=lambda end: abs(end - target))
 
@@ -362,7 +384,7 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
     """Return a number of characters up to ``most`` whose prompt has ``length`` tokens, or else slightly fewer.
 
     The search begins at ``guess`` characters. Each step is the number of missing tokens times ``chars_per_token``.
-    Where a step would leave the bounds found so far, and after ten steps, bisection takes over.
+    Bisection takes over after ten steps, and where a step would leave the bounds that were found so far.
 
     count_tokens: returns the number of tokens of the prompt whose text is cut after so many characters. It grows with
         the cut, apart from a token or two.
@@ -387,7 +409,8 @@ def _find_cut(count_tokens: Callable[[int], int], length: int, guess: int, most:
         cut += step
         if steps >= 10 or not low < cut < high:
             cut = (low + high) // 2
-    # a longer cut can have one token less, so cuts near the bound may have the exact number
+    # no cut tried so far is exact, and ``low`` has too few tokens. A longer cut can have one token less than a shorter
+    # one, so cuts near the bound may still have the exact number
     for nearby in range(max(0, low - 8), min(low + 8, most) + 1):
         if count_tokens(nearby) == length:
             return nearby
@@ -401,14 +424,14 @@ def _choose_phrasing(dataset: str, knobs: NeedleKnobs) -> Phrasing:
     phrasing = PHRASINGS[knobs.phrasing]
     if knobs.needle and knobs.question:
         # without an answer, the whole needle is the reference
-        pair = _always_same((knobs.needle, knobs.question, knobs.answer or knobs.needle))
-        phrasing = Phrasing(pair=pair, prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
+        pair = NeedlePair(knobs.needle, knobs.question, answer=knobs.answer or knobs.needle)
+        phrasing = Phrasing(pair=_hide_always(pair), prompt=SENTENCE_PROMPT, metric="rouge1", max_new_tokens=30)
     elif knobs.needle or knobs.question or knobs.answer:
         raise UsageError(f"dataset {dataset}: needle= and question= belong together (answer= is optional: the needle)")
     name = metrics.metric(knobs.metric or phrasing.metric).name  # an unknown metric raises UsageError
     if knobs.phrasing == "sanfrancisco" and not knobs.needle and name in ("rouge1", "rouge_l"):
         # published needle scores compare the answer with the whole needle sentence
-        phrasing = replace(phrasing, pair=_always_same(CLASSIC_SENTENCE))
+        phrasing = replace(phrasing, pair=_hide_always(CLASSIC_SENTENCE))
     template = knobs.prompt or phrasing.prompt
     if template.count("{context}") != 1 or template.count("{question}") != 1:
         raise UsageError(f"dataset.{dataset}.prompt={template!r} must hold {{context}} and {{question}} once each")

@@ -31,11 +31,11 @@ LINES_HEADER = (
     "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of "
     "a certain line index. Now the record start:\n\n"
 )
-# LongEval calls lines by made-up names such as "torpid-kid"; the words of the tiny suite stand in for these
 PUBLISHED_LINE = re.compile(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", re.MULTILINE)
 LARGEST_NUMBER = 50_000
 """The largest number of a generated line."""
 PAIRS_HEADER = "Extract the value corresponding to the specified key in the JSON object below.\n\nJSON data:\n"
+# LongEval's lines have made-up names such as "torpid-kid"; kvbench makes such names from the words of the tiny suite
 ADJECTIVES = WORDS["moods"] + WORDS["traits"] + WORDS["colours"]
 NOUNS = WORDS["objects"] + WORDS["places"] + WORDS["cities"]
 
@@ -98,17 +98,18 @@ def _write_pairs(records: Records) -> str:
 
 def _read_pairs(row: FileRow) -> tuple[Records, str]:
     """Return (the records of a published file's row, the key that is asked for). Raises UsageError for other rows."""
-    rows = row.value("ordered_kv_records")
-    if not isinstance(rows, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in rows):
-        raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {describe_value(rows)}")
-    return {str(key): str(value) for key, value in rows}, row.text("key")
+    pairs = row.value("ordered_kv_records")
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise row.wrong(f"'ordered_kv_records' must be a list of pairs, got {describe_value(pairs)}")
+    return {str(key): str(value) for key, value in pairs}, row.text("key")
 
 
 def _generate_pairs(seed: str, count: int) -> Records:
     """Return ``count`` records whose keys and values are UUIDs, as published."""
-    # a key and a value in turns
     ids = [str(uuid.UUID(_digest(f"{seed}/{i}")[:32], version=4)) for i in range(2 * count)]
-    return dict(zip(ids[::2], ids[1::2], strict=True))
+    # the first id is a key, the second its value, the third the next key, and so on
+    keys, values = ids[::2], ids[1::2]
+    return dict(zip(keys, values, strict=True))
 
 
 FORMS = {
@@ -164,7 +165,7 @@ def load(
         # each question asks for another record
         check_whole(dataset, "questions", questions, least=1, most=count)
         seed_of_count = f"{seed}/{form}/{count}"
-        path = files.first(file.replace("{records}", str(count)))
+        path = files.find_first(file.replace("{records}", str(count)))
         if path:
             cases = _read_cases(record_form, path)
             source, note = path.name, ""
@@ -175,18 +176,8 @@ def load(
         examples = []
         for i, (values, first_key) in enumerate(islice(cases, contexts)):
             keys = _choose_keys(values, first_key, f"{seed_of_count}/{i}/asked", questions)
-            # record where each answer stands in the context, counted in records: scores may depend on it
-            places = list(values)
-            examples.append(
-                Example(
-                    id=f"{form}-{count}-{i}",
-                    prompt=record_form.write(values),
-                    answers=(),
-                    max_new_tokens=max_new_tokens,
-                    meta={"records": count, "places": [places.index(key) for key in keys]},
-                    turns=tuple(Turn(record_form.question.format(key), (values[key],)) for key in keys),
-                )
-            )
+            example_id = f"{form}-{count}-{i}"
+            examples.append(_make_example(record_form, example_id, values, keys, count, max_new_tokens))
         task = Task(
             id=f"{dataset}/{count}",
             examples=tuple(examples),
@@ -197,6 +188,29 @@ def load(
         )
         tasks.append(task)
     return tasks
+
+
+def _make_example(
+    record_form: RecordForm, example_id: str, values: Records, keys: Sequence[str], count: int, max_new_tokens: int
+) -> Example:
+    """Return the example of one context.
+
+    values: the records of the context.
+    keys: the keys that its questions ask for, in order.
+    count: the number of records of the task's contexts.
+    """
+    turns = tuple(Turn(record_form.question.format(key), answers=(values[key],)) for key in keys)
+    # record where each answer stands in the context, counted in records: scores may depend on it
+    keys_in_order = list(values)
+    places = [keys_in_order.index(key) for key in keys]
+    return Example(
+        id=example_id,
+        prompt=record_form.write(values),
+        answers=(),
+        max_new_tokens=max_new_tokens,
+        meta={"records": count, "places": places},
+        turns=turns,
+    )
 
 
 def _read_cases(record_form: RecordForm, path: Path) -> Iterator[tuple[Records, str]]:

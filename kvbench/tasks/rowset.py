@@ -36,33 +36,43 @@ class RowFormat:
     answers: the keys of the references, each with a text or a list of texts. If there are lists of keys by name, the
     knob ``references`` chooses one of them.
     metric: one metric, or several for the knob ``metric`` to choose from; the first is the default.
-    choices: the keys of the options, the right one first. The knob ``seed`` draws their order in the prompt.
+    title: the dataset's name in the source of its tasks; '' takes the entry's name.
+    category, note: the fields of Task of these names. The note may get further facts in front.
+    id: the key of a row's name; '' or a row without it: the row is numbered.
+    places: possible places of the file, if the knob ``file`` names none.
+    strip: True if the text of a ``{key}`` is stripped.
     after: a mark in the text of a reference. Only the text behind the last mark counts.
     split: by key, the mark that separates several references in one text.
+    choices: the keys of the options, the right one first. The knob ``seed`` draws their order in the prompt.
+    classes: all labels, for metrics that need them.
     reference: the path of a function from a row to the row's reference, in place of ``answers``.
     only: values by key. Rows with another value under such a key are left out.
+    left_out: the words of the note for the rows that are left out.
+    size: the number of examples in published tables, if other releases differ.
+    meta: keys of the row, by their names in an example's meta.
+    task: other fields of Task, such as ``first_line``.
     """
 
     prompt: str = ""
     question: str = ""
     answers: Sequence[str] | Mapping[str, Sequence[str]] | str = ()
     metric: Sequence[str] | str
-    title: str = ""  # the dataset's name in the source of its tasks
+    title: str = ""
     category: str = ""
     note: str = ""
-    id: str = ""  # the key of a row's name; rows without one are numbered
-    places: Sequence[str] = ()  # possible places of the file, if the knob ``file`` names none
-    strip: bool = True  # True if the text of a ``{key}`` is stripped
+    id: str = ""
+    places: Sequence[str] = ()
+    strip: bool = True
     after: str = ""
     split: Mapping[str, str] = field(default_factory=dict)
     choices: Sequence[str] = ()
-    classes: Sequence[str] = ()  # all labels, for metrics that need them
+    classes: Sequence[str] = ()
     reference: str = ""
     only: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    left_out: str = ""  # the note's words for the other rows
-    size: int | None = None  # the number of examples in published tables, if other releases differ
-    meta: Mapping[str, str] = field(default_factory=dict)  # keys of the row by their names in an example's meta
-    task: Mapping[str, Any] = field(default_factory=dict)  # fields of Task such as first_line
+    left_out: str = ""
+    size: int | None = None
+    meta: Mapping[str, str] = field(default_factory=dict)
+    task: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(
@@ -86,17 +96,7 @@ def load(
     Raises UsageError naming file, place and reason for an incomplete row.
     """
     dataset, files = context.dataset, context.files
-    try:
-        form = RowFormat(**_rows_)
-        task_fields = _task_fields(form)
-    except TypeError as error:
-        # Python's error for an unknown field does not name the file in which its author has to look
-        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
-    if len(form.choices) > len(LETTERS):
-        raise UsageError(
-            f"conf/dataset/{dataset}.yaml, _rows_: choices has {len(form.choices)} options, at most {len(LETTERS)} are "
-            "possible"
-        )
+    form, task_fields = _parse_format(dataset, _rows_)
     check_whole(dataset, "max_new_tokens", max_new_tokens)
     check_whole(dataset, "seed", seed, least=0)
     scorer = _choose_metric(dataset, form, metric)
@@ -121,13 +121,34 @@ def load(
         metric=scorer.name,
         source=f"{form.title or dataset}, {path.name}",
         category=form.category,
-        note=_note_of_task(dataset, form, len(examples), len(rows)),
+        note=_write_note(dataset, form, len(examples), len(rows)),
         **task_fields,
     )
     return [task]
 
 
-def _task_fields(form: RowFormat) -> dict[str, Any]:
+def _parse_format(dataset: str, record: Mapping[str, Any]) -> tuple[RowFormat, dict[str, Any]]:
+    """Return (the format that ``_rows_`` describes, the fields of Task that it sets).
+
+    record: the content of ``_rows_``.
+
+    Raises UsageError for an unknown field, and for more options than LETTERS has.
+    """
+    try:
+        form = RowFormat(**record)
+        task_fields = _list_task_fields(form)
+    except TypeError as error:
+        # Python's error for an unknown field does not name the file in which its author has to look
+        raise UsageError(f"conf/dataset/{dataset}.yaml, _rows_: {error}") from None
+    if len(form.choices) > len(LETTERS):
+        raise UsageError(
+            f"conf/dataset/{dataset}.yaml, _rows_: choices has {len(form.choices)} options, at most {len(LETTERS)} are "
+            "possible"
+        )
+    return form, task_fields
+
+
+def _list_task_fields(form: RowFormat) -> dict[str, Any]:
     """Return the fields of Task that a format sets. Raises TypeError for a field that Task does not have."""
     task_fields = dict(form.task)
     for key, value in form.task.items():
@@ -159,10 +180,10 @@ def _find_file(dataset: str, files: Files, form: RowFormat, file: str | None) ->
         return files.path(file)
     places = form.places or [f"{dataset}.jsonl"]
     # if there is none, the error names the first place
-    return files.first(*places) or files.path(places[0])
+    return files.find_first(*places) or files.path(places[0])
 
 
-def _note_of_task(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
+def _write_note(dataset: str, form: RowFormat, examples: int, rows: int) -> str:
     """Return the note of a task: the number of rows left out, a different published size, and the format's note.
 
     examples: the number of the task's examples.
@@ -182,7 +203,12 @@ def _note_of_task(dataset: str, form: RowFormat, examples: int, rows: int) -> st
 
 @dataclass(frozen=True)
 class RowReader:
-    """The reader of a dataset's rows: their format, the metric that scores them, and the keys of the references."""
+    """The reader of a dataset's rows.
+
+    form: the format of the rows.
+    scorer: the metric of the task.
+    answer_keys: the keys of the references.
+    """
 
     form: RowFormat
     scorer: metrics.Metric
@@ -191,21 +217,26 @@ class RowReader:
     def example(self, row: FileRow, name: str, seed: int, max_new_tokens: int) -> Example:
         """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete row.
 
-        name: the example's id, which also decides the order of options.
+        name: the example's id.
+        seed: decides, with ``name``, the order of options.
+        max_new_tokens: the most tokens of the answer.
         """
         form = self.form
         meta = {field_name: row.text(key) for field_name, key in form.meta.items()}
+        # the keys of the options in the order in which the prompt lists them; [] for a question without options
         order = list(shuffled_by_seed(form.choices, f"{seed}:{name}"))
+        letters = LETTERS[: len(order)]
         options = []
-        for letter, key in zip(LETTERS[: len(order)], order, strict=True):
+        for letter, key in zip(letters, order, strict=True):
             options.append(f"({letter}) {row.text(key).strip()}")
         choices = "\n".join(options)
         question = self._fill(row, form.question, choices)
         # the labels of a question with options are their letters
-        classes = tuple(LETTERS[: len(order)]) if order else tuple(form.classes)
+        classes = tuple(letters) if order else tuple(form.classes)
         if order:
             # the first of ``choices`` is right, and its letter in the drawn order is the reference
-            answers: tuple[str, ...] = (LETTERS[order.index(form.choices[0])],)
+            right_place = order.index(form.choices[0])
+            answers: tuple[str, ...] = (letters[right_place],)
         elif form.reference:
             module, _, function = form.reference.rpartition(".")
             answers = (getattr(importlib.import_module(module), function)(row),)
@@ -255,16 +286,29 @@ class RowReader:
         texts = row.texts(name) if is_list else (row.text(name),)
         for text in texts:
             if form.after:
-                _, mark, text = text.rpartition(form.after)
-                # a worked solution without its last line would otherwise be a reference that no answer equals; these
-                # metrics read only the two texts, so an empty example will do
-                nothing = Example(id="", prompt="", answers=(), max_new_tokens=1)
-                if not mark or self.scorer.function(text, text, nothing) is None:
-                    raise row.wrong(f"{name!r} must end in '{form.after} N', where {self.scorer.name} can score N")
-            references = text.split(form.split[key]) if key in form.split and not is_list else [text]
+                text = self._cut_final_answer(row, name, text)
+            references = [text]
+            if key in form.split and not is_list:
+                references = text.split(form.split[key])
             for reference in references:
                 if reference.strip():
                     yield reference.strip()
+
+    def _cut_final_answer(self, row: FileRow, name: str, text: str) -> str:
+        """Return the part of a worked solution behind the last mark ``after`` of the format.
+
+        name: the row's key of the solution, for the error.
+
+        Raises UsageError if there is no mark, or if the metric cannot score the part behind it: no answer could equal
+        such a reference.
+        """
+        mark = self.form.after
+        _, found_mark, final_answer = text.rpartition(mark)
+        # metrics of final answers read only the two texts, so an empty example will do
+        nothing = Example(id="", prompt="", answers=(), max_new_tokens=1)
+        if not found_mark or self.scorer.function(final_answer, final_answer, nothing) is None:
+            raise row.wrong(f"{name!r} must end in '{mark} N', where {self.scorer.name} can score N")
+        return final_answer
 
 
 def _find_key(row: FileRow, key: str) -> str:

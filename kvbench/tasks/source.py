@@ -21,6 +21,7 @@ ENVIRONMENT = "KVBENCH_DATA"
 class Files:
     """The files of one dataset below the data folder, and advice on getting them.
 
+    dataset: the name of the dataset, for errors.
     root: the data folder; None if none is named.
     """
 
@@ -34,15 +35,15 @@ class Files:
         from the lock's record.
         """
         if self.root is None:
-            raise MissingData(f"dataset={self.dataset} needs {name}, and no data folder is named. {self.ways()}")
+            raise MissingData(f"dataset={self.dataset} needs {name}, and no data folder is named. {self.advise()}")
         path = self.root / name
         # a folder of texts is allowed, too
         if not path.exists():
-            raise MissingData(f"{name} not found in {self.root}. {self.ways()}", [name])
+            raise MissingData(f"{name} not found in {self.root}. {self.advise()}", [name])
         self._check(name)
         return path
 
-    def first(self, *names: str) -> Path | None:
+    def find_first(self, *names: str) -> Path | None:
         """Return the path of the first of ``names`` that is a file below the data folder; None if no such file exists.
 
         Raises UsageError if the file's content differs from the lock's record.
@@ -63,11 +64,11 @@ class Files:
         # files that were put there by hand have no lock, and no lock lists folders
         if not lock.is_file() or not path.is_file():
             return
-        if _has_changed(self.root, name, file=_stamp_of_file(path), lock=_stamp_of_file(lock)):
+        if _has_changed(self.root, name, _stamp_file(path), _stamp_file(lock)):
             raise fetch.changed_error(self.root, fetch.Wanted(name))
 
-    def ways(self) -> str:
-        """Return a hint for error messages: the ways to get the files of this dataset."""
+    def advise(self) -> str:
+        """Return the advice of error messages: the ways to get the files of this dataset."""
         if self.root is None:
             return (
                 f"Download it: `kvbench data fetch {self.dataset} data.root=FOLDER`. Or name the folder that has it: "
@@ -76,18 +77,18 @@ class Files:
         return f"Download it: `kvbench data fetch {self.dataset} data.root={self.root}`. Or put it there yourself."
 
 
-def _stamp_of_file(path: Path) -> tuple[int, int]:
-    """Return the size of a file and the time of its last change. A changed file differs in one of these."""
-    # reading a file of gigabytes for every dataset that uses it would take longer than a run
+def _stamp_file(path: Path) -> tuple[int, int]:
+    """Return (size of a file in bytes, time of its last change in ns). A changed file differs in one of these."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 @cache
-def _has_changed(root: Path, name: str, file: tuple[int, int], lock: tuple[int, int]) -> bool:
-    """Return True if the content of a file below the data folder ``root`` differs from the lock's record.
+def _has_changed(root: Path, name: str, file_stamp: tuple[int, int], lock_stamp: tuple[int, int]) -> bool:
+    """Return True if the content of the file ``name`` below the data folder ``root`` differs from the lock's record.
 
-    The stamps of both, ``file`` and ``lock``, are a part of the cache's key, so that a cached result stays true.
+    file_stamp, lock_stamp: the stamps of the file and of the lock. They are not read here. As parts of the cache's key
+        they make a changed file be read again, and an unchanged file of gigabytes only once.
     """
     # the lock lists places without ./ and doubled slashes
     wanted = fetch.Wanted(PurePosixPath(name).as_posix())

@@ -101,7 +101,7 @@ def _find_ready_prompts(files: Files, knobs: SummaryKnobs) -> Path | None:
         return None
     if knobs.source == "prompts":
         return files.path(name)
-    return files.first(name)
+    return files.find_first(name)
 
 
 def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) -> Iterator[Example]:

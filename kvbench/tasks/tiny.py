@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import yaml
 
@@ -109,11 +109,24 @@ class TinyTask:
     classes: tuple[str, ...] = ()
 
 
-def needle_pair(index: int) -> tuple[str, str, str]:
-    """Return (sentence to hide in real text, question, answer) of an index. Training draws from other seeds."""
+class NeedlePair(NamedTuple):
+    """A sentence to hide in a text, and the question that asks for it.
+
+    needle: the sentence.
+    question: the text of the question.
+    answer: the reference.
+    """
+
+    needle: str
+    question: str
+    answer: str
+
+
+def draw_needle(index: int) -> NeedlePair:
+    """Return the needle that example ``index`` of a needle test hides in real text. Training draws from other seeds."""
     rng = random.Random(f"eval/needle-pair/{index}")
     city, number = rng.choice(CITIES), _draw_digits(rng)
-    return NEEDLE.format(key=city, value=number), NEEDLE_QUESTION.format(key=city), number
+    return NeedlePair(NEEDLE.format(key=city, value=number), NEEDLE_QUESTION.format(key=city), number)
 
 
 def make_lookups(

@@ -85,7 +85,7 @@ def accuracies(
 def noisy_needle(length: int, index: int) -> Example:
     """Return an example of ``length`` tokens, a needle in byte-spelled noise; its depth varies with the index."""
     rng = random.Random(f"eval/noise/{length}/{index}")
-    fact, question, answer = tiny.needle_pair(index)
+    fact, question, answer = tiny.draw_needle(index)
     task = tiny.TASKS["needle"]
     room = length - 1 - tiny.count_tokens(f"{fact} {question}")
     sentences: list[str] = []

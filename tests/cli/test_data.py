@@ -141,7 +141,7 @@ def test_real_downloads_go_through_huggingface_hub(monkeypatch, tmp_path):
         return str(path)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    path = hub.HuggingFace().file("owner/demo", "dataset", "x.json", COMMIT, tmp_path)
+    path = hub.HuggingFace().download_file("owner/demo", "dataset", "x.json", COMMIT, tmp_path)
     assert path.read_bytes() == b"x"
     assert requests == {
         "repo": "owner/demo",
@@ -154,10 +154,10 @@ def test_real_downloads_go_through_huggingface_hub(monkeypatch, tmp_path):
 
 def test_an_address_is_read_into_the_folder(tmp_path):
     (tmp_path / "there.txt").write_text("salt")
-    path = hub.HuggingFace().url((tmp_path / "there.txt").as_uri(), tmp_path)
+    path = hub.HuggingFace().download_url((tmp_path / "there.txt").as_uri(), tmp_path)
     assert path.read_text() == "salt"
     with pytest.raises(KvbenchError, match="could not be fetched"):
-        hub.HuggingFace().url((tmp_path / "nowhere.txt").as_uri(), tmp_path)
+        hub.HuggingFace().download_url((tmp_path / "nowhere.txt").as_uri(), tmp_path)
 
 
 def test_help_has_examples(capsys):

@@ -148,7 +148,7 @@ def test_noisy_needles_have_their_length(reader):
     for index in range(8):
         example = card.noisy_needle(256, index)
         assert len(reader(example.prompt)["input_ids"]) == 256
-        assert example.prompt.count(tiny.needle_pair(index)[0]) == 1
+        assert example.prompt.count(tiny.draw_needle(index)[0]) == 1
 
 
 def test_committed_weights_answer():

@@ -18,15 +18,15 @@ class FakeHub:
     def __init__(self, files, commits=None):
         self.files, self.commits, self.asked = files, commits or {"main": COMMIT}, []
 
-    def commit(self, repo, kind, revision):
+    def find_commit(self, repo, kind, revision):
         self.asked.append(("commit", repo, kind, revision))
         return self.commits[revision]
 
-    def file(self, repo, kind, name, commit, folder):
+    def download_file(self, repo, kind, name, commit, folder):
         self.asked.append(("file", repo, name, commit))
         return self._give(name, folder / Path(name).name)
 
-    def url(self, url, folder):
+    def download_url(self, url, folder):
         self.asked.append(("url", url))
         return self._give(url, folder / "download")
 

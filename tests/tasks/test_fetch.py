@@ -235,14 +235,14 @@ def test_runs_refuse_a_file_that_has_changed_since_it_was_fetched(tmp_path, cont
     files, looked = Files("demo", tmp_path), []
     monkeypatch.setattr(fetch, "sha256", lambda path, real=fetch.sha256: looked.append(path) or real(path))
     for _ in range(3):
-        assert files.path("demo/a.jsonl") == files.first("nowhere", "demo/a.jsonl") == tmp_path / "demo" / "a.jsonl"
+        assert files.path("demo/a.jsonl") == files.find_first("nowhere", "demo/a.jsonl") == tmp_path / "demo" / "a.jsonl"
         assert files.path("mine.jsonl") == tmp_path / "mine.jsonl" and files.path("demo").is_dir()
     assert looked == [tmp_path / "demo" / "a.jsonl"]
     (tmp_path / "demo" / "a.jsonl").write_text(content)
     for read in (files.path, files.first):
         with pytest.raises(UsageError, match=r"demo/a\.jsonl has changed since it was fetched"):
             read("demo/a.jsonl")
-    assert files.path("demo/b.jsonl").is_file() and files.first("nowhere") is None
+    assert files.path("demo/b.jsonl").is_file() and files.find_first("nowhere") is None
     (tmp_path / fetch.LOCK).unlink()
     assert files.path("demo/a.jsonl").is_file()
 

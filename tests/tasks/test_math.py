@@ -6,7 +6,7 @@ from support.dataset_files import load, write_lines
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
-from kvbench.tasks.base import own_wording
+from kvbench.tasks.base import note_own_wording
 from kvbench.tasks.metrics import metric, score
 
 ROW = {
@@ -25,7 +25,7 @@ def test_prompts(tmp_path):
     (task,) = load("math500", tmp_path)
     one, two = task.examples
     assert (task.id, task.metric, task.category) == ("math500", "math_equal", "mathematics")
-    assert task.note == own_wording("math500")
+    assert task.note == note_own_wording("math500")
     assert one.prompt == f"What is $\\frac{{1}}{{2}}$ of {{3}}?\n\n{INSTRUCTION}"
     assert (one.id, one.answers, one.max_new_tokens) == (ROW["unique_id"], ("\\frac{3}{2}",), 4096)
     assert one.meta == {"subject": "Algebra"} and two.id == "test/algebra/2.json"

@@ -6,7 +6,7 @@ from support.dataset_files import load, write_lines
 from support.metric_reference import squad_words
 
 from kvbench.base.errors import UsageError
-from kvbench.tasks.base import own_wording
+from kvbench.tasks.base import note_own_wording
 from kvbench.tasks.metrics import score
 
 DOCUMENT = re.compile(r"^Document \[(\d+)\]\(Title: (.*?)\) (.*)$", re.MULTILINE)
@@ -94,7 +94,7 @@ def test_passages_of_the_line_itself_come_first(tmp_path):
     assert [title for title, _ in shown(last.examples[0])] == ["R0", "R2", "R3", "Title 0"]
     assert [title for title, _ in shown(first.examples[1])][:3] == ["Title 1", "R2", "R3"]
     assert first.note.startswith("mdqa: in 8 of 9 questions the distractors are gold documents of other questions")
-    assert load("mdqa", tmp_path, "first", file="k.jsonl", documents=3)[0].note == own_wording("mdqa")
+    assert load("mdqa", tmp_path, "first", file="k.jsonl", documents=3)[0].note == note_own_wording("mdqa")
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_sentence_to_complete_is_scored_whole_as_papers_do(haystack):
         assert at_floor(task, [0.62] * 4) and not at_floor(task, [0.64] * 4)
     (plain, *_) = load(bpe(), haystack=haystack, phrasing="sanfrancisco", **knobs)
     # nothing of it stands in the identity of tasks without a beginning
-    assert "lead" not in plain.answering() and tasks[0].answering()["lead"]
+    assert "lead" not in plain.list_answer_settings() and tasks[0].list_answer_settings()["lead"]
 
 
 def test_a_haystack_that_is_repeated_is_noted(tokenizer, haystack, tmp_path):

@@ -6,7 +6,7 @@ from support.data import data_path
 from support.dataset_files import load, write_lines
 
 from kvbench.base.errors import UsageError
-from kvbench.tasks.base import own_wording
+from kvbench.tasks.base import note_own_wording
 from kvbench.tasks.metrics import score
 
 
@@ -29,7 +29,7 @@ def test_pictures_are_skipped_and_counted(tmp_path):
     write(tmp_path, row(), row(id="p", Picture="images/a.png", Answer="anything"), row(2.5, "float", id="y"))
     (task,) = load("theoremqa", tmp_path)
     assert [e.id for e in task.examples] == ["x/1.json", "y"]
-    assert task.note == own_wording("theoremqa", "1 of 3 questions need a picture and are left out")
+    assert task.note == note_own_wording("theoremqa", "1 of 3 questions need a picture and are left out")
     one = task.examples[0]
     assert one.prompt.endswith("\n\nProblem: What is {x}?\n\nSolution:")
     assert (one.answers, one.max_new_tokens, one.meta["answer_type"]) == (("3",), 512, "integer")

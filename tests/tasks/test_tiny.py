@@ -111,12 +111,12 @@ def test_training_never_meets_an_evaluation_prompt(reader):
 
 
 def test_needle_for_real_text_keeps_the_phrasing_of_the_suite():
-    sentence, question, answer = tiny.needle_pair(3)
-    assert (sentence, question, answer) == tiny.needle_pair(3)
+    sentence, question, answer = tiny.draw_needle(3)
+    assert (sentence, question, answer) == tiny.draw_needle(3)
     city = question.split()[-2]
     assert sentence == f"the magic number of {city} is {answer}."
     assert question == f"question: what is the magic number of {city}? answer: {city} is"
-    assert len({tiny.needle_pair(index) for index in range(50)}) > 45
+    assert len({tiny.draw_needle(index) for index in range(50)}) > 45
 
 
 @pytest.mark.parametrize(("task", "length", "named"), [("nedle", 256, "needle"), ("needle", 8, "64..4096")])

@@ -3,7 +3,7 @@ from support.data import data_path
 from support.dataset_files import load, write_lines, write_table
 
 from kvbench.base.errors import UsageError
-from kvbench.tasks.base import own_wording
+from kvbench.tasks.base import note_own_wording
 from kvbench.tasks.metrics import score
 from kvbench.tasks.rows import read_rows
 
@@ -41,7 +41,7 @@ def test_shots_and_references(tmp_path):
     (task,) = load("truthfulqa", tmp_path)
     (example,) = task.examples
     assert (task.id, task.metric, task.first_line, task.chat) == ("truthfulqa", "rouge_l", True, False)
-    assert task.note == own_wording("truthfulqa", "1 questions, the release of published tables has 817")
+    assert task.note == note_own_wording("truthfulqa", "1 questions, the release of published tables has 817")
     assert example.question == "Q: What happens?\nA:" and example.prompt == SHOTS + example.question
     assert example.answers == ("Nothing; really", "Nothing at all", "Nothing", "really", "It passes")
     assert example.max_new_tokens == 32
@@ -56,7 +56,7 @@ def test_the_hubs_table_comes_first(tmp_path):
     row = {"question": "Why?", "best_answer": "So.", "correct_answers": ["So.", "Because; of it"]}
     write_lines(tmp_path / "truthfulqa_generation.jsonl", *[row] * 817)
     (task,) = load("truthfulqa", tmp_path)
-    assert task.note == own_wording("truthfulqa") and len(task.examples) == 817
+    assert task.note == note_own_wording("truthfulqa") and len(task.examples) == 817
     assert task.examples[0].answers == ("So.", "Because; of it")
     assert task.examples[0].question == "Q: Why?\nA:"
     assert len(load("truthfulqa", tmp_path, file="TruthfulQA.csv")[0].examples) == 1
