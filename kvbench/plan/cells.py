@@ -78,7 +78,7 @@ def build_groups(
             dataset.tasks,
             tokenizer=tokenizer,
             data=cfg.data_root,
-            render=policy.renderer(tokenizer),
+            render=policy.make_renderer(tokenizer),
             query_aware=dataset.query_aware,
         )
         for task in tasks:

@@ -16,7 +16,7 @@ from kvbench.report.data import CellResult, ReportRow
 from kvbench.report.report import Report
 from kvbench.store.provenance import describe_local_changes
 from kvbench.store.results import CellRecord, CellSummary
-from kvbench.tasks.spread import left_out
+from kvbench.tasks.spread import describe_left_out
 
 
 def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMMARIES) -> Report:
@@ -87,7 +87,7 @@ def _note_examples(prepared: RunPlan) -> list[str]:
         return [f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here."]
     notes = []
     for group in prepared.groups:
-        missing_parts = left_out(group.examples, group.task.examples, group.task.grid)
+        missing_parts = describe_left_out(group.examples, group.task.examples, group.task.grid)
         if missing_parts:
             parts = " and ".join(missing_parts)
             notes.append(f"{group.task.id}: limit={len(group.examples)} leaves out {parts}.")

@@ -87,20 +87,11 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
         transcript = []
         for speech in row.records("meeting_transcripts"):
             transcript.append(f"{_clean(speech.text('speaker'))}: {_read_speech(speech)}")
-        turns = []
-        for key in ("general_query_list", "specific_query_list"):
-            # a meeting may have no query of one kind, but it must have both lists
-            if not row.value(key):
-                continue
-            for query in row.records(key):
-                question = suffix.replace("{input}", query.text("query").strip())
-                turns.append(Turn(question, query.texts("answer")))
-        if not turns:
-            raise row.wrong("the meeting has no query")
+        turns = _read_queries(row, suffix)
         prompt = prefix + "\n".join(transcript)
         # the turns hold the references
         examples.append(
-            Example(id=f"meeting-{i + 1}", prompt=prompt, answers=(), max_new_tokens=max_new_tokens, turns=tuple(turns))
+            Example(id=f"meeting-{i + 1}", prompt=prompt, answers=(), max_new_tokens=max_new_tokens, turns=turns)
         )
     task = Task(
         id=dataset,
@@ -111,6 +102,24 @@ def meetings(context: LoadContext, file: str, max_new_tokens: int, questions: in
         beside=("rouge_1", "rouge_2"),
     )
     return limit_questions(dataset, [task], questions)
+
+
+def _read_queries(row: FileRow, template: str) -> tuple[Turn, ...]:
+    """Return the queries about a meeting, general ones first. Raises UsageError for a meeting without a query.
+
+    template: the end of the prompt, with ``{input}`` in place of the query.
+    """
+    turns = []
+    for key in ("general_query_list", "specific_query_list"):
+        # a meeting may have no query of one kind, but it must have both lists
+        if not row.value(key):
+            continue
+        for query in row.records(key):
+            question = template.replace("{input}", query.text("query").strip())
+            turns.append(Turn(question, query.texts("answer")))
+    if not turns:
+        raise row.wrong("the meeting has no query")
+    return tuple(turns)
 
 
 def _read_speech(row: FileRow) -> str:

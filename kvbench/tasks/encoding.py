@@ -21,8 +21,8 @@ from kvbench.tasks.prompt import (
     divide_ids,
     encode,
     no_room,
-    plain_ids,
-    text_ids,
+    tokenize_plain,
+    tokenize_text,
 )
 
 
@@ -81,24 +81,15 @@ def encode_turns(
     between = ""
     if not isolated:
         if templated:
-            between = policy.between(tokenizer)
+            between = policy.render_between(tokenizer)
         # the first question follows the context in every case; later ones follow the answer before them
         questions[1:] = _encode_later_questions(tokenizer, example, policy, templated, between=between)
     references = [_encode_reference(tokenizer, turn, templated) for turn in example.turns]
-    # an isolated question branches from the context's cache, so at most one is read behind it; otherwise the cache
-    # holds all questions, and the answers to all but the last one
-    longest = max(map(len, questions))
-    if isolated:
-        most = longest
-    elif task.turns == "gold":
-        most = sum(map(len, questions)) + sum(map(len, references[:-1]))
-    else:
-        # an answer of its full length, and the token that ends it
-        answer_tokens = (len(references) - 1) * (example.max_new_tokens + 1)
-        most = sum(map(len, questions)) + answer_tokens
+    most = _count_behind_context(task.turns, questions, references, example.max_new_tokens)
     limit = len(ids)
     if policy.max_length is not None:
-        limit = min(limit, policy.max_length - longest)
+        longest_question = max(map(len, questions))
+        limit = min(limit, policy.max_length - longest_question)
     if context is not None:
         limit = min(limit, context - most - example.max_new_tokens)
     if limit < 1:
@@ -112,6 +103,26 @@ def encode_turns(
         between=bool(between),
         most=most,
     )
+
+
+def _count_behind_context(
+    history: str, questions: Sequence[Sequence[int]], references: Sequence[Sequence[int]], max_new_tokens: int
+) -> int:
+    """Return the largest number of tokens that are read behind the context before the last answer begins.
+
+    history: the task's ``turns``: isolated, gold or own.
+    questions, references: the token ids of each.
+    max_new_tokens: the most tokens of an answer.
+    """
+    # an isolated question branches from the context's cache, so at most one question is read behind the context
+    if history == "isolated":
+        return max(map(len, questions))
+    # otherwise the cache holds all questions, and the answers to all but the last one
+    question_tokens = sum(map(len, questions))
+    if history == "gold":
+        return question_tokens + sum(map(len, references[:-1]))
+    # the model's own answers may have their full length, and each has one token more that ends it
+    return question_tokens + (len(questions) - 1) * (max_new_tokens + 1)
 
 
 def _encode_alone(
@@ -131,16 +142,20 @@ def _encode_alone(
             text = policy.render_message(tokenizer, text)
         # the beginning of the answer stands behind the template, where the model continues
         text += prompt.answer_prefix
-        ids = text_ids(tokenizer, text, special)
+        ids = tokenize_text(tokenizer, text, special)
         together.append(divide_ids(tokenizer, ids, text, prompt.question, cut=0))
-    if len({encoded.ids for encoded in together}) == 1:
+    different_contexts = {encoded.ids for encoded in together}
+    if len(different_contexts) == 1:
         return together[0].ids, [encoded.question for encoded in together]
+    # the context's last token depends on the question behind it, so tokenise both apart
     if templated:
         start, end = _template_frame(tokenizer, policy, example.prompt)
     else:
         start, end = example.prompt, ""
-    questions = [tuple(plain_ids(tokenizer, p.question + end + p.answer_prefix)) for p in prompts]
-    return text_ids(tokenizer, start, special), questions
+    questions = []
+    for prompt in prompts:
+        questions.append(tuple(tokenize_plain(tokenizer, prompt.question + end + prompt.answer_prefix)))
+    return tokenize_text(tokenizer, start, special), questions
 
 
 def _encode_later_questions(
@@ -160,7 +175,7 @@ def _encode_later_questions(
             # a message does not begin with the blank lines that separate a question from the context
             question = question.lstrip()
         text = between + question + end + example.asked(i).answer_prefix
-        later.append(tuple(plain_ids(tokenizer, text)))
+        later.append(tuple(tokenize_plain(tokenizer, text)))
     return later
 
 
@@ -170,7 +185,7 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
     # behind "Answer:" a model begins with a space; the end of a template has its own whitespace
     if not templated and not turn.question[-1:].isspace():
         reference = f" {reference}"
-    return tuple(plain_ids(tokenizer, reference))
+    return tuple(tokenize_plain(tokenizer, reference))
 
 
 def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:

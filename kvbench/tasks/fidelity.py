@@ -40,7 +40,7 @@ TINY_PROMPT = 128
 TINY_DOCUMENTS = 64
 """The number of the tiny model's documents."""
 TINY_SENTENCES = 16
-"""Prompts with their answers in each of the tiny model's documents."""
+"""The number of prompts with their answers in each of the tiny model's documents."""
 MOST_CONTEXTS = 50
 """The most contexts of a LongBench task. A run takes 20 documents by default, and LongBench has 200 long ones."""
 WIKITEXT = "wikitext2/test.txt"
@@ -72,13 +72,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     knobs = replace(knobs, windows=OLD_WINDOWS.get(knobs.windows, knobs.windows))
     dataset, files, selection = context.dataset, context.files, context.selection
     tokenizer = context.tokenizer
-    if knobs.windows not in LENGTHS:
-        raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
-    check_whole(dataset, "forced", knobs.forced, least=2, most=1_000_000)
-    if knobs.length is not None:
-        # both halves of llama.cpp's windows need tokens: the first is read, the second is predicted
-        least_length = 1 if knobs.windows == "prefix" else 4
-        check_whole(dataset, "length", knobs.length, least=least_length, most=10_000_000)
+    _check_knobs(dataset, knobs)
     if tokenizer is None:
         raise UsageError(f"dataset {dataset} is cut to a number of tokens: it needs a model with a tokenizer")
     tasks = []
@@ -94,13 +88,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             continue
         usual_length = TINY_LENGTH if name == "tiny" else LENGTHS[knobs.windows]
         length = knobs.length or usual_length
-        prefix = f"{dataset}-{name}"
-        if knobs.windows == "prefix":
-            windows = _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
-        else:
-            halves = knobs.windows == "second_half"
-            windows = _llamacpp_windows(prefix, tokenizer, documents, length, halves=halves)
-        examples = tuple(windows)
+        examples = tuple(_cut_windows(f"{dataset}-{name}", tokenizer, documents, knobs, length))
         if not examples:
             raise UsageError(f"dataset={dataset}/{name}: no text of {length + knobs.forced} tokens: lower length=")
         task = Task(
@@ -115,6 +103,31 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     return tasks
 
 
+def _check_knobs(dataset: str, knobs: FidelityKnobs) -> None:
+    """Raise UsageError for unknown windows, and for impossible numbers of tokens."""
+    if knobs.windows not in LENGTHS:
+        raise unknown(f"value of dataset.{dataset}.windows", knobs.windows, LENGTHS)
+    check_whole(dataset, "forced", knobs.forced, least=2, most=1_000_000)
+    if knobs.length is not None:
+        # both halves of llama.cpp's windows need tokens: the first is read, the second is predicted
+        least_length = 1 if knobs.windows == "prefix" else 4
+        check_whole(dataset, "length", knobs.length, least=least_length, most=10_000_000)
+
+
+def _cut_windows(
+    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], knobs: FidelityKnobs, length: int
+) -> Iterator[Example]:
+    """Return an iterator over the windows of the documents (name, text), as ``knobs.windows`` cuts them.
+
+    prefix: the beginning of a window's id.
+    length: the tokens of a window. For ``windows=prefix``, ``knobs.forced`` tokens come in addition.
+    """
+    if knobs.windows == "prefix":
+        return _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
+    first_half_exact = knobs.windows == "second_half"
+    return _llamacpp_windows(prefix, tokenizer, documents, length, first_half_exact=first_half_exact)
+
+
 def _first_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, forced: int
 ) -> Iterator[Example]:
@@ -124,11 +137,11 @@ def _first_windows(
     length: the tokens of a window that are read, BOS included.
     forced: the tokens behind them that are compared.
     """
-    bos = _bos_ids(tokenizer)
+    bos = _list_bos_ids(tokenizer)
     size = length + forced - len(bos)  # the tokens of the document in a window
     meta = {"window": length + forced, "unit": "token"}
     for name, text in documents:
-        # a token is seldom longer than eight characters, so the rest of a long text need not be tokenized
+        # tokens have fewer than eight characters on average, so the rest of a long text need not be tokenised
         ids = tokenizer.encode(text[: 8 * size], add_special_tokens=False)
         if len(ids) >= size:
             yield Example(
@@ -141,7 +154,7 @@ def _first_windows(
             )
 
 
-def _bos_ids(tokenizer: Any) -> list[int]:
+def _list_bos_ids(tokenizer: Any) -> list[int]:
     """Return the id of the tokenizer's BOS token in a list, which is empty if it has none."""
     if tokenizer.bos_token_id is None:
         return []
@@ -149,13 +162,14 @@ def _bos_ids(tokenizer: Any) -> list[int]:
 
 
 def _llamacpp_windows(
-    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, halves: bool
+    prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, first_half_exact: bool
 ) -> Iterator[Example]:
     """Yield all windows of ``length`` tokens of the joined documents. Predictions in their first halves do not count.
 
     prefix: the beginning of a window's id.
     length: the tokens of a window.
-    halves: True if the first half of a window is read at once, False if only its first token is.
+    first_half_exact: True if the first half of a window is read at once, and so exactly; False if only its first token
+        is.
 
     Windows of different documents take turns, so that a limit of a few windows covers many documents. Raises UsageError
     for a text of less than two windows.
@@ -164,16 +178,14 @@ def _llamacpp_windows(
     if len(ids) < 2 * length:
         raise UsageError(f"{prefix}: {len(ids)} tokens, less than two windows of {length}: lower length=")
     middle = length // 2
-    # predictions behind the middle count: llama.cpp counts n - n / 2 - 1 of them in a window of n tokens
-    if halves:
+    if first_half_exact:
+        # the first half is read, and all tokens of the second half are predicted and count
         read_tokens, counted = middle, length - middle
     else:
+        # all tokens but the first are predicted; llama.cpp counts n - n / 2 - 1 of them in a window of n tokens
         read_tokens, counted = 1, length - middle - 1
-    # the end of each document in tokens; joined texts may have one token less where two documents meet
-    ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
-    # a window belongs to the document in which it begins; ``min`` because ``ends`` may be a few tokens off
-    document_numbers = [min(bisect_right(ends, i * length), len(documents) - 1) for i in range(len(ids) // length)]
-    for i in _interleaved(document_numbers):
+    document_numbers = _find_documents_of_windows(tokenizer, documents, length, windows=len(ids) // length)
+    for i in _interleave(document_numbers):
         window = ids[i * length : (i + 1) * length]
         if tokenizer.bos_token_id is not None:
             # llama.cpp writes BOS over the first token, so windows of a text do not shift
@@ -191,12 +203,31 @@ def _llamacpp_windows(
         )
 
 
-def _interleaved(document_numbers: Sequence[int]) -> list[int]:
-    """Return the indices of windows so that documents take turns, given the document of each window.
+def _find_documents_of_windows(
+    tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, windows: int
+) -> list[int]:
+    """Return, for each of the ``windows`` windows of ``length`` tokens, the number of the document in which it begins.
+
+    documents: (name, text) of each document; the windows are cut from their joined texts.
+    """
+    # the end of each document in tokens; joined texts may have one token less where two documents meet
+    ends = list(accumulate(len(tokenizer.encode(text, add_special_tokens=False)) for _, text in documents))
+    numbers = []
+    for i in range(windows):
+        start = i * length
+        # the number of documents that end up to the window's start; since ``ends`` may be a few tokens off, the last
+        # window could otherwise begin behind all documents
+        numbers.append(min(bisect_right(ends, start), len(documents) - 1))
+    return numbers
+
+
+def _interleave(document_numbers: Sequence[int]) -> list[int]:
+    """Return the indices of windows so that documents take turns, given the number of each window's document.
 
     The first window of every document comes first, then the second of every document, and so on.
     """
     windows_of_document: Counter[int] = Counter()
+    # turns[i]: how many windows of the same document stand before window i
     turns = []
     for number in document_numbers:
         turns.append(windows_of_document[number])

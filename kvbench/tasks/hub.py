@@ -106,4 +106,5 @@ def _explain_failure(wanted: str) -> Iterator[None]:
             remedy = "check the network, or put the file there yourself"
         # the hub's errors have several lines, and may quote a whole page
         reason = " ".join(str(error).split()) or "no reason given"
-        raise KvbenchError(f"{wanted} could not be fetched ({type(error).__name__}: {reason[:300]}): {remedy}") from None
+        kind = type(error).__name__
+        raise KvbenchError(f"{wanted} could not be fetched ({kind}: {reason[:300]}): {remedy}") from None

@@ -152,8 +152,8 @@ def load(
             metric=metric_name(name, code_sim),
             source=f"{path.name}, {len(examples)} examples; prompts of LongBench's {PROMPTS}",
             category=spec.category,
-            # pred.py ends samsum's answers at a newline, since models continue with another dialogue. The newline cannot
-            # be the first token, which would make an empty answer
+            # pred.py ends samsum's answers at a newline, since models continue with another dialogue. The newline must
+            # not be the first token, which would end an empty answer
             stop=ends,
             forbid_first=ends,
             min_new_tokens=1 if spec.newline_ends else 0,

@@ -17,6 +17,7 @@ from kvbench.base.example import Example, ScoredText
 from kvbench.tasks import tiny
 from kvbench.tasks.base import LoadContext, Task, read_text
 from kvbench.tasks.knobs import check_whole
+from kvbench.tasks.prompt import knows_offsets
 
 DOCUMENT = 128
 """The tokens of a prompt in the tiny model's text."""
@@ -119,12 +120,13 @@ def _cut_windows(dataset: str, tokenizer: Any, text: str, knobs: WindowKnobs, *,
     if unit == "token":
         divisor = float(length - prefix)
     else:
-        # the scored tokens [begin, end) of each window, counted in the text
+        # the scored tokens of each window, [begin, end), as indices in ``ids``, which lack the windows' BOS tokens
         scored = [(i * size + prefix - len(bos), (i + 1) * size) for i in range(len(windows))]
         words = _count_words(tokenizer, text, ids, scored)
-        # mean_i(loss_i / mean words) = sum of losses / sum of words, the loss per word of the whole text
-        # the lower limit avoids division by 0 for a text without words
-        divisor = max(1.0, sum(words) / len(windows))
+        mean_words = sum(words) / len(windows)
+        # the mean of (loss / mean words) over windows is (sum of losses) / (sum of words), the whole text's loss per
+        # word. The lower limit avoids division by 0 for a text without words
+        divisor = max(1.0, mean_words)
     examples = []
     for i, window in enumerate(windows):
         meta: dict[str, object] = {"window": length, "unit": unit}
@@ -139,6 +141,7 @@ def _cut_windows(dataset: str, tokenizer: Any, text: str, knobs: WindowKnobs, *,
             meta=meta,
         )
         examples.append(example)
+    # the tokens behind the last whole window
     remainder = len(ids) - size * len(windows)
     task = Task(
         id=f"{dataset}/{unit}",
@@ -158,8 +161,8 @@ def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[in
 
     Without a fast tokenizer's offsets, words are counted in the decoded text, which may differ from the original.
     """
-    # characters[i]: the number of characters of the text up to the end of token i - 1
-    if getattr(tokenizer, "is_fast", False):
+    # characters[i]: the number of characters in the first i tokens
+    if knows_offsets(tokenizer):
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         characters = [0] + [end for _, end in offsets]
     else:
@@ -173,9 +176,10 @@ def _count_words(tokenizer: Any, text: str, ids: list[int], parts: list[tuple[in
             text += tokenizer.decode(ids[start:bound])
             characters[bound] = len(text)
             start = bound
-    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    word_ends = [match.end() for match in re.finditer(r"\S+", text)]
     counts = []
-    for begin, end in parts:
-        # words that end up to the part's end, minus words that end up to its beginning
-        counts.append(bisect_right(ends, characters[end]) - bisect_right(ends, characters[begin]))
+    for first, end in parts:
+        words_before_end = bisect_right(word_ends, characters[end])
+        words_before_first = bisect_right(word_ends, characters[first])
+        counts.append(words_before_end - words_before_first)
     return counts

@@ -106,19 +106,23 @@ class PromptPolicy:
             # templates are programs and may raise any error
             raise UsageError(f"the model's chat template cannot be applied: {error}") from None
 
-    def renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
+    def make_renderer(self, tokenizer: Any) -> Callable[[str], str] | None:
         """Return the function from a prompt to its text in the chat template; None if no task uses one."""
         if self.template == "off":
             return None
         return partial(self.render_message, tokenizer)
 
-    def between(self, tokenizer: Any) -> str:
+    def render_between(self, tokenizer: Any) -> str:
         """Return the text that a chat template puts between an answer and the user's next message."""
-        # three messages, numbered from 0: the text between the second and the third is the wanted one
-        roles = ("user", "assistant", "user")
-        talk = [{"role": role, "content": f"{SENTINEL}{i}."} for i, role in enumerate(roles)]
-        _, _, behind_answer = self.render_talk(tokenizer, talk).partition(f"{SENTINEL}1.")
-        between, _, _ = behind_answer.partition(f"{SENTINEL}2.")
+        # marks stand for the messages: the wanted text is what the template puts between the last two marks
+        question, answer, next_question = [f"{SENTINEL}{i}." for i in range(3)]
+        talk = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+            {"role": "user", "content": next_question},
+        ]
+        _, _, behind_answer = self.render_talk(tokenizer, talk).partition(answer)
+        between, _, _ = behind_answer.partition(next_question)
         return between
 
     def identity(self, task: Task, tokenizer: Any) -> dict[str, object]:
@@ -144,14 +148,14 @@ class PromptPolicy:
             frame = self.render_message(tokenizer, SENTINEL)
             # with a history, the text between an answer and the next question changes prompts as well
             if frame and task.turns in ("gold", "own"):
-                frame += self.between(tokenizer)
+                frame += self.render_between(tokenizer)
             if frame:
                 # a template has its own special tokens, so ``bos`` changes nothing
                 settings["template"] = hashlib.sha256(frame.encode()).hexdigest()[:16]
                 settings["system"] = self.system
                 return settings
         # bos=false changes nothing for a tokenizer that puts no tokens around a text
-        if not self.bos and list(tokenizer.encode(SENTINEL)) != plain_ids(tokenizer, SENTINEL):
+        if not self.bos and list(tokenizer.encode(SENTINEL)) != tokenize_plain(tokenizer, SENTINEL):
             settings["bos"] = False
         return settings
 
@@ -160,7 +164,7 @@ class PromptPolicy:
 class Encoded:
     """A prompt as token ids.
 
-    ids: the tokens that are prefilled.
+    ids: the tokens that are prefilled, and that methods compress.
     question: the tokens that are appended after compression, empty unless ``query_aware=false``.
     cut: the number of tokens that were cut out of the prompt.
     """
@@ -183,29 +187,31 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
     templated = policy.templated(task)
-    question = _withheld_question(example, task)
+    question = _find_withheld_question(example, task)
     # with a template, the answer's beginning does not belong to the user's message and is added later
     prompt_text = example.prompt
     if not templated:
         prompt_text += example.answer_prefix
     # count special tokens, or the ids would exceed the limit
-    prompt_ids = text_ids(tokenizer, prompt_text, policy.bos)
-    limit = _length_limit(tokenizer, example, task, policy, room=room, prompt_tokens=len(prompt_ids))
+    prompt_ids = tokenize_text(tokenizer, prompt_text, policy.bos)
+    limit = _find_limit(tokenizer, example, task, policy, room=room, prompt_tokens=len(prompt_ids))
     if limit is None or len(prompt_ids) <= limit:
+        # nothing is cut
         if not templated:
             return divide_ids(tokenizer, prompt_ids, prompt_text, question, cut=0)
         text = policy.render_message(tokenizer, example.prompt) + example.answer_prefix
-        return divide_ids(tokenizer, plain_ids(tokenizer, text), text, question, cut=0)
-    if policy.truncation == "tokens" and not templated:
-        shortened = cut_middle(prompt_ids, limit)
-        # the question's tokens are the last ones, which a cut in the middle leaves
-        question_length = _count_question(tokenizer, prompt_text, question)
-        # the question must lie within the half behind the cut
-        if question_length > limit // 2:
-            raise no_room(task)
-        divide = limit - question_length
-        return Encoded(tuple(shortened[:divide]), tuple(shortened[divide:]), len(prompt_ids) - limit)
-    return _encode_halves(tokenizer, example, task, policy, prompt_ids=prompt_ids, limit=limit, room=room)
+        return divide_ids(tokenizer, tokenize_plain(tokenizer, text), text, question, cut=0)
+    if templated or policy.truncation == "text":
+        return _encode_halves(tokenizer, example, task, policy, prompt_ids=prompt_ids, limit=limit, room=room)
+    shortened = cut_middle(prompt_ids, limit)
+    # the question's tokens are the last ones, which a cut in the middle leaves if they lie within the second half
+    question_length = _count_question_tokens(tokenizer, prompt_text, question)
+    if question_length > limit // 2:
+        raise no_room(task)
+    divide = limit - question_length
+    return Encoded(
+        ids=tuple(shortened[:divide]), question=tuple(shortened[divide:]), cut=len(prompt_ids) - limit
+    )
 
 
 def _encode_halves(
@@ -227,7 +233,7 @@ def _encode_halves(
     This is the cut of LongBench's pred.py. A template needs it, since it is rendered around a text.
     """
     templated = policy.templated(task)
-    question = _withheld_question(example, task)
+    question = _find_withheld_question(example, task)
     half = limit // 2
     # not prompt_ids[-half:], since that would be everything for a half of 0
     front, back = prompt_ids[:half], prompt_ids[len(prompt_ids) - half :]
@@ -239,14 +245,15 @@ def _encode_halves(
         raise no_room(task)
     if templated:
         text = policy.render_message(tokenizer, content) + example.answer_prefix
-        ids = plain_ids(tokenizer, text)
+        ids = tokenize_plain(tokenizer, text)
     else:
         text = content
-        ids = text_ids(tokenizer, text, policy.bos)
+        ids = tokenize_text(tokenizer, text, policy.bos)
     if room is not None and len(ids) > room:
-        # tokenising again can give a few more tokens than were kept
-        back_length = room - room // 2
-        ids = ids[: room // 2] + ids[len(ids) - back_length :]
+        # tokenising again can give a few more tokens than were kept, so the middle is cut once more, by tokens
+        front_length = room // 2
+        back_length = room - front_length
+        ids = ids[:front_length] + ids[len(ids) - back_length :]
     return divide_ids(tokenizer, ids, text, question, cut=len(prompt_ids) - 2 * half)
 
 
@@ -273,10 +280,10 @@ def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
         # scored texts have no question, and a context's several questions always come after it
         if not (example.scored or example.turns):
             # raises if the question is to be withheld and the prompt does not end with it
-            _withheld_question(example, task)
+            _find_withheld_question(example, task)
 
 
-def _withheld_question(example: Example, task: Task) -> str:
+def _find_withheld_question(example: Example, task: Task) -> str:
     """Return the question at the prompt's end that is read after the compression; '' if no question is withheld.
 
     Raises UsageError if a question is to be withheld and the example does not end with its question.
@@ -291,7 +298,7 @@ def _withheld_question(example: Example, task: Task) -> str:
     return example.question
 
 
-def _length_limit(
+def _find_limit(
     tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, *, room: int | None, prompt_tokens: int
 ) -> int | None:
     """Return how many tokens of the prompt without template may stay; None if there is no limit.
@@ -306,7 +313,7 @@ def _length_limit(
         limits.append(policy.max_length)
     if room is not None and policy.templated(task):
         # the template's own tokens and the answer's beginning take part of the room
-        framed = plain_ids(tokenizer, policy.render_message(tokenizer, example.prompt) + example.answer_prefix)
+        framed = tokenize_plain(tokenizer, policy.render_message(tokenizer, example.prompt) + example.answer_prefix)
         # ``max``: the prompt's own special tokens, which the template replaces, may be more than the template's tokens
         limits.append(room - max(0, len(framed) - prompt_tokens))
     elif room is not None:
@@ -325,12 +332,12 @@ def divide_ids(tokenizer: Any, ids: Sequence[int], text: str, question: str, cut
     question: the last part of ``text``, to be read after the compression; '' if nothing is withheld.
     cut: how many tokens were cut out of the prompt before, for the record.
     """
-    question_length = _count_question(tokenizer, text, question)
+    question_length = _count_question_tokens(tokenizer, text, question)
     divide = len(ids) - question_length
     return Encoded(tuple(ids[:divide]), tuple(ids[divide:]), cut)
 
 
-def _count_question(tokenizer: Any, text: str, question: str) -> int:
+def _count_question_tokens(tokenizer: Any, text: str, question: str) -> int:
     """Return the number of tokens of ``text`` from the start of the last ``question`` in it to the text's end.
 
     The text must hold the question, apart from whitespace around it.
@@ -339,21 +346,29 @@ def _count_question(tokenizer: Any, text: str, question: str) -> int:
         return 0
     # a template may strip the whitespace around the message
     start = text.rindex(question.strip())
-    if getattr(tokenizer, "is_fast", False):
+    if knows_offsets(tokenizer):
         # a token that begins before the question and ends in it belongs to the question
         offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return sum(end > start for _, end in offsets)
-    return len(plain_ids(tokenizer, text[start:]))
+    return len(tokenize_plain(tokenizer, text[start:]))
 
 
-def text_ids(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
+def knows_offsets(tokenizer: Any) -> bool:
+    """Return True if a tokenizer can tell which characters of a text each token stands for.
+
+    Only transformers' fast tokenizers can. A tokenizer that is not from transformers has no flag ``is_fast``.
+    """
+    return bool(getattr(tokenizer, "is_fast", False))
+
+
+def tokenize_text(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
     """Return the ids of a text. ``special`` adds the special tokens that the tokenizer puts around a text."""
     if special:
         return list(tokenizer.encode(text))
-    return plain_ids(tokenizer, text)
+    return tokenize_plain(tokenizer, text)
 
 
-def plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def tokenize_plain(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text without special tokens."""
     if not text:
         return []

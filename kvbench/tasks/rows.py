@@ -21,6 +21,7 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")
 class FileRow:
     """One record of a file, with checked access to the record's values.
 
+    file: the file, for errors.
     place: the record's position in the file, such as ``line 3``.
     values: the values by key.
     hint: the end of the message on a missing key.
@@ -52,7 +53,7 @@ class FileRow:
         value = self.value(key)
         if not isinstance(value, str) or not value:
             raise self.wrong(f"{key!r} must be text that is not empty, got {describe_value(value)}")
-        return self._unicode(key, value)
+        return self._check_unicode(key, value)
 
     def texts(self, key: str) -> tuple[str, ...]:
         """Return the texts under ``key`` as a tuple: one text, or a list of at least one."""
@@ -60,7 +61,7 @@ class FileRow:
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not values or not all(isinstance(text, str) for text in values):
             raise self.wrong(f"{key!r} must be text or a list of texts, at least one, got {describe_value(value)}")
-        return tuple(self._unicode(key, text) for text in values)
+        return tuple(self._check_unicode(key, text) for text in values)
 
     def records(self, key: str) -> list[FileRow]:
         """Return the objects of the list under ``key`` as rows. There must be at least one."""
@@ -86,9 +87,9 @@ class FileRow:
         # true and false are integers for Python, but no names
         if not isinstance(value, str | int) or isinstance(value, bool) or value == "":
             raise self.wrong(f"{key!r} must be text or a whole number, got {describe_value(value)}")
-        return self._unicode(key, str(value))
+        return self._check_unicode(key, str(value))
 
-    def _unicode(self, key: str, value: str) -> str:
+    def _check_unicode(self, key: str, value: str) -> str:
         """Return ``value``. Raises UsageError if it holds half a surrogate pair."""
         # JSON escapes can spell half a pair; tokenizers would fail on it later, without the line's number
         if has_half_pair(value):
@@ -109,11 +110,12 @@ def read_rows(file: Path) -> Iterator[FileRow]:
     readers = {".jsonl": read_lines, ".json": read_list, ".csv": read_csv}
     if file.suffix not in readers:
         raise UsageError(f"{file} must be a .jsonl, .json or .csv file")
+    is_empty = True
     # yield rows, not a list: a run may read only the first rows of a training file with a million articles
-    row = None  # stays None if the file has no record
     for row in readers[file.suffix](file):
+        is_empty = False
         yield row
-    if row is None:
+    if is_empty:
         raise UsageError(f"{file} is empty: it must hold at least one record")
 
 

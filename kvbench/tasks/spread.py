@@ -12,7 +12,7 @@ Point = tuple[float, ...]
 
 
 def spread_order(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
-    """Return the examples' indices in an order of which every beginning covers the grid.
+    """Return the examples' indices in an order of which every beginning covers the grid as evenly as it can.
 
     keys: the keys of ``meta`` whose values are the axes of the grid.
 
@@ -40,9 +40,13 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
 
     def scale(point: Point) -> list[float]:
         """Return the point's ranks along the axes, from 0 to 1."""
-        # rank / largest rank, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100; an axis with a single
-        # value has the largest rank 0
-        return [axis.index(value) / max(1, len(axis) - 1) for axis, value in zip(axes, point, strict=True)]
+        coordinates = []
+        for axis, value in zip(axes, point, strict=True):
+            # ranks, so that lengths 1k, 2k, 32k are as far apart as depths 0, 50, 100. An axis with a single value has
+            # the largest rank 0, by which nothing can be divided
+            largest_rank = len(axis) - 1
+            coordinates.append(axis.index(value) / max(1, largest_rank))
+        return coordinates
 
     remaining = {point: scale(point) for point in points}
     # the squared distance of each remaining point to the nearest ordered one
@@ -53,18 +57,20 @@ def _order_farthest_first(points: Sequence[Point]) -> list[Point]:
         farthest = max(remaining, key=distances.__getitem__)
         coordinates = remaining.pop(farthest)
         order.append(farthest)
+        # the new point may be nearer to a remaining one than all earlier points are
         for point, other_coordinates in remaining.items():
             squared = sum((a - b) ** 2 for a, b in zip(coordinates, other_coordinates, strict=True))
             distances[point] = min(distances[point], squared)
     return order
 
 
-def left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
+def describe_left_out(taken: Sequence[Example], examples: Sequence[Example], keys: Sequence[str]) -> list[str]:
     """Return, in words (``depth 25, 75``), the values of each key that occur in ``examples`` but not in ``taken``."""
     parts = []
     for key in keys:
         all_values = {example.meta[key] for example in examples}
-        missing = all_values - {example.meta[key] for example in taken}
+        taken_values = {example.meta[key] for example in taken}
+        missing = all_values - taken_values
         if missing:
             values = ", ".join(f"{value:g}" for value in sorted(missing))
             parts.append(f"{key} {values}")

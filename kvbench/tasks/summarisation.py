@@ -22,6 +22,7 @@ from kvbench.tasks.source import Files
 SEPARATOR = "###"
 """The beginning of each block of a prompt."""
 SOURCES = ("auto", "prompts", "articles")
+"""The values of the knob ``source``. Prompts are ready ones or made from articles; ``auto`` prefers ready ones."""
 POOL = 1000
 """The number of articles at the beginning of the training file from which shots are drawn. The rest is not read."""
 
@@ -46,7 +47,7 @@ class SummaryKnobs:
     @property
     def instruction(self) -> str:
         """The end of each block of the prompt, which asks for the summary."""
-        return f"Summarize the above article in {_count_of(self.sentences, 'sentence')}.\n"
+        return f"Summarize the above article in {_count_noun(self.sentences, 'sentence')}.\n"
 
     def block(self, row: FileRow) -> str:
         """Return a block of the prompt: the row's article, and the instruction that asks for the summary."""
@@ -56,9 +57,9 @@ class SummaryKnobs:
 def load(context: LoadContext, **entry: Any) -> list[Task]:
     """Return one task from ready ``prompts`` (a file per number of shots) or the articles of ``test`` and ``train``.
 
-    ``source=auto`` takes ready prompts if there are some. The shots are the same for every example, drawn from training
-    articles of at most ``shot_words`` words. ``examples`` takes the first of the test articles, or of the ready
-    prompts. Raises UsageError naming file, line and reason for a record without article or summary.
+    ``source=auto`` takes ready prompts if there are some. The shots, solved examples in front of the article, are the
+    same for every prompt. They are drawn from training articles of at most ``shot_words`` words. ``examples`` takes the
+    first of the test articles, or of the ready prompts. Raises UsageError naming file, line and reason for a record without article or summary.
     """
     knobs = SummaryKnobs(**entry)
     dataset, files = context.dataset, context.files
@@ -74,7 +75,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         examples = _read_ready_prompts(dataset, ready_prompts, knobs.max_new_tokens)
     else:
         path = files.path(knobs.test)
-        shots = _few_shot_text(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
+        shots = _write_shots(dataset, files.path(knobs.train), knobs) if knobs.shots else ""
         source = path.name
         examples = _read_articles(dataset, path, knobs, shots)
     task = Task(
@@ -82,7 +83,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         # read the file only up to the last example needed
         examples=tuple(islice(examples, knobs.examples)),
         metric="rouge_l",
-        source=f"{source}, {_count_of(knobs.shots, 'shot')}",
+        source=f"{source}, {_count_noun(knobs.shots, 'shot')}",
         category="summarisation",
         # a model that has seen shots continues with another block
         cut_at=SEPARATOR,
@@ -139,16 +140,16 @@ def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterat
         )
 
 
-def _few_shot_text(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
+def _write_shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
     """Return the blocks of drawn training articles with their summaries.
 
     path: the file of training articles.
 
     Raises UsageError if too few articles are short enough.
     """
-    # the same generator for every example, so that all prompts begin with the same blocks
     pool = list(islice(read_rows(path), POOL))
     shots: list[FileRow] = []
+    # the seed depends on no example, so that all prompts begin with the same shots
     for row in shuffled_by_seed(pool, f"{knobs.seed}:{dataset}"):
         if len(shots) == knobs.shots:
             break
@@ -169,7 +170,7 @@ def _read_line(row: FileRow, key: str) -> str:
     return row.text(key).replace("\r", " ").replace("\n", " ").strip()
 
 
-def _count_of(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     """Return a number with its noun, in the plural unless it is 1."""
     if number == 1:
         return f"{number} {noun}"

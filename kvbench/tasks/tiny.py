@@ -132,9 +132,12 @@ def draw_needle(index: int) -> NeedlePair:
 def make_lookups(
     keys: Sequence[str], draw: Callable[[random.Random], str], fact: str, question: str
 ) -> Callable[[random.Random, int], Puzzle]:
-    """Return a function that makes up to n facts of different ``keys``, with drawn values, and a query for each.
+    """Return a function for ``TinyTask.puzzle``. It makes facts of different keys, and a query for each.
 
-    The template ``fact`` holds ``{key}`` and ``{value}``, the template ``question`` holds ``{key}``.
+    keys: the keys to choose from.
+    draw: the function that draws the value of a key.
+    fact: the template of a fact, which holds ``{key}`` and ``{value}``.
+    question: the template of a query's question, which holds ``{key}``.
     """
 
     def draw_puzzle(rng: random.Random, n: int) -> Puzzle:
@@ -153,13 +156,16 @@ def make_lookups(
     return draw_puzzle
 
 
-def two_hops(rng: random.Random, n: int) -> Puzzle:
-    """Make up to ``n // 2`` people, each in their own lab in a city. A query's answer names the lab, then the city."""
-    # each person takes two facts
-    n = max(1, min(n // 2, len(LABS)))
-    people = rng.sample(PEOPLE, n)
-    labs = rng.sample(LABS, n)
-    cities = rng.sample(CITIES, n)
+def draw_two_hops(rng: random.Random, n: int) -> Puzzle:
+    """Return the facts about people, each of whom works in a lab of their own in a city, with a query for each person.
+
+    n: the most facts. Each person takes two, and there is at least one person. A query's answer names the lab, then the
+        city.
+    """
+    count = max(1, min(n // 2, len(LABS)))
+    people = rng.sample(PEOPLE, count)
+    labs = rng.sample(LABS, count)
+    cities = rng.sample(CITIES, count)
     work_facts = []
     lab_facts = []
     queries = []
@@ -175,20 +181,23 @@ def two_hops(rng: random.Random, n: int) -> Puzzle:
     return Puzzle(tuple(work_facts + lab_facts), tuple(queries))
 
 
-def key_points(rng: random.Random, n: int) -> Puzzle:
-    """Make three key points, whatever ``n`` is, and one query that asks for them in order."""
+def draw_key_points(rng: random.Random, n: int) -> Puzzle:
+    """Return three facts, each a key point, whatever ``n`` is, and one query that asks for them in order."""
     points = []
     for _ in ORDINALS:
         words = [rng.choice(WORDS[kind]) for kind in ("traits", "trades", "actions")]
         points.append(" ".join(words))
-    facts = tuple(f"key point {ordinal}: {point}." for ordinal, point in zip(ORDINALS, points, strict=True))
-    answer = ", ".join(f"{ordinal}: {point}" for ordinal, point in zip(ORDINALS, points, strict=True))
-    # the question ends with "first:", and the list begins with this word
+    facts = []
+    items = []
+    for ordinal, point in zip(ORDINALS, points, strict=True):
+        facts.append(f"key point {ordinal}: {point}.")
+        items.append(f"{ordinal}: {point}")
+    # the question ends with "first:", so the answer goes on behind this word
     question = f"question: list the key points first, second, third. answer: {ORDINALS[0]}:"
-    answer = answer.removeprefix(f"{ORDINALS[0]}: ")
-    # a point has three words; ", second: " puts three tokens between two points
+    answer = ", ".join(items).removeprefix(f"{ORDINALS[0]}: ")
+    # the first words of the points: a point has three words, and ", second: " puts three tokens between two points
     query = Query(question, answer, lookups=(0, 6, 12))
-    return Puzzle(facts, (query,))
+    return Puzzle(tuple(facts), (query,))
 
 
 def _draw_digits(rng: random.Random) -> str:
@@ -208,8 +217,8 @@ mappings = make_lookups(WORDS["objects"], _draw_shade, "{key} => {value}.", "{ke
 LABELS = tuple(f"{shade} {colour}" for shade, colour in product(SHADES, COLOURS))
 TASKS: Mapping[str, TinyTask] = {
     "needle": TinyTask("single-document QA", "f1", max_new_tokens=8, puzzle=needles),
-    "hop": TinyTask("multi-document QA", "f1", max_new_tokens=16, puzzle=two_hops, tokens_per_fact=10, most=48),
-    "listing": TinyTask("summarisation", "rouge_l", max_new_tokens=24, puzzle=key_points),
+    "hop": TinyTask("multi-document QA", "f1", max_new_tokens=16, puzzle=draw_two_hops, tokens_per_fact=10, most=48),
+    "listing": TinyTask("summarisation", "rouge_l", max_new_tokens=24, puzzle=draw_key_points),
     "labels": TinyTask(
         "few-shot", "accuracy", max_new_tokens=8, puzzle=mappings, tokens_per_fact=7, most=56, classes=LABELS
     ),
@@ -248,8 +257,9 @@ def make_example(task: str, length: int, index: int) -> Example:
     fillers = filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
-        # a single fact takes all depths in turn, not at random; example 0 has it in the middle
-        place = round((0.5 + index * GOLDEN) % 1.0 * len(fillers))
+        # over the examples, a single fact takes all depths evenly, not at random; example 0 has it in the middle
+        depth = (0.5 + index * GOLDEN) % 1.0
+        place = round(depth * len(fillers))
         sentences = fillers[:place] + facts + fillers[place:]
         # the 1 is <s>
         tokens_before = 1 + count_tokens(f"{HEADER} {' '.join(fillers[:place])}")
@@ -320,7 +330,7 @@ def filler_sentences(rng: random.Random, room: int) -> list[str]:
         # no sentence has one token, so none or at least two tokens must remain after each of them
         templates = [template for template in FILLER if room - template_tokens(template) >= 2]
         if not templates:
-            # this is the last sentence, or the next one has exactly two tokens and is the last
+            # near the end, take a sentence that fills the room, or that leaves two tokens for the last sentence
             templates = [
                 template for template in FILLER + SHORT_FILLER if template_tokens(template) in (room, room - 2)
             ]
@@ -338,7 +348,7 @@ def filler_sentence(rng: random.Random) -> str:
 
 def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
     """Return the facts in their order at random places among the filler sentences."""
-    # place i is the one before filler i; several facts may have one place
+    # a fact at place i stands before filler i; several facts may have the same place
     places = sorted(rng.randrange(len(fillers) + 1) for _ in facts)
     sentences: list[T] = []
     start = 0

@@ -9,7 +9,7 @@ from kvbench.base.conf import entries
 from kvbench.base.example import Example
 from kvbench.cli.main import main
 from kvbench.tasks.base import Task, load_tasks
-from kvbench.tasks.spread import left_out, spread_order
+from kvbench.tasks.spread import describe_left_out, spread_order
 
 
 def grid(keys, *axes, repeats=3):
@@ -38,8 +38,8 @@ def test_a_larger_limit_takes_what_a_smaller_one_took_and_a_round_takes_every_fi
     assert task.take_examples(12) == task.examples[:12] and task.take_examples(None) == task.examples
     corners = {(e.meta["length"], e.meta["depth"]) for e in task.take_examples(2)}
     assert corners == {(512, 0), (4096, 100)}
-    assert left_out(task.take_examples(2), task.examples, task.grid) == ["length 1024", "depth 10, 50"]
-    assert left_out(task.take_examples(12), task.examples, task.grid) == []
+    assert describe_left_out(task.take_examples(2), task.examples, task.grid) == ["length 1024", "depth 10, 50"]
+    assert describe_left_out(task.take_examples(12), task.examples, task.grid) == []
 
 
 def test_uneven_fields_are_taken_to_the_end():

@@ -141,7 +141,7 @@ def locate(cfg: RunConfig, named: bool, text: str | None, samples: int | None, t
 
 def _load_named_tasks(cfg: RunConfig, tokenizer: Tokenizer) -> Iterator[tuple[Task, str]]:
     """Yield each task of a run's datasets with the name that figures show."""
-    renderer = cfg.prompt.renderer(tokenizer)
+    renderer = cfg.prompt.make_renderer(tokenizer)
     for dataset in cfg.datasets:
         tasks = load_tasks(
             dataset.name,
