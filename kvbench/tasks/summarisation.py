@@ -59,7 +59,8 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
 
     ``source=auto`` takes ready prompts if there are some. The shots, solved examples in front of the article, are the
     same for every prompt. They are drawn from training articles of at most ``shot_words`` words. ``examples`` takes the
-    first of the test articles, or of the ready prompts. Raises UsageError naming file, line and reason for a record without article or summary.
+    first of the test articles, or of the ready prompts. Raises UsageError naming file, line and reason for a record
+    without article or summary.
     """
     knobs = SummaryKnobs(**entry)
     dataset, files = context.dataset, context.files

@@ -266,10 +266,10 @@ def test_a_prompt_that_would_lack_room_for_its_chain_is_refused_not_drawn_for_ev
 
 
 def test_other_words_are_refused(monkeypatch):
-    words.lists.cache_clear()
+    words.read_word_lists.cache_clear()
     monkeypatch.setattr(words, "DIGEST", "0")
     with pytest.raises(UsageError, match=r"pip install wonderwords==2\.2\.0"):
-        words.lists()
+        words.read_word_lists()
 
 
 def test_a_chat_template_is_counted():

@@ -46,9 +46,10 @@ def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[Ruler
     # shuffling has a generator of its own, so it does not move the one that draws
     Random(budget.seed).shuffle(pool)
     draw = partial(_draw_common, rng, budget, pool)
-    # RULER estimates a word's tokens on a long list, and searches no further than twice the estimate
+    # RULER estimates a word's tokens on a long list, and searches no further than twice the estimated size
     tokens_per_word = budget.measure(draw(PROBE)) / PROBE
-    size = budget.bisect(draw, STEP, most=int(budget.length // tokens_per_word) * 2)
+    estimated_size = int(budget.length // tokens_per_word)
+    size = budget.bisect(draw, STEP, most=estimated_size * 2)
     while True:
         # a prompt must have all the words that are asked for
         yield budget.sample(draw, size, STEP, least=COMMON)
@@ -64,7 +65,7 @@ def _draw_common(rng: Random, budget: LengthBudget, pool: Sequence[str], size: i
             f"ruler/{budget.task}: lengths={budget.length} needs {size} different words, and wonderwords has "
             f"{len(pool)} (RULER's longer list cannot be had): lower lengths="
         )
-    # RULER's numbers: words of the solved example, and how often common and other words are repeated
+    # RULER's numbers: the words of the solved example, and how often common words and other words stand in each list
     if budget.length < 4096:
         example_size, example_often, example_seldom = 20, 3, 1
         often, seldom = 6, 1
@@ -95,10 +96,11 @@ def _repeat_words(
     seldom: how many times each other word stands in it.
     """
     words = rng.sample(pool, size)
-    repeated = words[:COMMON] * often + words[COMMON:] * seldom
+    common, others = words[:COMMON], words[COMMON:]
+    repeated = common * often + others * seldom
     # a generator of its own for each list, as in RULER
     Random(seed).shuffle(repeated)
-    return _number_words(repeated), words[:COMMON]
+    return _number_words(repeated), common
 
 
 def _number_words(words: Sequence[str]) -> str:
@@ -146,7 +148,7 @@ def _fit_frequent(budget: LengthBudget, vocabulary: Sequence[str], size: int, st
 
 
 def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
-    """Return ``size`` different coded words in order of rank. Dots replace the first word and stand for noise."""
+    """Return ``size`` different coded words in the order of their frequency. Dots take the first place, as noise."""
 
     def draw_word() -> str:
         """Return a word of six random letters."""
@@ -164,11 +166,15 @@ def _draw_vocabulary(rng: Random, seed: int, size: int) -> list[str]:
 
 
 def _write_frequent(seed: int, vocabulary: Sequence[str], words: int) -> RulerPrompt:
-    """Return a prompt of about ``words`` words that repeat by Zipf's law with the exponent 2."""
+    """Return a prompt of about ``words`` words that repeat by Zipf's law with the exponent 2.
+
+    vocabulary: the coded words, the most frequent first.
+    """
     listed = []
     for rank, word in enumerate(vocabulary, start=1):
-        # n * r^-2 / zeta(2)
-        listed += [word] * int(words * rank**-2.0 / ZETA_2)
+        # Zipf's law: the share of rank r is r^-2 / zeta(2)
+        count = int(words * rank**-2.0 / ZETA_2)
+        listed += [word] * count
     Random(seed).shuffle(listed)
     return RulerPrompt(
         context=FREQUENT_CONTEXT.format(context=" ".join(listed)),

@@ -25,6 +25,7 @@ ESSAYS = "paul_graham"
 """The folder of essays below the data folder."""
 REVISIONS = ("2025", "2024", "lm_eval")
 ALL, PART = "string_match_all", "string_match_part"
+"""The metrics of RULER's tasks: by the share of the references that occur, and by whether one of them occurs."""
 NEEDLES: Mapping[str, Needles] = MappingProxyType(
     {
         "niah_single_1": Needles(haystack="noise"),
@@ -37,6 +38,7 @@ NEEDLES: Mapping[str, Needles] = MappingProxyType(
         "niah_multiquery": Needles(keys=4, asked=4),
     }
 )
+"""The parameters of the tasks with needles, by the task's name."""
 READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = MappingProxyType(
     {
         "qa_1": ("ruler/squad.json", documents.read_squad),
@@ -45,6 +47,7 @@ READERS: Mapping[str, tuple[str, Callable[[Path], documents.Library]]] = Mapping
         "qa_1@xquad": ("xquad.en.json", documents.read_squad),
     }
 )
+"""The tasks with questions about documents: each with its file below the data folder and the function that reads it."""
 MANY = "@many"
 """The end of the name of a task that asks for the value of every key of its haystack, one question each."""
 MANY_TASKS = ("niah_multikey_1@many", "niah_multikey_2@many", "niah_multikey_3@many")
@@ -105,27 +108,15 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
         new_tokens = knobs.max_new_tokens or NEW_TOKENS[name]
         budget = make_budget(task=name, length=length, new_tokens=new_tokens)
         try:
-            examples = tuple(_make_examples(sources, name, budget, knobs.examples))
+            tasks.append(_make_task(dataset, sources, name, budget, knobs.examples))
         except LengthTooShort as error:
             # a whole suite runs without the task, and its note says so; a named task must not be left out
             if selected:
                 raise
             lacking.append(f"{name} at {length} ({error})")
-            continue
-        # RULER scores questions by whether one reference occurs, all other tasks by the share that occurs
-        metric = PART if name in READERS else ALL
-        task = Task(
-            id=f"{dataset}/{name}/{length}",
-            examples=examples,
-            metric=metric,
-            source=f"RULER {revision}, seed {knobs.seed}" + sources.used(name),
-            category="RULER",
-            query_aware=False,
-        )
-        tasks.append(task)
     if not tasks:
         raise UsageError(f"dataset {dataset}: no task can be generated: {'; '.join(lacking)}")
-    facts = _facts_for_readers(sources, names, lacking, tasks)
+    facts = _list_facts_for_readers(sources, names, lacking, tasks)
     tasks = limit_questions(dataset, tasks, knobs.questions)
     if not facts:
         return tasks
@@ -184,8 +175,12 @@ def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[st
 def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
     """Return the error for selected tasks that cannot be generated. It names the absent files, if there are any."""
     message = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
-    # several tasks may need the same file
-    absent = dict.fromkeys(filter(None, map(sources.absent, selected)))
+    # a dictionary keeps the order, and has a file once that several tasks need
+    absent: dict[str, None] = {}
+    for name in selected:
+        path = sources.absent(name)
+        if path:
+            absent[path] = None
     if not absent:
         return UsageError(message)
     if sources.files.root is None:
@@ -194,7 +189,7 @@ def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], la
     return MissingData(message, absent)
 
 
-def _facts_for_readers(
+def _list_facts_for_readers(
     sources: Sources, names: Sequence[str], lacking: Sequence[str], tasks: Sequence[Task]
 ) -> list[str]:
     """Return the facts that a reader must know to compare these tasks with published ones.
@@ -223,10 +218,14 @@ def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
     """Return the note on tasks with prompts much shorter than their length; '' if there are none."""
     shares = []
     for task in tasks:
-        # the number of prompts that, together with the answer, do not fill the length
-        short = sum(e.meta["tokens"] + e.max_new_tokens < FILLED * e.meta["length"] for e in task.examples)
-        if short:
-            shares.append(f"{task.id.partition('/')[2]} {short} of {len(task.examples)}")
+        count = 0
+        for example in task.examples:
+            tokens = example.meta["tokens"] + example.max_new_tokens
+            if tokens < FILLED * example.meta["length"]:
+                count += 1
+        if count:
+            _, _, name_and_length = task.id.partition("/")
+            shares.append(f"{name_and_length} {count} of {len(task.examples)}")
     if not shares:
         return ""
     if revision != "2025":
@@ -234,6 +233,23 @@ def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
     else:
         reason = "since RULER draws one that came out too long again a step smaller (500 words, 10 documents)"
     return f"prompts below {FILLED:.0%} of their length, {reason}: {', '.join(shares)}"
+
+
+def _make_task(dataset: str, sources: Sources, name: str, budget: LengthBudget, examples: int) -> Task:
+    """Return the task ``name`` at the length of ``budget``, with the first ``examples`` of its prompts.
+
+    Raises LengthTooShort if the smallest prompt exceeds the length.
+    """
+    # RULER scores questions by whether one reference occurs, all other tasks by the share that occurs
+    metric = PART if name in READERS else ALL
+    return Task(
+        id=f"{dataset}/{name}/{budget.length}",
+        examples=tuple(_make_examples(sources, name, budget, examples)),
+        metric=metric,
+        source=f"RULER {sources.revision}, seed {budget.seed}" + sources.used(name),
+        category="RULER",
+        query_aware=False,
+    )
 
 
 def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: int) -> Iterator[Example]:
@@ -253,9 +269,7 @@ def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: 
             meta=meta | dict(prompt.facts),
         )
         if name.endswith(MANY):
-            turns = [
-                Turn(question=question, answers=answers, prefix=prefix) for question, prefix, answers in prompt.others
-            ]
+            turns = [Turn(asked.question, asked.answers, prefix=asked.prefix) for asked in prompt.others]
             # in the order of their keys in the haystack, the questions would reveal where each needle is
             Random(f"{budget.seed} {i}").shuffle(turns)
             example = replace(example, prompt=prompt.context, answers=(), question="", turns=tuple(turns))

@@ -27,8 +27,10 @@ STEP = 10
 
 @dataclass(frozen=True)
 class AskedOfDocuments:
-    """A question with its reference answers.
+    """A question about documents of a library.
 
+    text: the question.
+    answers: the reference answers.
     gold: the numbers of the documents that hold the answer.
     near: the numbers of other documents on the same subject. RULER fills a prompt with these before it draws others.
     """
@@ -80,16 +82,18 @@ def _draw_prompt(rng: Random, seed: int, library: Library, question: AskedOfDocu
 def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total: int) -> list[int]:
     """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others.
 
+    size: at least the number of gold documents, which ``LengthBudget.sample`` ensures.
+
     If the library has no more than ``size`` documents, return all of them in turn until there are ``size``.
     """
-    # ``LengthBudget.sample`` never asks for a size below the number of gold documents
-    numbers = list(question.gold)
     if size >= total:
         # ``i % total`` begins again behind the last document
         return [i % total for i in range(size)]
+    numbers = list(question.gold)
     missing = size - len(numbers)
     if missing <= len(question.near):
         return numbers + rng.sample(question.near, missing)
+    # all near documents are taken, and others are drawn
     numbers += question.near
     chosen = set(numbers)
     others = [i for i in range(total) if i not in chosen]

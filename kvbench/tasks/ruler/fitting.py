@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbench.base.errors import UsageError
 
 
 class LengthTooShort(UsageError):
     """The error for a length that a task's smallest prompt exceeds."""
+
+
+class OtherQuestion(NamedTuple):
+    """A further question that a prompt's context can answer.
+
+    question: the question, with the instruction in its line.
+    prefix: the beginning of the answer.
+    answers: the references.
+    """
+
+    question: str
+    prefix: str
+    answers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,7 @@ class RulerPrompt:
     answers: the references.
     facts: facts for reports, such as the prompt's size.
     short: True if the haystack ended before the size was reached.
-    others: further questions that the context can answer, as (question, beginning of the answer, references).
+    others: further questions that the context can answer.
     """
 
     context: str
@@ -31,11 +45,11 @@ class RulerPrompt:
     answers: tuple[str, ...]
     facts: Mapping[str, object] = field(default_factory=dict)
     short: bool = False
-    others: tuple[tuple[str, str, tuple[str, ...]], ...] = ()
+    others: tuple[OtherQuestion, ...] = ()
 
 
 Draw = Callable[[int], RulerPrompt]
-"""From a size (words, lines, documents) to a prompt."""
+"""The function that draws a prompt of a size. The unit of size is the task's: words, lines or documents."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,9 @@ class LengthBudget:
     def bisect(self, draw: Draw, step: int, most: int | None = None, more: int = 0) -> int:
         """Return the largest tried size whose prompt fits, found by bisection between ``step`` and ``most``.
 
-        most: the bound of the search. None takes three times the size that the tokens of a first trial suggest.
+        draw: the function that draws a prompt of a size.
+        step: the smallest size that is tried.
+        most: the upper bound of the search. None: three times the size that the tokens of a first trial suggest.
         more: the tokens of a text that will be added to the prompt.
 
         Each trial is drawn anew, so the path of the search decides the samples after it. Raises LengthTooShort if no
@@ -84,7 +100,8 @@ class LengthBudget:
         # every trial draws from the task's generator, so the bounds affect the prompts; these bounds are RULER's
         if most is None:
             tokens_per_unit = self.measure(draw(step)) / step
-            most = int(self.length / tokens_per_unit * 3)
+            estimated_size = self.length / tokens_per_unit
+            most = int(estimated_size * 3)
         low, high = step, max(most, 2 * step)
         best = 0  # the largest size so far that fits; 0: none
         while low <= high:
@@ -107,10 +124,12 @@ class LengthBudget:
         size = step
         while True:
             prompt = draw(size)
-            # this search counted the references in addition to the tokens that the answer may have
-            if not self.fits(prompt, more=self.count(" ".join(prompt.answers))):
+            # RULER's search counted the references in addition to the tokens that the answer may have
+            reference_tokens = self.count(" ".join(prompt.answers))
+            if not self.fits(prompt, more=reference_tokens):
                 break
             size += step
+        # the first size did not fit
         if size == step:
             raise self.too_short(prompt)
         return size - step

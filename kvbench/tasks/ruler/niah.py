@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
 from types import MappingProxyType
 
-from kvbench.tasks.ruler.fitting import LengthBudget, RulerPrompt
+from kvbench.tasks.ruler.fitting import LengthBudget, OtherQuestion, RulerPrompt
 from kvbench.tasks.ruler.words import Essays, KeyWords
 
 NEEDLE = "One of the special magic {types} for {key} is: {value}."
@@ -44,6 +44,10 @@ class Needles:
     keys: int = 1
     values: int = 1
     asked: int = 1
+
+    def write(self, key: str, value: str) -> str:
+        """Return the sentence that gives a key a value."""
+        return NEEDLE.format(types=f"{self.value}s", key=key, value=value)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,6 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     The order of draws is RULER's: keys with their values, the haystack, the places, and last the question's keys.
     """
     needles, rng = source.needles, source.rng
-    sentence = NEEDLE.replace("{types}", f"{needles.value}s")
     keys: list[str] = []
     values: list[list[str]] = []
     hidden: list[str] = []
@@ -111,24 +114,14 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
         key_values = [source.draw(needles.value) for _ in range(needles.values)]
         keys.append(key)
         values.append(key_values)
-        hidden += [sentence.format(key=key, value=value) for value in key_values]
+        hidden += [needles.write(key, value) for value in key_values]
     Random(source.seed).shuffle(hidden)
     # the values of all keys in the haystack, the hidden keys last; essays hold no other keys
     values_by_key: dict[str, list[str]] = {}
     if source.essays is not None:
-        context = _hide_in_essays(rng, source.essays.sentences(size), hidden)
+        haystack = _hide_in_essays(rng, source.essays.sentences(size), hidden)
     else:
-        lines = [NOISE] * size
-        if needles.haystack == "needle":
-            for i in range(size):
-                key, value = source.draw(needles.key), source.draw(needles.value)
-                lines[i] = sentence.format(key=key, value=value)
-                values_by_key.setdefault(key, []).append(value)
-        # insert from the last place to the first: an insertion then does not move the places still to come
-        places = sorted(rng.sample(range(size), len(hidden)), reverse=True)
-        for place, needle in zip(places, hidden, strict=True):
-            lines.insert(place, needle)
-        context = "\n".join(lines)
+        haystack = _hide_in_lines(source, size, hidden, values_by_key)
     # a hidden key may also have been drawn for the haystack: it then has both values
     for key, key_values in zip(keys, values, strict=True):
         values_by_key.setdefault(key, []).extend(key_values)
@@ -137,23 +130,53 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     for i in asked_indices:
         answers += values[i]
     # several keys, or several values of one key, are asked for in the plural
-    wording = Wording.of(needles.value, one_answer=needles.asked * needles.values == 1)
+    wording = Wording.choose(needles.value, one_answer=needles.asked * needles.values == 1)
     query = _enumerate_words([keys[i] for i in asked_indices])
-    opening = wording.context(context)
-    others = []
-    if wording.one_answer:
-        # the tasks with @many in their names ask for the value of every key in the haystack, in the same words
-        for key, key_values in values_by_key.items():
-            others.append((wording.question(key), wording.prefix(key), tuple(key_values)))
+    context = wording.context(haystack)
+    depth = 100 * context.index(answers[0]) / len(context)
     return RulerPrompt(
-        context=opening,
+        context=context,
         question=wording.question(query),
         prefix=wording.prefix(query),
         answers=tuple(answers),
-        facts={"size": size, "depth": round(100 * opening.index(answers[0]) / len(opening), 1)},
+        facts={"size": size, "depth": round(depth, 1)},
         short=source.essays is not None and size > len(source.essays),
-        others=tuple(others),
+        others=_ask_for_every_key(wording, values_by_key),
     )
+
+
+def _hide_in_lines(
+    source: NeedleSource, size: int, hidden: Sequence[str], values_by_key: dict[str, list[str]]
+) -> str:
+    """Return ``size`` lines of noise, or of drawn needles, with the ``hidden`` needles between them at drawn places.
+
+    values_by_key: the keys and values of drawn needles are added here.
+    """
+    needles = source.needles
+    lines = [NOISE] * size
+    if needles.haystack == "needle":
+        for i in range(size):
+            key, value = source.draw(needles.key), source.draw(needles.value)
+            lines[i] = needles.write(key, value)
+            values_by_key.setdefault(key, []).append(value)
+    # insert from the last place to the first: an insertion then does not move the places still to come
+    places = sorted(source.rng.sample(range(size), len(hidden)), reverse=True)
+    for place, needle in zip(places, hidden, strict=True):
+        lines.insert(place, needle)
+    return "\n".join(lines)
+
+
+def _ask_for_every_key(wording: Wording, values_by_key: Mapping[str, Sequence[str]]) -> tuple[OtherQuestion, ...]:
+    """Return a question for each key of a haystack, for the tasks with ``@many`` in their names.
+
+    wording: the words of the prompt. In the plural they suit no single key, and the result is ().
+    """
+    if not wording.one_answer:
+        return ()
+    questions = []
+    for key, values in values_by_key.items():
+        questions.append(OtherQuestion(wording.question(key), wording.prefix(key), tuple(values)))
+    return tuple(questions)
 
 
 @dataclass(frozen=True)
@@ -174,7 +197,7 @@ class Wording:
     one_answer: bool
 
     @classmethod
-    def of(cls, value: str, one_answer: bool) -> Wording:
+    def choose(cls, value: str, one_answer: bool) -> Wording:
         """Return RULER's words: singular if the question has ``one_answer``, else plural.
 
         value: the kind of values, ``number`` or ``uuid``.

@@ -40,21 +40,8 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return a drawn value of five digits."""
         return str(numpy_rng.randint(10000, 99999))
 
-    def example_value() -> str:
-        """Return the example's value, which needs no draw."""
-        return EXAMPLE_VALUE
-
-    # the solved example is a prompt of its own small size, with shorter names; its answer is a part of it
-    small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
-    draw_example = partial(_draw_prompt, rng, letters=3, draw_value=example_value)
-    try:
-        size = small.bisect(draw_example, step=5)
-        solved = small.sample(draw_example, size, step=5, least=NAMES)
-    except LengthTooShort:
-        raise LengthTooShort(
-            f"ruler/vt: its solved example has at most {EXAMPLE_TOKENS} tokens, and with this tokenizer even the "
-            "shortest has more: leave out vt"
-        ) from None
+    solved = _draw_solved_prompt(rng, budget)
+    # the answer is a part of the example
     example = f"{solved.context}{solved.question}{solved.prefix} {' '.join(solved.answers)}\n"
 
     def with_example(prompt: RulerPrompt) -> RulerPrompt:
@@ -75,6 +62,29 @@ def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
         yield budget.sample(draw, size, step, least=NAMES, finish=with_example, more=example_tokens)
 
 
+def _draw_solved_prompt(rng: Random, budget: LengthBudget) -> RulerPrompt:
+    """Return the prompt of the solved example. It has at most EXAMPLE_TOKENS tokens, and names of three letters.
+
+    Raises LengthTooShort if even the smallest prompt has more tokens.
+    """
+
+    def example_value() -> str:
+        """Return the example's value, which needs no draw."""
+        return EXAMPLE_VALUE
+
+    # the example's answer is not counted
+    small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
+    draw_example = partial(_draw_prompt, rng, letters=3, draw_value=example_value)
+    try:
+        size = small.bisect(draw_example, step=5)
+        return small.sample(draw_example, size, step=5, least=NAMES)
+    except LengthTooShort:
+        raise LengthTooShort(
+            f"ruler/vt: its solved example has at most {EXAMPLE_TOKENS} tokens, and with this tokenizer even the "
+            "shortest has more: leave out vt"
+        ) from None
+
+
 def _draw_prompt(rng: Random, size: int, *, letters: int, draw_value: Callable[[], str]) -> RulerPrompt:
     """Return a prompt with ``size`` lines of noise, without an example.
 
@@ -92,9 +102,10 @@ def _draw_prompt(rng: Random, size: int, *, letters: int, draw_value: Callable[[
     for previous, name in pairwise(names):
         assignments.append(f"VAR {name} = VAR {previous} ")
     lines = [NOISE] * size
-    for i, place in enumerate(sorted(rng.sample(range(size), NAMES))):
+    places = sorted(rng.sample(range(size), NAMES))
+    for i, (place, assignment) in enumerate(zip(places, assignments, strict=True)):
         # the i assignments before it have moved the place
-        lines.insert(place + i, assignments[i])
+        lines.insert(place + i, assignment)
     return RulerPrompt(
         context=CONTEXT.format(context="\n".join(lines)),
         question=QUESTION.format(query=value),

@@ -23,7 +23,7 @@ ESSAYS_DIGEST = "14ca63813ed994265c91e1d53f181afb6e3bca26193131c86f6ea78f5e52da8
 
 
 @cache
-def lists() -> tuple[tuple[str, ...], ...]:
+def read_word_lists() -> tuple[tuple[str, ...], ...]:
     """Return wonderwords' (nouns, adjectives, verbs). Raises UsageError for other lists than version 2.2.0 has."""
     require("wonderwords", "dataset ruler")
     folder = package_files("wonderwords") / "assets"
@@ -58,12 +58,13 @@ class KeyWords(Sequence[str]):
 
     def __init__(self) -> None:
         """Divide the sorted pairs into blocks of one adjective each."""
-        nouns, adjectives, _ = lists()
+        nouns, adjectives, _ = read_word_lists()
         self.nouns = sorted(set(nouns))
         prefixes = sorted({f"{adjective}-" for adjective in adjectives})
         blocks = []
         for prefix in prefixes:
-            # the pairs of ``blue-eyed-`` stand among those of ``blue-`` and divide them into two blocks
+            # in sorted order, the pairs of ``blue-eyed-`` divide those of ``blue-`` into two blocks: they stand where a
+            # noun ``eyed-`` would stand
             edges = [0, len(self.nouns)]
             for other in prefixes:
                 if other.startswith(prefix) and other != prefix:
@@ -80,6 +81,7 @@ class KeyWords(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         """Return the pair with this index, which counts from 0. Slices and negative indices are not served."""
+        # the block of the pair is the first that ends behind the index
         number = bisect_right(self.ends, index)
         block = self.blocks[number]
         # count from the end of the block, since the block's end among all pairs is known
@@ -89,7 +91,7 @@ class KeyWords(Sequence[str]):
 
 def word_pool() -> list[str]:
     """Return all different nouns, adjectives and verbs, sorted."""
-    return sorted(set(chain.from_iterable(lists())))
+    return sorted(set(chain.from_iterable(read_word_lists())))
 
 
 class Essays:
@@ -129,6 +131,6 @@ class Essays:
     def sentences(self, words: int) -> list[str]:
         """Return the sentences that make up the first ``words`` words, at least one. The last sentence may be cut."""
         cut = self.ends[min(words, len(self)) - 1]
-        # the number of sentences that begin before the cut; a span compares as less than (cut, 0) if it begins before
+        # the number of sentences that begin before the cut: a span (start, end) is less than (cut, 0) if start < cut
         count = bisect_left(self.spans, (cut, 0))
         return [self.text[start : min(end, cut)] for start, end in self.spans[:count]]
