@@ -20,7 +20,7 @@ from kvbench.base.visible import say
 from kvbench.models import load
 from kvbench.plan import config
 from kvbench.plan.run_plan import RunPlan
-from kvbench.store.cell import identity_hash
+from kvbench.store.cell import hash_identity
 from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.source import ENVIRONMENT
@@ -108,7 +108,7 @@ def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
     """
     for name in store.cells():
         record = store.cell(name)
-        if record is not None and identity_hash(record.identity) != name:
+        if record is not None and hash_identity(record.identity) != name:
             raise Contradiction(f"the record of cell {name} ({record.label} on {record.column}) is another cell's")
     lengths: dict[tuple[str, str], int] = {}
     cells = {cell.id: cell for run in runs for group in run.groups for cell in group.cells}

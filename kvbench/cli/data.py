@@ -203,10 +203,10 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
 
     # no id does not mean all: together they are a long download
     if not ids:
-        fetchable = sorted(name for name, file_source in fetch.sources_by_dataset().items() if file_source)
+        fetchable = sorted(name for name, file_source in fetch.read_sources().items() if file_source)
         raise UsageError(f"data fetch needs a dataset: {', '.join(fetchable)}")
     # all ids are looked up before the first file is downloaded
-    sources = [fetch.source_of(name) for name in ids]
+    sources = [fetch.find_source(name) for name in ids]
     if folder is not None:
         path = Path(folder).expanduser()
         try:
@@ -246,7 +246,7 @@ def _print_status(ids: list[str], folder: str | None, as_json: bool) -> int:
 
     # without a data folder, all files are missing
     root = source.data_root(folder)
-    sources = fetch.sources_by_dataset()
+    sources = fetch.read_sources()
     for name in ids:
         if name not in sources:
             raise unknown("dataset", name, sources, listed_by="kvbench list datasets")

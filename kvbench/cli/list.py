@@ -284,7 +284,7 @@ def _find_dataset_states() -> dict[str, str]:
         root = None
     lock = fetch.read_lock(root) if root else {}
     states = {}
-    for name, file_source in fetch.sources_by_dataset().items():
+    for name, file_source in fetch.read_sources().items():
         # without a list of files, a dataset comes with kvbench, or reads files of the user's
         if file_source is None:
             states[name] = READY

@@ -133,7 +133,7 @@ def find_model_state(name: str, entry: ModelEntry, full: bool) -> ModelRecord:
                 record["state"] = "damaged"
                 record["problem"] = f"{name} is damaged: {problem}"
     elif not entry["path"].startswith("embedded:"):
-        record["state"] = hub.cache_state(entry["path"], entry["revision"])
+        record["state"] = hub.find_cache_state(entry["path"], entry["revision"])
         record["from"] = f"{entry['path']} on the hub"
     return record
 

@@ -41,7 +41,7 @@ class Cell:
     @cached_property
     def id(self) -> str:
         """The id of the cell. Its folder in the store has this name."""
-        return identity_hash(self.identity)
+        return hash_identity(self.identity)
 
     @property
     def full(self) -> Cell:
@@ -58,11 +58,11 @@ class Cell:
         # the run's start
         identity_now = dict(self.identity)
         identity_now["chain"] = self.identity["chain"] | self.chain.identity()
-        if self.chain.foreign and identity_hash(identity_now) != self.id:
+        if self.chain.foreign and hash_identity(identity_now) != self.id:
             raise Refused(f"{self.chain.name} changes its own options while it runs")
 
 
-def identity_hash(identity: Mapping[str, Any]) -> str:
+def hash_identity(identity: Mapping[str, Any]) -> str:
     """Return the id of the cell with an identity: 16 hexadecimal digits."""
     # sorted keys make the order of settings irrelevant
     text = json.dumps(identity, sort_keys=True, default=str)

@@ -82,10 +82,11 @@ def _list_shown_knobs(stage: Mapping[str, Any]) -> list[tuple[str, Any]]:
 def list_settings(identity: Identity) -> dict[str, object]:
     """Return a cell's settings by name, as ``--json`` prints them. Settings that an imported cell lacks are None."""
     chain = _mapping_or_empty(identity.get("chain"))
-    policy = _mapping_or_empty(identity.get("prompt"))
-    # query_aware has a name of its own below; an imported cell may have a text in place of a policy
     prompt = identity.get("prompt")
+    # an imported cell may have a text in place of a policy
+    policy = _mapping_or_empty(prompt)
     if policy:
+        # query_aware is a setting of its own below
         prompt = {key: value for key, value in policy.items() if key != "query_aware"}
     settings: dict[str, object] = {
         "knobs": {stage["id"]: stage["knobs"] for stage in chain.get("stages", ())},

@@ -271,7 +271,12 @@ class ScoreSummary:
 
 @dataclass(frozen=True)
 class MeanTiming:
-    """The mean seconds of a cell's answers, and their mean ``batch_factor``."""
+    """The mean times of a cell's answers, in seconds.
+
+    prefill_s, compress_s: the means over answers.
+    decode_s_per_token: the seconds of decoding for each new token.
+    batch_factor: the mean of ``Timing.batch_factor``; None if no answer has one.
+    """
 
     prefill_s: float
     compress_s: float
@@ -281,7 +286,11 @@ class MeanTiming:
 
 @dataclass(frozen=True)
 class BucketScore:
-    """The mean score of the answers on prompts of one range of lengths."""
+    """The mean score of the answers on prompts of one range of lengths.
+
+    n: the number of answers.
+    score: the mean in printed units; None if no answer has a score.
+    """
 
     n: int
     score: float | None

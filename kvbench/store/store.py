@@ -475,15 +475,8 @@ class ResultStore:
         with self._editing_record(cell) as recorded:
             # each distinct set of facts is stored once, and samples refer to it by its index
             if facts not in recorded:
-                for old in recorded:
-                    # these three may change the numbers; other facts, such as the commit, are only recorded
-                    for key in ("device", "torch", "calibration"):
-                        if old.get(key) != facts.get(key) and not mix:
-                            raise UsageError(
-                                f"result {cell.id} ({cell.label} on {cell.column}) was begun with {key} "
-                                f"{old.get(key)}, this is {facts.get(key)}: its numbers could differ. "
-                                f"Use the same {key}, another results=FOLDER, or mix=true to allow both"
-                            )
+                if not mix:
+                    _check_same_conditions(cell, recorded, facts)
                 recorded.append(facts)
             return recorded.index(facts)
 
@@ -492,6 +485,23 @@ class ResultStore:
         # the list is changed in place, since a caller may hold it
         self.warnings[:] = [w for w in self.warnings if not w.startswith(f"{path}: ")]
         self.warnings.append(f"{path}: {text}")
+
+
+def _check_same_conditions(cell: Cell, recorded: Sequence[Line], facts: Line) -> None:
+    """Raise UsageError if facts that may change a cell's numbers differ from those recorded with its samples.
+
+    recorded: the provenance of each earlier process.
+    facts: the provenance of this process.
+    """
+    for earlier in recorded:
+        # other facts, such as the commit, do not change the numbers and are only recorded
+        for key in ("device", "torch", "calibration"):
+            if earlier.get(key) != facts.get(key):
+                raise UsageError(
+                    f"result {cell.id} ({cell.label} on {cell.column}) was begun with {key} "
+                    f"{earlier.get(key)}, this is {facts.get(key)}: its numbers could differ. "
+                    f"Use the same {key}, another results=FOLDER, or mix=true to allow both"
+                )
 
 
 def _describe_uncounted(singular: str, plural: str, numbers: Sequence[int]) -> str:

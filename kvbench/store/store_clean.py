@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from typing import IO
 
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.files import disk_error, is_blocked, lock, read_lines
@@ -212,16 +213,21 @@ def _set_aside(path: Path, cell: str) -> None:
     to_keep = b"".join(counted_lines)
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files. Mode
-        # "ab" adds to the lines of earlier cleanings, mode "xb" makes a new file
-        for target, mode, content in ((damaged_path(path), "ab", to_move), (temporary, "xb", to_keep)):
-            with target.open(mode) as out:
-                out.write(content)
-                out.flush()
-                os.fsync(out.fileno())
+        # write the moved lines to disk before the file loses them: a crash in between leaves them in both files
+        with damaged_path(path).open("ab") as damaged:
+            _write_synced(damaged, to_move)
+        with temporary.open("xb") as kept:
+            _write_synced(kept, to_keep)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _write_synced(out: IO[bytes], content: bytes) -> None:
+    """Write ``content`` to an open file, and sync it to the device."""
+    out.write(content)
+    out.flush()
+    os.fsync(out.fileno())
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from kvbench.base.example import Example
 from kvbench.methods.core.chain import Chain
 from kvbench.plan.cells import Group
 from kvbench.store import archive
-from kvbench.store.cell import identity_hash
+from kvbench.store.cell import hash_identity
 from kvbench.store.results import Sample
 from kvbench.store.store import ResultStore
 from kvbench.suite import folder as folders
@@ -162,7 +162,7 @@ def _cell_samples(
     if record is None:
         checked.problems.append(f"{label}: the result {cell_id} is not in {SAMPLES}")
         return {}
-    if identity_hash(record.identity) != cell_id:
+    if hash_identity(record.identity) != cell_id:
         checked.problems.append(f"{label}: the result {cell_id} has another identity than its id says")
     if lock.hash_protocol(record.identity) != locked["protocol"]:
         checked.problems.append(f"{label}: measured on other prompts, with other settings or scored in another way")

@@ -17,7 +17,7 @@ from kvbench.base.files import check_ends
 from kvbench.tasks.knobs import check_whole, check_word
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.source import Files, data_root
-from kvbench.tasks.spread import spread_order
+from kvbench.tasks.spread import order_by_spread
 
 ROWS = "kvbench.tasks.rowset.load"
 """The loader of datasets whose entry names none."""
@@ -112,7 +112,7 @@ class Task:
         if limit is None or not self.grid:
             return self.examples[:limit]
         # every beginning of the spread order covers the grid; the chosen examples keep the task's order
-        chosen = sorted(spread_order(self.examples, self.grid)[:limit])
+        chosen = sorted(order_by_spread(self.examples, self.grid)[:limit])
         return tuple(self.examples[i] for i in chosen)
 
     def answer(self, text: str) -> str:

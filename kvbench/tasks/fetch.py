@@ -111,7 +111,7 @@ Lock = dict[str, LockRecord]
 """The records of all fetched files by their place below the data folder."""
 
 
-def sources_by_dataset() -> dict[str, FileSource | None]:
+def read_sources() -> dict[str, FileSource | None]:
     """Return {id: source} of every dataset of conf/dataset. The source is None if the entry has no ``hub``."""
     by_dataset: dict[str, FileSource | None] = {}
     for path in sorted((conf_dir() / "dataset").glob("*.yaml")):
@@ -123,9 +123,9 @@ def sources_by_dataset() -> dict[str, FileSource | None]:
     return by_dataset
 
 
-def source_of(dataset: str) -> FileSource:
+def find_source(dataset: str) -> FileSource:
     """Return the source of one dataset. Raises UsageError if there is no such dataset or it names no files."""
-    by_dataset = sources_by_dataset()
+    by_dataset = read_sources()
     if dataset not in by_dataset:
         raise unknown("dataset", dataset, by_dataset, listed_by="kvbench data status")
     source = by_dataset[dataset]

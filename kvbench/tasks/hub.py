@@ -61,7 +61,7 @@ class HuggingFace:
             return str(snapshot_download(repo, revision=revision, allow_patterns=MODEL_FILES, ignore_patterns=["*/*"]))
 
 
-def cache_state(repo: str, revision: str) -> str:
+def find_cache_state(repo: str, revision: str) -> str:
     """Return how much of a model is in the hub's cache: ``here``, ``partly`` or ``missing``. No network is used."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -106,7 +106,7 @@ def load(
                     meta={"documents": documents, "gold": place + 1},
                 )
             )
-    note = note_own_wording(dataset, _note_foreign(questions_with_foreign, len(questions)))
+    note = note_own_wording(dataset, _write_fact_of_distractors(questions_with_foreign, len(questions)))
     tasks = []
     for position, examples in examples_at.items():
         task = Task(
@@ -123,7 +123,7 @@ def load(
     return tasks
 
 
-def _note_foreign(questions_with_foreign: int, questions: int) -> str:
+def _write_fact_of_distractors(questions_with_foreign: int, questions: int) -> str:
     """Return the fact that some questions have distractors from other questions; '' if none has.
 
     questions_with_foreign: the number of such questions, out of all ``questions``.

@@ -151,7 +151,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
             metric=phrasing.metric,
             source=source,
             category="needle",
-            note=_note_of_length(dataset, phrasing, len(text), length),
+            note=_write_note(dataset, phrasing, len(text), length),
             stop=stop,
             min_new_tokens=min_new_tokens,
             grid=("depth",),
@@ -161,7 +161,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     return tasks
 
 
-def _note_of_length(dataset: str, phrasing: Phrasing, chars: int, length: int) -> str:
+def _write_note(dataset: str, phrasing: Phrasing, chars: int, length: int) -> str:
     """Return the note of the task with prompts of ``length`` tokens, from a haystack of ``chars`` characters."""
     facts = []
     if phrasing.lead:

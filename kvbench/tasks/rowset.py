@@ -114,7 +114,7 @@ def load(
         name = f"{dataset}-{i}"
         if form.id:
             name = row.name(form.id, name)
-        examples.append(reader.example(row, name, seed, max_new_tokens))
+        examples.append(reader.read_example(row, name, seed, max_new_tokens))
     task = Task(
         id=dataset,
         examples=tuple(examples),
@@ -214,7 +214,7 @@ class RowReader:
     scorer: metrics.Metric
     answer_keys: Sequence[str]
 
-    def example(self, row: FileRow, name: str, seed: int, max_new_tokens: int) -> Example:
+    def read_example(self, row: FileRow, name: str, seed: int, max_new_tokens: int) -> Example:
         """Return the example of a row. Raises UsageError naming file, place and reason for an incomplete row.
 
         name: the example's id.

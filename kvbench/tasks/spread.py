@@ -11,7 +11,7 @@ Point = tuple[float, ...]
 """The values of an example's ``meta`` along the axes of a grid."""
 
 
-def spread_order(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
+def order_by_spread(examples: Sequence[Example], keys: Sequence[str]) -> list[int]:
     """Return the examples' indices in an order of which every beginning covers the grid as evenly as it can.
 
     keys: the keys of ``meta`` whose values are the axes of the grid.

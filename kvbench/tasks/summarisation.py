@@ -49,7 +49,7 @@ class SummaryKnobs:
         """The end of each block of the prompt, which asks for the summary."""
         return f"Summarize the above article in {_count_noun(self.sentences, 'sentence')}.\n"
 
-    def block(self, row: FileRow) -> str:
+    def write_block(self, row: FileRow) -> str:
         """Return a block of the prompt: the row's article, and the instruction that asks for the summary."""
         return f"{SEPARATOR}\nArticle: {_read_line(row, self.article_key)}\n\n{self.instruction}"
 
@@ -114,7 +114,7 @@ def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) ->
     for i, row in enumerate(read_rows(path)):
         yield Example(
             id=row.name("id", f"{dataset}-{i}"),
-            prompt=shots + knobs.block(row),
+            prompt=shots + knobs.write_block(row),
             answers=(_read_line(row, knobs.summary_key),),
             max_new_tokens=knobs.max_new_tokens,
             question=knobs.instruction,
@@ -124,7 +124,7 @@ def _read_articles(dataset: str, path: Path, knobs: SummaryKnobs, shots: str) ->
 def _read_ready_prompts(dataset: str, path: Path, max_new_tokens: int) -> Iterator[Example]:
     """Yield an example for each line with a ready prompt and its summary, as Q-Hitter's predecessors share them.
 
-    Raises UsageError for a prompt that does not begin and end as ``SummaryKnobs.block`` writes it.
+    Raises UsageError for a prompt that does not begin and end as ``SummaryKnobs.write_block`` writes it.
     """
     for i, row in enumerate(read_rows(path)):
         prompt = row.text("prompt")
@@ -162,7 +162,7 @@ def _write_shots(dataset: str, path: Path, knobs: SummaryKnobs) -> str:
             f"dataset.{dataset}.shots={knobs.shots} is not possible: of the first {len(pool)} articles of {path} only "
             f"{len(shots)} have at most {knobs.shot_words} words (raise shot_words=)"
         )
-    return "".join(f"{knobs.block(row)}{_read_line(row, knobs.summary_key)}\n\n" for row in shots)
+    return "".join(f"{knobs.write_block(row)}{_read_line(row, knobs.summary_key)}\n\n" for row in shots)
 
 
 def _read_line(row: FileRow, key: str) -> str:

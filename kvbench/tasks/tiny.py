@@ -81,7 +81,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Facts to hide, in any order, and the queries that they answer."""
+    """Facts to hide in a prompt, in any order, and the queries that they answer. A prompt asks one of the queries."""
 
     facts: tuple[str, ...]
     queries: tuple[Query, ...]
@@ -243,18 +243,18 @@ def make_example(task: str, length: int, index: int) -> Example:
     if not MIN_LENGTH <= length <= MAX_LENGTH:
         raise ValueError(f"length {length} of a tiny task is not in {MIN_LENGTH}..{MAX_LENGTH} tokens")
     spec, rng = TASKS[task], random.Random(f"eval/{task}/{length}/{index}")
+    fact_count = 1
     if spec.tokens_per_fact:
         # keep 40 tokens for the header, the query and some filler
-        n = max(2, min(spec.most, (length - 40) // spec.tokens_per_fact))
-    else:
-        n = 1
-    puzzle = spec.puzzle(rng, n)
+        room_for_facts = length - 40
+        fact_count = max(2, min(spec.most, room_for_facts // spec.tokens_per_fact))
+    puzzle = spec.puzzle(rng, fact_count)
     query = rng.choice(puzzle.queries)
     facts = list(puzzle.facts)
     rng.shuffle(facts)
     # fillers fill the room exactly; the 1 is <s>
     room = length - 1 - count_tokens(_join_prompt(facts, query.question))
-    fillers = filler_sentences(rng, room)
+    fillers = draw_filler_sentences(rng, room)
     meta: dict[str, object] = {"task": task, "category": spec.category, "length": length, "facts": len(facts)}
     if len(facts) == 1:
         # over the examples, a single fact takes all depths evenly, not at random; example 0 has it in the middle
@@ -318,7 +318,7 @@ def _make_examples(task: str, length: int, count: int) -> tuple[Example, ...]:
     return tuple(make_example(task, length, i) for i in range(count))
 
 
-def filler_sentences(rng: random.Random, room: int) -> list[str]:
+def draw_filler_sentences(rng: random.Random, room: int) -> list[str]:
     """Return random sentences without facts that have ``room`` tokens together.
 
     Raises ValueError if ``room`` is 1 or below 0, which no sentences can fill.
@@ -328,20 +328,20 @@ def filler_sentences(rng: random.Random, room: int) -> list[str]:
     sentences: list[str] = []
     while room:
         # no sentence has one token, so none or at least two tokens must remain after each of them
-        templates = [template for template in FILLER if room - template_tokens(template) >= 2]
+        templates = [template for template in FILLER if room - count_template_tokens(template) >= 2]
         if not templates:
             # near the end, take a sentence that fills the room, or that leaves two tokens for the last sentence
             templates = [
-                template for template in FILLER + SHORT_FILLER if template_tokens(template) in (room, room - 2)
+                template for template in FILLER + SHORT_FILLER if count_template_tokens(template) in (room, room - 2)
             ]
         template = rng.choice(templates)
         sentences.append(_fill_template(rng, template))
-        room -= template_tokens(template)
+        room -= count_template_tokens(template)
     rng.shuffle(sentences)
     return sentences
 
 
-def filler_sentence(rng: random.Random) -> str:
+def draw_filler_sentence(rng: random.Random) -> str:
     """Return one random sentence without facts."""
     return _fill_template(rng, rng.choice(FILLER))
 
@@ -360,7 +360,7 @@ def scatter(rng: random.Random, facts: list[T], fillers: list[T]) -> list[T]:
 
 
 @cache
-def template_tokens(template: str) -> int:
+def count_template_tokens(template: str) -> int:
     """Return the number of tokens of a filler sentence made from ``template``."""
     # every word of the lists is one token, as x is
     return count_tokens(re.sub(r"\{\w\}", "x", template))

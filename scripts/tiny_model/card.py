@@ -92,7 +92,7 @@ def noisy_needle(length: int, index: int) -> Example:
     while (size := len(tiny_corpus.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
         sentences.append(sentence)
         room -= size
-    sentences += [f" {filler}" for filler in tiny.filler_sentences(rng, room)]
+    sentences += [f" {filler}" for filler in tiny.draw_filler_sentences(rng, room)]
     sentences.insert(round((0.5 + index * tiny.GOLDEN) % 1.0 * len(sentences)), f" {fact}")
     return Example(f"noise-{length}-{index:05d}", "".join(sentences) + f" {question}", (answer,), task.max_new_tokens)
 

@@ -332,16 +332,16 @@ def test_the_hubs_cache_is_here_partly_or_missing(monkeypatch, tmp_path):
         return str(path) if path.exists() else None
 
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", find)
-    assert hub.cache_state("a/b", "main") == "missing"
+    assert hub.find_cache_state("a/b", "main") == "missing"
     (tmp_path / "config.json").write_text("{}")
-    assert hub.cache_state("a/b", "main") == "partly"
+    assert hub.find_cache_state("a/b", "main") == "partly"
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
     )
     (tmp_path / "1.safetensors").write_bytes(b"")
-    assert hub.cache_state("a/b", "main") == "partly"
+    assert hub.find_cache_state("a/b", "main") == "partly"
     (tmp_path / "2.safetensors").write_bytes(b"")
-    assert hub.cache_state("a/b", "main") == "here"
+    assert hub.find_cache_state("a/b", "main") == "here"
 
 
 @pytest.fixture

@@ -93,7 +93,7 @@ def test_wikitext2_comes_with_the_split_that_calibration_reads(tmp_path):
     files = {f"wikitext-2-raw-v1/{split}-00000-of-00001.parquet": rows for split in ("test", "train")}
     store = FakeHub({name: parquet(tmp_path, content) for name, content in files.items()})
     root = tmp_path / "root"
-    assert take(fetch.source_of("wikitext2"), root, store) == ["wikitext2/test.txt", "wikitext2/train.txt"]
+    assert take(fetch.find_source("wikitext2"), root, store) == ["wikitext2/test.txt", "wikitext2/train.txt"]
     actual = text.find(False, None, str(root))
     assert (actual.name, actual.content) == ("wikitext2/train.txt", "".join(r["text"] for r in rows))
 
@@ -255,7 +255,7 @@ def test_a_damaged_lock_is_an_error(tmp_path, text):
 
 
 def test_every_entry_of_conf_says_what_status_shows():
-    sources = fetch.sources_by_dataset()
+    sources = fetch.read_sources()
     assert {"longbench", "longbench_e", "longbench_zh"} <= set(sources)
     for name, entry in sources.items():
         if entry is not None:
@@ -272,7 +272,7 @@ def test_fetched_files_are_those_that_the_loader_reads(tmp_path):
         *(("longbench", "en"), ("longbench_zh", "zh"), ("longbench_e", "e")),
         *(("longbench_mini", "en"), ("longbench_mini_zh", "zh")),
     ):
-        files = {w.destination: w.alternative for w in fetch.source_of(dataset).files}
+        files = {w.destination: w.alternative for w in fetch.find_source(dataset).files}
         folder = "longbench_mini" if "mini" in dataset else "longbench"
         expected = dict(longbench.file_places(n, split, folder) for n in longbench.task_names(split))
         official = {f"longbench/{n}": None for n in (longbench.PROMPTS, longbench.LENGTHS)}

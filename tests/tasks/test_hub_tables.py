@@ -9,7 +9,7 @@ import pytest
 from support.dataset_files import load
 
 from kvbench.base.errors import UsageError
-from kvbench.tasks.fetch import source_of, unpack
+from kvbench.tasks.fetch import find_source, unpack
 
 PICTURE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 TABLES = {
@@ -42,7 +42,7 @@ REFERENCES = {
 @pytest.mark.parametrize("dataset", TABLES)
 def test_fetched_tables_load(tmp_path, dataset):
     pq.write_table(pa.table(TABLES[dataset]), tmp_path / "table.parquet")
-    source = source_of(dataset)
+    source = find_source(dataset)
     assert not source.verified and source.repo and source.licence != "unknown"
     for wanted in source.files:
         if wanted.source.endswith(".parquet"):
@@ -56,12 +56,12 @@ def test_fetched_tables_load(tmp_path, dataset):
 
 def test_fetched_files_load(tmp_path):
     line = {"question": "q", "answers": ["a1"], "ctxs": [{"title": "t", "text": "a1", "isgold": True}]}
-    (wanted,) = source_of("mdqa").files
+    (wanted,) = find_source("mdqa").files
     (tmp_path / "x.gz").write_bytes(gzip.compress(json.dumps(line).encode()))
     unpack(wanted, tmp_path / "x.gz", tmp_path / wanted.destination)
     assert load("mdqa", tmp_path, "last", documents=1)[0].examples[0].answers == ("a1",)
     for dataset in ("gpqa", "coqa"):
-        (wanted,) = source_of(dataset).files
+        (wanted,) = find_source(dataset).files
         (tmp_path / wanted.destination).write_text("{}")
         with pytest.raises(UsageError, match=wanted.destination):
             load(dataset, tmp_path)

@@ -118,7 +118,7 @@ def test_revision_2024_has_the_published_needles_in_noise():
 
 def test_key_words_are_sorted_pairs():
     pairs = words.KeyWords()
-    assert (len(pairs), len(words.word_pool())) == (6_175_260, 8_169)
+    assert (len(pairs), len(words.list_all_words())) == (6_175_260, 8_169)
     edges = [i for end in (0, *pairs.ends) for i in range(end - 2, end + 2) if 0 <= i < len(pairs)]
     assert len(edges) > 3600
     listed = [pairs[i] for i in edges]

@@ -9,7 +9,7 @@ from kvbench.base.conf import entries
 from kvbench.base.example import Example
 from kvbench.cli.main import main
 from kvbench.tasks.base import Task, load_tasks
-from kvbench.tasks.spread import describe_left_out, spread_order
+from kvbench.tasks.spread import describe_left_out, order_by_spread
 
 
 def grid(keys, *axes, repeats=3):
@@ -20,10 +20,10 @@ def grid(keys, *axes, repeats=3):
 
 def test_ends_first_then_the_middle_then_what_lies_between():
     examples = grid(["depth"], [0, 25, 50, 75, 100])
-    depths = [examples[i].meta["depth"] for i in spread_order(examples, ["depth"])]
+    depths = [examples[i].meta["depth"] for i in order_by_spread(examples, ["depth"])]
     assert depths[:5] == depths[5:10] == depths[10:] == [0, 100, 50, 25, 75]
-    assert spread_order(examples, ["depth"])[:5] == [0, 4, 2, 1, 3]
-    assert sorted(spread_order(examples, ["depth"])) == list(range(15))
+    assert order_by_spread(examples, ["depth"])[:5] == [0, 4, 2, 1, 3]
+    assert sorted(order_by_spread(examples, ["depth"])) == list(range(15))
 
 
 def test_a_larger_limit_takes_what_a_smaller_one_took_and_a_round_takes_every_field():
@@ -44,7 +44,7 @@ def test_a_larger_limit_takes_what_a_smaller_one_took_and_a_round_takes_every_fi
 
 def test_uneven_fields_are_taken_to_the_end():
     examples = [*grid(["depth"], [0, 100], repeats=1), *grid(["depth"], [0], repeats=2)]
-    assert [examples[i].meta["depth"] for i in spread_order(examples, ["depth"])] == [0, 100, 0, 0]
+    assert [examples[i].meta["depth"] for i in order_by_spread(examples, ["depth"])] == [0, 100, 0, 0]
 
 
 def test_without_a_grid_the_first_ones_are_taken():

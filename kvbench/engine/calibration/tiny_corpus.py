@@ -132,7 +132,7 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
         if rng.random() < noisy:
             ids, role = encode(noise(rng)), Role.NOISE
         else:
-            ids, role = encode(f" {tiny.filler_sentence(rng)}"), Role.CONTEXT
+            ids, role = encode(f" {tiny.draw_filler_sentence(rng)}"), Role.CONTEXT
         ids = ids[-room:]  # the last sentence drawn is cut
         spans.append(Span(ids, (role,) * len(ids)))
         room -= len(ids)

@@ -18,7 +18,7 @@ from kvbench.base.files import format_line, write_json
 from kvbench.base.version import version
 from kvbench.plan.cells import SCHEMA
 from kvbench.report.table import Table
-from kvbench.store.cell import identity_hash
+from kvbench.store.cell import hash_identity
 from kvbench.store.store import ResultStore
 from kvbench.studies.imports.stored import KIND
 
@@ -246,7 +246,7 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
         "label": distance.label,
         "sha256": distance.sha256,
     }
-    cell = identity_hash(identity)
+    cell = hash_identity(identity)
     ci = None
     if distance.error is not None:
         half = NORMAL_95 * distance.error

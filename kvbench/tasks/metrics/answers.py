@@ -22,7 +22,7 @@ _MARKED = re.compile(r"\(([A-Da-d])\)|\b([A-D])(?=[).:](?![A-Za-z0-9]))")
 _ALONE = re.compile(r"\b([B-D]|A(?!\s+[a-z]))\b(?![-'’])")
 
 
-def last_number(text: str) -> Decimal | None:
+def find_last_number(text: str) -> Decimal | None:
     """Return the last number of a text; None if there is none or it has no value, as 1/0.
 
     The number may have commas between thousands, a sign before ``$``, an exponent or a divisor, as in 3/4. ``%``, ``$``
@@ -54,10 +54,10 @@ def gsm8k(prediction: str, reference: str) -> float | None:
     If the prediction has a ``:``, only the text behind the last one counts. Numbers are equal by value: ``$1,200.00``
     is ``1200``. Returns None for a reference without a number.
     """
-    expected = last_number(reference)
+    expected = find_last_number(reference)
     if expected is None:
         return None
-    return float(last_number(prediction.rpartition(":")[2]) == expected)
+    return float(find_last_number(prediction.rpartition(":")[2]) == expected)
 
 
 def letter(prediction: str, reference: str) -> float | None:
@@ -65,10 +65,10 @@ def letter(prediction: str, reference: str) -> float | None:
     expected = reference.strip().upper()
     if expected not in ("A", "B", "C", "D"):
         return None
-    return float(chosen_letter(prediction) == expected)
+    return float(find_chosen_letter(prediction) == expected)
 
 
-def chosen_letter(text: str) -> str | None:
+def find_chosen_letter(text: str) -> str | None:
     """Return the option A to D that a text chooses, as a capital; None if it chooses none.
 
     These rules are tried in order. First, the text is nothing but a letter. Second, "answer is" or "answer:" announces

@@ -46,7 +46,7 @@ _LONGEST = 300
 """The most characters of a number. Longer ones are noise, and Python refuses to read 5,000 digits."""
 
 
-def plain_operators(text: str) -> str:
+def rewrite_operators(text: str) -> str:
     """Return a text with its LaTeX and typographic signs rewritten as plain operators and brackets."""
     text = _STYLE.sub(" ", text.replace("{,}", ","))
     for sign, plain in (("−", "-"), ("×", "*"), ("·", "*"), ("\\times", "*"), ("\\cdot", "*"), ("π", " pi ")):
@@ -68,7 +68,7 @@ def evaluate_first(text: str) -> float | None:
 
     Returns None if there is no expression, or if the first one has no finite value.
     """
-    text = _join_thousands(plain_operators(text))
+    text = _join_thousands(rewrite_operators(text))
     tokens: list[_Token] = [(match[1], match[2], match[3]) for match in _TOKEN.finditer(text)]
     for start in range(len(tokens)):
         if not _begins_expression(tokens, start):

@@ -34,7 +34,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
     A result that cannot be read, takes too long or takes too much memory scores 0. Raises KvbenchError if math-verify
     cannot be used.
     """
-    result = last_boxed(prediction)
+    result = find_last_boxed(prediction)
     text = as_formula(result) if result is not None else prediction
     # an empty answer is wrong, and the process need not be asked
     if not text.strip():
@@ -45,7 +45,7 @@ def math_equal(prediction: str, reference: str) -> float | None:
     return float(equal)
 
 
-def last_boxed(text: str) -> str | None:
+def find_last_boxed(text: str) -> str | None:
     """Return the content of the last ``\\boxed{}`` that is closed and not empty; None if there is none."""
     # the last box may be open, if the answer was cut off
     for box in reversed(list(_BOX.finditer(text))):

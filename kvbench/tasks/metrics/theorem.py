@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvbench.tasks.metrics.arithmetic import evaluate_first, plain_operators, read_numbers
+from kvbench.tasks.metrics.arithmetic import evaluate_first, rewrite_operators, read_numbers
 
 T = TypeVar("T")
 Answer = bool | int | float | str | tuple[int | float, ...]
@@ -38,7 +38,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     if expected is None:
         return None
     # an announced answer begins its text, and words may follow; without one, the last answer of the prediction counts
-    announced = announced_answer(prediction)
+    announced = find_announced_answer(prediction)
     if announced is not None:
         text, first = announced, True
     else:
@@ -83,7 +83,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def announced_answer(text: str) -> str | None:
+def find_announced_answer(text: str) -> str | None:
     """Return the announced answer; None if the text announces no answer.
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
@@ -158,7 +158,7 @@ def _find_list(text: str, first: bool) -> list[float | None]:
     Entries that are no numbers are None; without a list the result is []. The first list is that of an announced
     answer. It may lack brackets, and its numbers then stand between commas.
     """
-    text = plain_operators(text)
+    text = rewrite_operators(text)
     # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
     groups = [group for group in _bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:

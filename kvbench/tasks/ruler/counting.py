@@ -36,7 +36,7 @@ ZETA_2 = math.pi**2 / 6
 """The sum of r^-2 over all ranks r from 1, by which Zipf's law is normed."""
 
 
-def common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
+def make_common_prompts(budget: LengthBudget, words: Sequence[str]) -> Iterator[RulerPrompt]:
     """Yield, without end, prompts that ask for the ten most common words. A solved example stands in front of each.
 
     words: all words that a prompt may list.
@@ -108,7 +108,7 @@ def _number_words(words: Sequence[str]) -> str:
     return " ".join(f"{i}. {word}" for i, word in enumerate(words, start=1))
 
 
-def frequent_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
+def make_frequent_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     """Yield, without end, prompts that ask for the three most frequent coded words.
 
     Raises LengthTooShort if the length gives no vocabulary of four words, or a prompt without one of its answers.

@@ -18,7 +18,7 @@ from kvbench.tasks.knobs import check_whole, check_word
 from kvbench.tasks.ruler import counting, documents, niah, tracing
 from kvbench.tasks.ruler.fitting import LengthBudget, LengthTooShort, RulerPrompt
 from kvbench.tasks.ruler.niah import Needles
-from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, word_pool
+from kvbench.tasks.ruler.words import VERSION, Essays, KeyWords, list_all_words
 from kvbench.tasks.source import ENVIRONMENT, Files
 
 ESSAYS = "paul_graham"
@@ -164,7 +164,7 @@ def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[st
     candidates = list(selected) or [name for name in NEW_TOKENS if name not in SUBSTITUTES]
     names, lacking = [], []
     for name in candidates:
-        reason = sources.lack(name)
+        reason = sources.explain_lack(name)
         if reason:
             lacking.append(f"{name} ({reason})")
         else:
@@ -178,7 +178,7 @@ def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], la
     # a dictionary keeps the order, and has a file once that several tasks need
     absent: dict[str, None] = {}
     for name in selected:
-        path = sources.absent(name)
+        path = sources.find_absent(name)
         if path:
             absent[path] = None
     if not absent:
@@ -206,7 +206,7 @@ def _list_facts_for_readers(
             facts.append(f"{name} asks for every key and is part of no mean called RULER")
         elif "@" in name:
             facts.append(f"{name} has questions of other data and is part of no mean called RULER")
-    if any(sources.in_essays(name) for name in names) and not sources.essays.are_rulers:
+    if any(sources.hides_in_essays(name) for name in names) and not sources.essays.are_rulers:
         facts.append("its essays are not RULER's")
     unfilled = _note_unfilled(tasks, sources.revision)
     if unfilled:
@@ -246,7 +246,7 @@ def _make_task(dataset: str, sources: Sources, name: str, budget: LengthBudget, 
         id=f"{dataset}/{name}/{budget.length}",
         examples=tuple(_make_examples(sources, name, budget, examples)),
         metric=metric,
-        source=f"RULER {sources.revision}, seed {budget.seed}" + sources.used(name),
+        source=f"RULER {sources.revision}, seed {budget.seed}" + sources.describe_data(name),
         category="RULER",
         query_aware=False,
     )
@@ -257,7 +257,7 @@ def _make_examples(sources: Sources, name: str, budget: LengthBudget, examples: 
 
     A task that asks for every key (``@many``) gives an example with one question for each key.
     """
-    for i, prompt in enumerate(islice(sources.prompts(name, budget), examples)):
+    for i, prompt in enumerate(islice(sources.make_prompts(name, budget), examples)):
         meta = {"length": budget.length, "tokens": budget.measure(prompt)}
         example = Example(
             id=f"{name}-{budget.length}-{i}",
@@ -302,12 +302,12 @@ class Sources:
     revision: str
     haystack: str | None
 
-    def lack(self, task: str) -> str:
+    def explain_lack(self, task: str) -> str:
         """Return why a task cannot be generated; '' if it can."""
         # only the older revision's needles were compared with published prompts
         if self.revision != "2025" and task.removesuffix(MANY) not in NEEDLES:
             return f"its form of revision {self.revision} could not be verified"
-        absent = self.absent(task)
+        absent = self.find_absent(task)
         if not absent:
             return ""
         if task not in READERS:
@@ -318,17 +318,17 @@ class Sources:
             reason += f"; {task}@xquad stands in its place, if named"
         return reason
 
-    def absent(self, task: str) -> str:
+    def find_absent(self, task: str) -> str:
         """Return the absent file or folder that a task needs; '' if there is none."""
         if task in READERS:
             file, _ = READERS[task]
             if self._path(file) is None:
                 return file
-        if self.in_essays(task) and not self._essay_files():
+        if self.hides_in_essays(task) and not self._essay_files():
             return self.haystack or ESSAYS
         return ""
 
-    def prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
+    def make_prompts(self, name: str, budget: LengthBudget) -> Iterator[RulerPrompt]:
         """Return an iterator over a task's prompts. Prompts about documents end with their file, others never end.
 
         name: the task.
@@ -337,18 +337,18 @@ class Sources:
         needles = NEEDLES.get(name.removesuffix(MANY))
         if needles is not None:
             # Punkt and a megabyte of essays are read only for a task that hides its needles in them
-            essays = self.essays if self.in_essays(name) else None
-            return niah.prompts(budget, needles, self.keys, essays, revision=self.revision)
+            essays = self.essays if self.hides_in_essays(name) else None
+            return niah.make_prompts(budget, needles, self.keys, essays, revision=self.revision)
         if name in READERS:
             file, read_library = READERS[name]
-            return documents.prompts(budget, read_library(self.files.path(file)))
+            return documents.make_prompts(budget, read_library(self.files.path(file)))
         if name == "vt":
-            return tracing.prompts(budget)
+            return tracing.make_prompts(budget)
         if name == "cwe":
-            return counting.common_prompts(budget, word_pool())
-        return counting.frequent_prompts(budget)
+            return counting.make_common_prompts(budget, list_all_words())
+        return counting.make_frequent_prompts(budget)
 
-    def used(self, task: str) -> str:
+    def describe_data(self, task: str) -> str:
         """Return the data of a task in words, ready to follow other text; '' for a task without data."""
         if task in READERS:
             file, _ = READERS[task]
@@ -357,7 +357,7 @@ class Sources:
             return ""
         # the version decides the keys of all prompts
         text = f"; words of wonderwords {VERSION}"
-        if self.in_essays(task):
+        if self.hides_in_essays(task):
             text += f"; {len(self._essay_files())} files of essays, sentences by Punkt"
         return text
 
@@ -372,7 +372,7 @@ class Sources:
         # RULER joins its essays without a separator
         return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
 
-    def in_essays(self, task: str) -> bool:
+    def hides_in_essays(self, task: str) -> bool:
         """Return True if a task hides its needles in essays."""
         needles = NEEDLES.get(task.removesuffix(MANY))
         return needles is not None and needles.haystack == "essay"

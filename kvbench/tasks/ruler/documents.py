@@ -49,7 +49,7 @@ class Library:
     documents: tuple[str, ...]
 
 
-def prompts(budget: LengthBudget, library: Library) -> Iterator[RulerPrompt]:
+def make_prompts(budget: LengthBudget, library: Library) -> Iterator[RulerPrompt]:
     """Yield a prompt for each question of ``library``, in order, filled with documents up to the budget's length."""
     rng = Random(budget.seed)
     # the first question's size serves all questions, as in RULER
@@ -82,7 +82,7 @@ def _draw_prompt(rng: Random, seed: int, library: Library, question: AskedOfDocu
 def _choose_documents(rng: Random, question: AskedOfDocuments, size: int, total: int) -> list[int]:
     """Return the numbers of ``size`` documents out of ``total``: the gold ones, then near ones, then any others.
 
-    size: at least the number of gold documents, which ``LengthBudget.sample`` ensures.
+    size: at least the number of gold documents. The searches of LengthBudget try no smaller size.
 
     If the library has no more than ``size`` documents, return all of them in turn until there are ``size``.
     """

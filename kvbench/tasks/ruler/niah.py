@@ -77,7 +77,7 @@ class NeedleSource:
         return str(uuid.UUID(int=self.rng.getrandbits(128), version=4))
 
 
-def prompts(
+def make_prompts(
     budget: LengthBudget, needles: Needles, keys: KeyWords, essays: Essays | None, revision: str
 ) -> Iterator[RulerPrompt]:
     """Yield a task's prompts without end.
@@ -132,12 +132,12 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     # several keys, or several values of one key, are asked for in the plural
     wording = Wording.choose(needles.value, one_answer=needles.asked * needles.values == 1)
     query = _enumerate_words([keys[i] for i in asked_indices])
-    context = wording.context(haystack)
+    context = wording.write_context(haystack)
     depth = 100 * context.index(answers[0]) / len(context)
     return RulerPrompt(
         context=context,
-        question=wording.question(query),
-        prefix=wording.prefix(query),
+        question=wording.write_question(query),
+        prefix=wording.write_prefix(query),
         answers=tuple(answers),
         facts={"size": size, "depth": round(depth, 1)},
         short=source.essays is not None and size > len(source.essays),
@@ -175,7 +175,7 @@ def _ask_for_every_key(wording: Wording, values_by_key: Mapping[str, Sequence[st
         return ()
     questions = []
     for key, values in values_by_key.items():
-        questions.append(OtherQuestion(wording.question(key), wording.prefix(key), tuple(values)))
+        questions.append(OtherQuestion(wording.write_question(key), wording.write_prefix(key), tuple(values)))
     return tuple(questions)
 
 
@@ -206,15 +206,15 @@ class Wording:
             return cls(type=value, some="A", are="is", are_all="is", one_answer=True)
         return cls(type=f"{value}s", some="Some", are="are", are_all="are all", one_answer=False)
 
-    def context(self, text: str) -> str:
+    def write_context(self, text: str) -> str:
         """Return a haystack with its introduction."""
         return CONTEXT.format(some=self.some, type=self.type, are=self.are, context=text)
 
-    def question(self, query: str) -> str:
+    def write_question(self, query: str) -> str:
         """Return the question for the values of one key, or of several keys in one text."""
         return QUESTION.format(are=self.are_all, type=self.type, query=query)
 
-    def prefix(self, query: str) -> str:
+    def write_prefix(self, query: str) -> str:
         """Return the beginning of the answer."""
         return PREFIX.format(type=self.type, query=query, are=self.are)
 

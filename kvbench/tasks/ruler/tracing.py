@@ -28,7 +28,7 @@ EXAMPLE_VALUE = "12345"
 """The value in the solved example. Each prompt replaces it by a drawn one."""
 
 
-def prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
+def make_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     """Yield, without end, prompts that ask for all variables that a chain of assignments gives one value.
 
     Each prompt begins with a solved example.

@@ -89,7 +89,7 @@ class KeyWords(Sequence[str]):
         return block.prefix + self.nouns[block.high - pairs_from_end]
 
 
-def word_pool() -> list[str]:
+def list_all_words() -> list[str]:
     """Return all different nouns, adjectives and verbs, sorted."""
     return sorted(set(chain.from_iterable(read_word_lists())))
 

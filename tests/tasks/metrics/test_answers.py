@@ -5,7 +5,7 @@ import pytest
 from support import metric_reference as slow
 from support.data import data_path
 
-from kvbench.tasks.metrics.answers import chosen_letter, gsm8k, last_number, letter
+from kvbench.tasks.metrics.answers import find_chosen_letter, gsm8k, find_last_number, letter
 from kvbench.tasks.rows import read_rows
 
 
@@ -42,7 +42,7 @@ from kvbench.tasks.rows import read_rows
     ],
 )
 def test_last_number(text, number):
-    assert last_number(text) == (None if number is None else Decimal(number))
+    assert find_last_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_gsm8k_on_texts_of_known_answers():
         before = [written(any_value()) for _ in range(rng.randrange(4))]
         value = any_value()
         text = " is: ".join([" and ".join(before), f"{' + '.join(before)} = {written(value)}"])
-        assert last_number(text) == value, text
+        assert find_last_number(text) == value, text
         assert gsm8k(text, f"{value:,}") == 1.0, text
         assert gsm8k(text, str(value + 1)) == 0.0, text
         assert gsm8k(f"{text} so: none", str(value)) == 0.0
@@ -125,7 +125,7 @@ def test_every_gsm8k_reference_is_scored_by_value():
     ],
 )
 def test_chosen_letter(text, chosen):
-    assert chosen_letter(text) == chosen
+    assert find_chosen_letter(text) == chosen
     for right in "ABCD":
         assert letter(text, right) == float(right == chosen)
 

@@ -12,7 +12,7 @@ from kvbench.base.example import Example
 from kvbench.plan import cells
 from kvbench.tasks import metrics
 from kvbench.tasks.metrics import check_installed, math_equal, metric, score
-from kvbench.tasks.metrics.math_equal import MathWorker, as_formula, last_boxed
+from kvbench.tasks.metrics.math_equal import MathWorker, as_formula, find_last_boxed
 
 EQUAL = [
     (r"\frac{1}{2}", r"\dfrac{2}{4}"),
@@ -88,7 +88,7 @@ def test_different_results(reference, result):
     ],
 )
 def test_the_last_box_counts(text, result):
-    assert last_boxed(text) == result
+    assert find_last_boxed(text) == result
 
 
 def test_a_result_is_one_formula():

@@ -7,7 +7,7 @@ from support import metric_reference as slow
 from support.data import data_path
 
 from kvbench.tasks.metrics.arithmetic import evaluate_first, read_numbers
-from kvbench.tasks.metrics.theorem import announced_answer, is_close, parse_reference, theorem_match
+from kvbench.tasks.metrics.theorem import find_announced_answer, is_close, parse_reference, theorem_match
 from kvbench.tasks.rows import read_rows
 
 
@@ -137,7 +137,7 @@ def test_parse_reference(text, value):
     ],
 )
 def test_announced(text, part):
-    assert announced_answer(text) == part
+    assert find_announced_answer(text) == part
 
 
 @pytest.mark.parametrize(
