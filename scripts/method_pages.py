@@ -22,7 +22,7 @@ from latex2mathml.converter import convert
 from option_tables import of_text
 from ziamath import zmath
 
-from kvbench.base.conf import conf_dir, keys_with_comments
+from kvbench.base.conf import conf_dir, read_keys_with_comments
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Modifier
 from kvbench.methods.core.lowrank import LowRankStage
@@ -362,7 +362,7 @@ def _options(method: str) -> str:
     """Return a table of a method's options from its file in conf/, or of the class's own defaults."""
     file = conf_dir() / "method" / f"{method}.yaml"
     if file.exists():
-        return of_text(keys_with_comments(f"method/{method}"))
+        return of_text(read_keys_with_comments(f"method/{method}"))
     rows = [(f"`{name}`", f"`{registry.defaults(method)[name]}`") for name in registry.knob_names(method)]
     return writers.table(("option", "default"), rows)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvbench.base.conf import KEY_FILES, entries, keys_with_comments
+from kvbench.base.conf import KEY_FILES, entries, read_keys_with_comments
 from kvbench.report import writers
 
 OPTION = re.compile(r"^( *)([\w-]+):(.*)$")
@@ -54,10 +54,10 @@ def page() -> str:
     """Return the page of all options of ``run`` but those of methods."""
     parts = [INTRODUCTION]
     for name in KEY_FILES:
-        parts += [f"## {TITLES[name]}\n", *_section_parts(keys_with_comments(name))]
+        parts += [f"## {TITLES[name]}\n", *_section_parts(read_keys_with_comments(name))]
     parts.append("## Datasets\n")
     for name in entries("dataset"):
-        parts += [f"### {name}\n", *_section_parts(keys_with_comments(f"dataset/{name}"))]
+        parts += [f"### {name}\n", *_section_parts(read_keys_with_comments(f"dataset/{name}"))]
     return "\n".join(parts)
 
 

@@ -112,7 +112,7 @@ def read_entry(group: str, path: Path) -> dict[str, Any]:
     return {key: value for key, value in content.items() if key not in ("default_limit", "hub")}
 
 
-def keys_with_comments(name: str) -> str:
+def read_keys_with_comments(name: str) -> str:
     """Return the keys in the file ``name`` of conf/ with their comments, without blocks that nobody types."""
     text = (conf_dir() / f"{name}.yaml").read_text(encoding="utf-8")
     # users may type every key of conf/keys.yaml
@@ -121,7 +121,7 @@ def keys_with_comments(name: str) -> str:
     return NOT_TYPED.sub("", text)
 
 
-def key_help(topic: str) -> str:
+def write_key_help(topic: str) -> str:
     """Return the text of ``run --help TOPIC``: keys of ``run`` with their comments.
 
     topic: ``keys`` for the general keys, or the name of a method, a dataset or a prompt policy for its own keys. If
@@ -132,7 +132,7 @@ def key_help(topic: str) -> str:
     blocks = []
     for name in _list_key_files(topic):
         lines: list[str] = []
-        for line in _join_comments(keys_with_comments(name)):
+        for line in _join_comments(read_keys_with_comments(name)):
             lines += _wrap_line(line)
         # a group's file has a heading such as method=snapkv; conf/keys.yaml and conf/config.yaml are one list
         if "/" in name:

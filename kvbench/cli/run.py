@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from kvbench.base.conf import key_help
+from kvbench.base.conf import write_key_help
 from kvbench.base.errors import UsageError
 from kvbench.cli import launchers
 from kvbench.methods.core import registry
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
 def _write_help(topic: str) -> str:
     """Return the text of ``run --help TOPIC``. Raises UsageError for an unknown topic."""
     if not registry.of_kvpress(topic):
-        return key_help(topic)
+        return write_key_help(topic)
     from kvbench.methods.core.kvpress import stage_class
 
     # kvpress's methods have no YAML file: their knobs are the arguments of their classes

@@ -38,7 +38,7 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
 
     Raises UsageError if ``path`` is not a file of samples.
     """
-    # by the id of the cell
+    # both are by the id of the cell
     records = {}
     samples = defaultdict(list)
     try:

@@ -151,6 +151,8 @@ def _average_beside(contexts: Contexts) -> dict[str, float | None]:
 def compare_falls(contexts: Contexts, full: Contexts, name: str) -> tuple[float, stats.Interval | None] | None:
     """Return the mean difference between a method's falls and the full cache's, with its interval, in printed units.
 
+    A fall is the score of a context's last question minus that of its first.
+
     contexts: the method's answers.
     full: the full cache's answers. Contexts with a fall in both are compared.
     name: the metric of the scores.

@@ -123,12 +123,12 @@ def _cut_windows(
     length: the tokens of a window. For ``windows=prefix``, ``knobs.forced`` tokens come in addition.
     """
     if knobs.windows == "prefix":
-        return _first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
+        return _cut_first_windows(prefix, tokenizer, documents, length, forced=knobs.forced)
     first_half_exact = knobs.windows == "second_half"
-    return _llamacpp_windows(prefix, tokenizer, documents, length, first_half_exact=first_half_exact)
+    return _cut_llamacpp_windows(prefix, tokenizer, documents, length, first_half_exact=first_half_exact)
 
 
-def _first_windows(
+def _cut_first_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, forced: int
 ) -> Iterator[Example]:
     """Yield the first window of each document (name, text) that is long enough.
@@ -161,7 +161,7 @@ def _list_bos_ids(tokenizer: Any) -> list[int]:
     return [tokenizer.bos_token_id]
 
 
-def _llamacpp_windows(
+def _cut_llamacpp_windows(
     prefix: str, tokenizer: Any, documents: Sequence[tuple[str, str]], length: int, *, first_half_exact: bool
 ) -> Iterator[Example]:
     """Yield all windows of ``length`` tokens of the joined documents. Predictions in their first halves do not count.
@@ -236,7 +236,7 @@ def _interleave(document_numbers: Sequence[int]) -> list[int]:
     return sorted(range(len(turns)), key=turns.__getitem__)
 
 
-def _tiny_texts(_files: Files) -> Documents:
+def _make_tiny_texts(_files: Files) -> Documents:
     """Yield texts that the tiny model knows: short prompts of its six tasks, taken in turns, with their answers.
 
     No file is read, but every function in TEXTS has this argument.
@@ -252,7 +252,7 @@ def _tiny_texts(_files: Files) -> Documents:
         yield f"{document:03d}", " ".join(sentences)
 
 
-def _wikitext_articles(files: Files) -> Documents:
+def _read_wikitext_articles(files: Files) -> Documents:
     """Yield the articles of WikiText-2's test split, each with its heading."""
     path = files.path(WIKITEXT)
     text = read_text(path, f"dataset={files.dataset}")
@@ -263,16 +263,16 @@ def _wikitext_articles(files: Files) -> Documents:
         yield f"{i:03d}", text[start:end]
 
 
-def _essay_files(files: Files) -> Documents:
-    """Yield the files of the first existing folder of essays."""
-    folder = _first_folder(files, ESSAYS)
+def _read_essays(files: Files) -> Documents:
+    """Yield the essays of the first existing folder of ESSAYS."""
+    folder = _find_first_folder(files, ESSAYS)
     for path in sorted(folder.glob("*.txt")):
         yield path.stem, read_text(path, f"dataset={files.dataset}")
 
 
-def _longbench_contexts(files: Files) -> Documents:
+def _read_longbench_contexts(files: Files) -> Documents:
     """Yield the contexts of LongBench's examples, at most MOST_CONTEXTS of a task. The tasks take turns."""
-    folder = _first_folder(files, CONTEXTS)
+    folder = _find_first_folder(files, CONTEXTS)
     contexts_by_task = []
     for path in sorted(folder.rglob("*.jsonl")):
         contexts = []
@@ -280,13 +280,14 @@ def _longbench_contexts(files: Files) -> Documents:
             for i, line in enumerate(islice(lines, MOST_CONTEXTS)):
                 contexts.append((f"{path.stem}-{i:03d}", json.loads(line)["context"]))
         contexts_by_task.append(contexts)
+    # the first context of every task, then the second of every task, and so on; a task may have fewer than others
     for turn in range(max(map(len, contexts_by_task), default=0)):
         for contexts in contexts_by_task:
             if turn < len(contexts):
                 yield contexts[turn]
 
 
-def _first_folder(files: Files, names: Sequence[str]) -> Path:
+def _find_first_folder(files: Files, names: Sequence[str]) -> Path:
     """Return the first of the folders that exists below the data folder.
 
     If none exists, raises MissingData with the first name.
@@ -298,6 +299,11 @@ def _first_folder(files: Files, names: Sequence[str]) -> Path:
 
 
 TEXTS: Mapping[str, Callable[[Files], Documents]] = MappingProxyType(
-    {"tiny": _tiny_texts, "wikitext2": _wikitext_articles, "essays": _essay_files, "longbench": _longbench_contexts}
+    {
+        "tiny": _make_tiny_texts,
+        "wikitext2": _read_wikitext_articles,
+        "essays": _read_essays,
+        "longbench": _read_longbench_contexts,
+    }
 )
 """The functions that yield the documents of a text, by the text's name."""

@@ -165,7 +165,8 @@ def _choose_places(
     for name in selection:
         if name not in positions:
             raise unknown(f"task of dataset {dataset}", name, positions)
-    return {position: place for position, place in places.items() if position in (selection or positions)}
+    wanted = selection or positions
+    return {position: place for position, place in places.items() if position in wanted}
 
 
 def _write_prompt(question: Question, distractors: Sequence[Document], place: int) -> tuple[str, str]:

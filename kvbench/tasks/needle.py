@@ -314,7 +314,7 @@ class Window:
 
         def assemble(cut: int) -> str:
             """Return the prompt with the first ``cut`` characters of the text and the needle as its context."""
-            end = self._nearest_end(cut, depth)
+            end = self._find_nearest_end(cut, depth)
             # at the start of the text, no sentence stands before the needle
             if end == 0:
                 return f"{prefix}{needle} {self.text[:cut]}{suffix}"
@@ -331,7 +331,7 @@ class Window:
             )
         # a sentence fits, so ``cut`` is above 0
         prompt = assemble(cut)
-        end = self._nearest_end(cut, depth)
+        end = self._find_nearest_end(cut, depth)
         facts = {
             "tokens": len(self.tokenizer.encode(prompt)),
             "depth_actual": round(100 * end / cut, 2),
@@ -369,7 +369,7 @@ class Window:
         self.text = (self.period * times)[:chars]
         self.ends = [match.end() for match in _SENTENCE_END.finditer(self.text)]
 
-    def _nearest_end(self, cut: int, depth: float) -> int:
+    def _find_nearest_end(self, cut: int, depth: float) -> int:
         """Return the sentence end up to ``cut``, or the text's start, that is nearest to ``depth`` per cent of it."""
         target = cut * depth / 100
         # the last end before the target and the first end behind it; there may be none on one side

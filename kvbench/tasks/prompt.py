@@ -149,6 +149,7 @@ class PromptPolicy:
             # with a history, the text between an answer and the next question changes prompts as well
             if frame and task.turns in ("gold", "own"):
                 frame += self.render_between(tokenizer)
+            # ``check_policy`` refuses a template that prints nothing
             if frame:
                 # a template has its own special tokens, so ``bos`` changes nothing
                 settings["template"] = hashlib.sha256(frame.encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Six synthetic long-context tasks for the embedded tiny model, one per LongBench category.
 
 A prompt hides *facts* ("the magic number of paris is 471.") between filler sentences. It ends with a *query*, whose
-last words repeat the key ("... answer: paris is"). An answer has at least two tokens that must be looked up, because
-the first generated token still comes from the uncompressed attention of the prefill.
+last words repeat the key ("... answer: paris is"). An answer has at least two tokens that must be looked up: the first
+generated token still comes from the uncompressed attention of the prefill.
 
 Every example is a pure function of (task, length, index). Evaluation examples are seeded in their own domain
 (``eval/...``); training (``scripts/tiny_model``) draws from ``train/...``, so the two never share a seed.

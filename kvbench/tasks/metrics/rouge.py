@@ -1,7 +1,8 @@
 """ROUGE. Published tables used two packages that disagree. Each has its own name here.
 
-``rouge_l`` is ROUGE-L F of the package ``rouge`` (LongBench, Q-Hitter, ReFreeKV). It has no stemming, splits words at
-spaces and sentences at full stops, and counts *sets* of words of the longest common subsequences of all sentence pairs.
+``rouge_l`` is ROUGE-L F of the package ``rouge`` (LongBench, Q-Hitter, ReFreeKV). It has no stemming, and splits words
+at spaces and sentences at full stops. It counts the *set* of words in the longest common subsequences of all sentence
+pairs.
 ``rouge1_stem`` is ROUGE-1 F of Google's ``rouge-score`` with Porter stemming (needle scripts).
 
 ``rouge_l`` equals the result of ``rouge`` 1.0.1 to the last bit. It is over ten times as fast and does not recurse. The

@@ -253,10 +253,11 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
 
     tasks: the pairs (y, x) [n, 2] of each task. Their values may be negative.
 
-    The interval is Fieller's over pairs within each task. If y is the same share of x in every pair, the interval is
-    the range that n equal draws cannot exclude, between 0 and twice that share. There is no share if the mean of x is
-    0. There is no interval below FEWEST examples in all, if a task has only one, or if the mean of x is not told apart
-    from 0.
+    The interval is Fieller's over pairs within each task. Pairs in which y is always the same share of x have the
+    range that n equal draws cannot exclude, between 0 and twice that share.
+
+    There is no share if the mean of x is 0. There is no interval below FEWEST examples in all, or if a task has only
+    one. Nor is there one if the mean of x is not told apart from 0.
     """
     mean_y = float(np.mean([pairs[:, 0].mean() for pairs in tasks]))
     mean_x = float(np.mean([pairs[:, 1].mean() for pairs in tasks]))
@@ -534,8 +535,8 @@ def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
     """Return the degrees of freedom of a sum of variances of means: n - 1 of each task, added up.
 
     The formula of Welch and Satterthwaite gives a few less for unequal tasks, and hardly one if only one task of many
-    varies. Intervals of a mean over eleven tasks of two examples would then be half of the scale wide, and would hold
-    the true value no more often (simulated).
+    varies. Intervals of a mean over eleven tasks of two examples would then be half of the scale wide. By simulation,
+    they would hold the true value no more often.
     """
     return sum(len(values) - 1 for values in tasks)
 

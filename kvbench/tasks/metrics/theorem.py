@@ -49,7 +49,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     if isinstance(expected, str):
         return float(_find_option(text, first) == expected)
     if isinstance(expected, tuple):
-        return float(_same_numbers(_find_list(text, first), expected))
+        return float(_are_same_numbers(_find_list(text, first), expected))
     value = _find_number(text, first)
     return float(value is not None and is_close(value, expected))
 
@@ -96,7 +96,7 @@ def find_announced_answer(text: str) -> str | None:
         return text[words_end:].strip().partition("\n")[0]
     if box_start < 0:
         return None
-    return _text_in_braces(text, box_start + len("\\boxed"))
+    return _read_text_in_braces(text, box_start + len("\\boxed"))
 
 
 def is_close(value: float, reference: float) -> bool:
@@ -117,7 +117,7 @@ def _find_truth(text: str, first: bool) -> bool | None:
     matches = _TRUTH.findall(text)
     if not matches:
         return None
-    negation, word = _first_or_last(matches, first)
+    negation, word = _pick_first_or_last(matches, first)
     value = word.lower() in ("true", "yes")
     if negation:
         return not value
@@ -128,7 +128,7 @@ def _find_option(text: str, first: bool) -> str | None:
     """Return the first option of a text, or without ``first`` the last one, as ``(c)``; None if there is none."""
     letters = _OPTION.findall(text)
     if letters:
-        return f"({_first_or_last(letters, first).lower()})"
+        return f"({_pick_first_or_last(letters, first).lower()})"
     # an answer that is only a letter needs no parentheses
     bare = text.strip(" \t\r\n.,:;*$").lower()
     if re.fullmatch("[a-f]", bare):
@@ -160,9 +160,9 @@ def _find_list(text: str, first: bool) -> list[float | None]:
     """
     text = rewrite_operators(text)
     # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
-    groups = [group for group in _bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
+    groups = [group for group in _list_bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
     if groups:
-        text = _first_or_last(groups, first)[1:-1]  # without the brackets
+        text = _pick_first_or_last(groups, first)[1:-1]  # without the brackets
     elif not first:
         return []
     # without their inner brackets, matrices and nested lists are flat
@@ -176,14 +176,14 @@ def _find_list(text: str, first: bool) -> list[float | None]:
     return numbers
 
 
-def _first_or_last(matches: Sequence[T], first: bool) -> T:
+def _pick_first_or_last(matches: Sequence[T], first: bool) -> T:
     """Return the first or the last of at least one match."""
     if first:
         return matches[0]
     return matches[-1]
 
 
-def _bracketed_stretches(text: str) -> list[str]:
+def _list_bracketed_stretches(text: str) -> list[str]:
     """Return the outermost stretches between a bracket and its partner, brackets included, in order."""
     # the places of open brackets, by the bracket that closes them: each kind of bracket pairs by itself
     open_places: dict[str, list[int]] = {closing: [] for closing in _CLOSING.values()}
@@ -204,7 +204,7 @@ def _bracketed_stretches(text: str) -> list[str]:
     return outermost
 
 
-def _text_in_braces(text: str, start: int) -> str:
+def _read_text_in_braces(text: str, start: int) -> str:
     """Return the text between the brace at ``start`` and its partner; without a partner, all text behind the brace."""
     depth = 0  # the number of open braces
     for i in range(start, len(text)):
@@ -218,7 +218,7 @@ def _text_in_braces(text: str, start: int) -> str:
     return text[start + 1 :]
 
 
-def _same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, ...]) -> bool:
+def _are_same_numbers(numbers: Sequence[float | None], expected: tuple[int | float, ...]) -> bool:
     """Return True if both hold the same numbers within tolerance, in any order. An entry that is no number is wrong."""
     values = [value for value in numbers if value is not None]
     if len(values) != len(numbers) or len(values) != len(expected):
