@@ -181,7 +181,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
         kl_mean=kl_sum / tokens,
         ci=stats.ratio_interval(clusters[:, [_KL, _TOKENS]]),
         kl_median=float(np.median(kl)),
-        **{name: _percentile(kl, name) for name in FOR_PERCENTILE},
+        **{name: _compute_percentile(kl, name) for name in FOR_PERCENTILE},
         kl_max=float(kl.max()),
         top1=100 * same / tokens,
         top1_ci=stats.in_percent(same_interval),
@@ -196,7 +196,7 @@ def summarise_texts(texts: Sequence[TextFidelity]) -> FidelitySummary | None:
     )
 
 
-def _percentile(kl: NDArray[np.float64], name: str) -> float | None:
+def _compute_percentile(kl: NDArray[np.float64], name: str) -> float | None:
     """Return the percentile ``name`` of FOR_PERCENTILE of divergences [tokens]; None on too few tokens."""
     percent, fewest_tokens = FOR_PERCENTILE[name]
     if len(kl) < fewest_tokens:

@@ -11,8 +11,8 @@ The store gives these guarantees. Nothing that was measured is ever rewritten. A
 its example is measured again. An example in several files counts once. Whatever ends the process (kill -9, a full
 disk), every line written earlier is still there. After a power cut every synced line is there. Lines older than SYNC_S
 are synced when the next line of any open cell is written. All lines of a cell are synced when it is closed, and all
-lines of all cells when ``sync`` is called. Records and metrics are synced before they replace the old ones. metrics.json depends on the samples
-alone, not on their order or on the files they are in.
+lines of all cells when ``sync`` is called. Records and metrics are synced before they replace the old ones.
+metrics.json depends on the samples alone, not on their order or on the files they are in.
 
 Lines are not synced one by one, since a sync takes hundreds of times as long as a write (results/benchmarks/sync.txt).
 """

@@ -149,7 +149,7 @@ def _encode_alone(
         return together[0].ids, [encoded.question for encoded in together]
     # the context's last token depends on the question behind it, so tokenise both apart
     if templated:
-        start, end = _template_frame(tokenizer, policy, example.prompt)
+        start, end = _split_template(tokenizer, policy, example.prompt)
     else:
         start, end = example.prompt, ""
     questions = []
@@ -167,7 +167,7 @@ def _encode_later_questions(
     """
     end = ""
     if templated:
-        _, end = _template_frame(tokenizer, policy, "")
+        _, end = _split_template(tokenizer, policy, "")
     later = []
     for i, turn in enumerate(example.turns[1:], start=1):
         question = turn.question
@@ -188,7 +188,7 @@ def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int,
     return tuple(tokenize_plain(tokenizer, reference))
 
 
-def _template_frame(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
+def _split_template(tokenizer: Any, policy: PromptPolicy, prompt: str) -> tuple[str, str]:
     """Return the chat template's text around a question that follows ``prompt``: (up to the question, behind it).
 
     Raises UsageError if the template does not print the prompt.

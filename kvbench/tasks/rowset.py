@@ -255,7 +255,7 @@ class RowReader:
     def _fill(self, row: FileRow, template: str, choices: str) -> str:
         """Return a template with the row's texts in place of the template's keys, and ``choices`` for ``{choices}``."""
 
-        def field_text(match: re.Match[str]) -> str:
+        def fill_field(match: re.Match[str]) -> str:
             """Return the row's text for one ``{key}``, or the choices for ``{choices}`` if the task has any."""
             if match[1] == "choices" and choices:
                 return choices
@@ -264,7 +264,7 @@ class RowReader:
                 text = text.strip()
             return text
 
-        return _FIELD.sub(field_text, template)
+        return _FIELD.sub(fill_field, template)
 
     def _read_answers(self, row: FileRow) -> tuple[str, ...]:
         """Return the references of a row in order, each once. Raises UsageError if there is none."""

@@ -17,7 +17,7 @@ _PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 def accuracy(prediction: str, reference: str) -> float:
     """Return 1 if the first line is the reference, else 0. Case, spaces and punctuation at the ends do not count."""
-    return float(_label(first_line(prediction.lstrip())) == _label(reference))
+    return float(_normalise_label(first_line(prediction.lstrip())) == _normalise_label(reference))
 
 
 def classification(prediction: str, reference: str, classes: Sequence[str]) -> float | None:
@@ -63,7 +63,7 @@ def retrieval(prediction: str, reference: str) -> float | None:
     return count(prediction, paragraph[1])
 
 
-def _label(text: str) -> str:
+def _normalise_label(text: str) -> str:
     """Return a label in the form for comparison: lower case, single spaces, no punctuation at the ends."""
     words = " ".join(text.lower().split())
     # a label of nothing but punctuation stays unchanged, or it would equal every other such label

@@ -42,7 +42,7 @@ def rouge_l(prediction: str, reference: str) -> float:
             common |= words
     recall = len(common) / len(set(chain.from_iterable(reference_sentences)))
     precision = len(common) / len(set(chain.from_iterable(predicted_sentences)))
-    return _f_score(precision, recall)
+    return _compute_f_score(precision, recall)
 
 
 def rouge_n(prediction: str, reference: str, n: int) -> float:
@@ -60,10 +60,10 @@ def rouge_n(prediction: str, reference: str, n: int) -> float:
     if not predicted or not expected:
         return 0.0
     shared = len(predicted & expected)
-    return _f_score(shared / len(predicted), shared / len(expected))
+    return _compute_f_score(shared / len(predicted), shared / len(expected))
 
 
-def _f_score(precision: float, recall: float) -> float:
+def _compute_f_score(precision: float, recall: float) -> float:
     """Return 2 P R / (P + R + 1e-8), the F score of the package ``rouge``. Its small term avoids a division by 0."""
     # in the package's own order of operations, so that the result is the same to the last bit
     return 2.0 * ((precision * recall) / (precision + recall + 1e-8))

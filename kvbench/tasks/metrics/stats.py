@@ -7,7 +7,7 @@ Every interval has the confidence LEVEL, 95 %. None is drawn at random: the same
 A score lies within bounds, and most scores lie at one of them: 0 or 1. A t interval around the mean of a few such
 scores is too short and too symmetric. Wilson's interval of a proportion asks instead which means ``m`` the data do not
 exclude, with the variance that a proportion has at ``m``. It is used here for any bounded score. The variance is then
-multiplied by the part of it that the scores were seen to have (``_bounded_interval``).
+multiplied by the part of it that the scores were seen to have (``_solve_bounded_interval``).
 
 Equal values show no spread. The interval is then the range that n equal draws cannot exclude: with 95 % confidence at
 least ``q = (alpha/2)**(1/n)`` of all examples give that value, and the others may lie anywhere within ``bounds``. For
@@ -56,10 +56,10 @@ def mean_interval(scores: Scores, bounds: Bounds | None = (0.0, 1.0)) -> Interva
     The caller leaves out examples that cannot be scored. Raises ValueError for scores that are not finite or outside
     their bounds.
     """
-    values = _finite_array(scores)
+    values = _check_finite(scores)
     if len(values) < 2:
         return None
-    return _interval_of_means([values], bounds)
+    return _compute_interval_of_means([values], bounds)
 
 
 def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0)) -> tuple[float, Interval | None]:
@@ -70,11 +70,11 @@ def mean_over_tasks(tasks: Sequence[Scores], bounds: Bounds | None = (0.0, 1.0))
     The variances of the tasks' means are added up, with the degrees of freedom of all tasks together. There is no
     interval below FEWEST examples in all, nor if a task has only one.
     """
-    values = [_finite_array(scores) for scores in tasks]
+    values = [_check_finite(scores) for scores in tasks]
     point = float(np.mean([task_values.mean() for task_values in values]))
     if not _has_enough_examples(values):
         return point, None
-    return point, _interval_of_means(values, bounds)
+    return point, _compute_interval_of_means(values, bounds)
 
 
 def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval | None]:
@@ -89,7 +89,7 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
     all_tasks: list[NDArray[np.float64]] = []
     part_means = []
     for part in parts:
-        tasks = [_finite_array(scores) for scores in part]
+        tasks = [_check_finite(scores) for scores in part]
         tasks_by_part.append(tasks)
         all_tasks += tasks
         part_means.append(np.mean([values.mean() for values in tasks]))
@@ -101,10 +101,10 @@ def mean_over_parts(parts: Sequence[Sequence[Scores]]) -> tuple[float, Interval 
     for tasks in tasks_by_part:
         # each part counts alike, and within a part each task
         weight = 1 / (len(tasks_by_part) * len(tasks))
-        variance += weight**2 * sum(_variance_of_mean(values) for values in tasks)
+        variance += weight**2 * sum(_estimate_variance_of_mean(values) for values in tasks)
     if variance <= ROUNDING**2:
         return point, None
-    half = _t_quantile(_degrees_of_freedom(all_tasks)) * variance**0.5
+    half = _t_quantile(_count_degrees_of_freedom(all_tasks)) * variance**0.5
     return point, (point - half, point + half)
 
 
@@ -113,7 +113,7 @@ def paired_difference(scores: Scores, baseline: Scores) -> tuple[float, Interval
 
     Scores lie between 0 and 1. Raises ValueError if the lengths differ or there is no example.
     """
-    values, baseline_values = _finite_array(scores), _finite_array(baseline)
+    values, baseline_values = _check_finite(scores), _check_finite(baseline)
     n, n_baseline = len(values), len(baseline_values)
     if n != n_baseline or not n:
         raise ValueError(f"a paired difference needs the same examples twice, got {n} and {n_baseline}")
@@ -141,7 +141,7 @@ def ratio_interval(sums: NDArray[np.float64]) -> Interval | None:
     if (without_one <= 0).any():
         return None
     log_ratios = np.log(without_one[:, 0]) - np.log(without_one[:, 1])
-    error = _jackknife_error(log_ratios)
+    error = _compute_jackknife_error(log_ratios)
     if error < ROUNDING:
         return None  # no row changes the ratio, so no spread is seen
     # exp(log r -+ t * error) = r * exp(-+ t * error)
@@ -163,7 +163,7 @@ def pooled_interval(sums: NDArray[np.float64], bounds: Bounds | None) -> Interva
         return None
     y, x = sums[:, 0], sums[:, 1]
     ratio = float(y.sum() / x.sum())
-    return _interval_of_means([_linearise_ratio(sums, ratio)], bounds)
+    return _compute_interval_of_means([_linearise_ratio(sums, ratio)], bounds)
 
 
 def jackknife_interval(
@@ -179,7 +179,7 @@ def jackknife_interval(
     total = values.sum(0)
     # entry i is the statistic of the means over all rows except row i
     without_one = np.array([statistic((total - row) / (n - 1)) for row in values])
-    half = _t_quantile(n - 1) * _jackknife_error(without_one)
+    half = _t_quantile(n - 1) * _compute_jackknife_error(without_one)
     point = statistic(values.mean(0))
     return point - half, point + half
 
@@ -211,7 +211,7 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
     enough_examples = _has_enough_examples(tasks)
     if log_losses:
         (pairs,) = tasks
-        return _perplexity_share(pairs, enough_examples)
+        return _compute_perplexity_share(pairs, enough_examples)
     # [tasks]
     method_means = np.array([pairs[:, 0].mean() for pairs in tasks])
     full_means = np.array([pairs[:, 1].mean() for pairs in tasks])
@@ -228,11 +228,11 @@ def share_of_full(tasks: Sequence[Pairs], of_ratios: bool = False, log_losses: b
             return Share()
         point = float(method_means.mean() / full_means.mean())
         most = 1 / float(full_means.mean())
-    interval = _share_interval(tasks, point, most, of_ratios) if enough_examples else None
+    interval = _compute_share_interval(tasks, point, most, of_ratios) if enough_examples else None
     return Share(100 * point, in_percent(interval))
 
 
-def _perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
+def _compute_perplexity_share(log_losses: Pairs, with_interval: bool) -> Share:
     """Return the full cache's perplexity in per cent of the method's perplexity, with its interval if that is wanted.
 
     log_losses: the pairs [n, 2] of a method's log loss and the full cache's.
@@ -266,13 +266,13 @@ def ratio_of_means(tasks: Sequence[Pairs]) -> Share:
     point = mean_y / mean_x
     if not _has_enough_examples(tasks):
         return Share(100 * point)
-    if _residual_variance(tasks, point) > ROUNDING**2:
-        return Share(100 * point, in_percent(_fieller_interval(tasks)))
+    if _estimate_residual_variance(tasks, point) > ROUNDING**2:
+        return Share(100 * point, in_percent(_solve_fieller_interval(tasks)))
     # y is the same share of x in every pair; a share of 0 would leave no room between the bounds
     if not point:
         return Share(100 * point)
     n = sum(map(len, tasks))
-    return Share(100 * point, in_percent(_constant_interval(point, n, bounds=(0.0, 2 * point))))
+    return Share(100 * point, in_percent(_compute_constant_interval(point, n, bounds=(0.0, 2 * point))))
 
 
 def in_percent(interval: Interval | None) -> Interval | None:
@@ -293,7 +293,7 @@ def at_floor(full: Scores, chance: float = 0.0) -> bool:
 
     chance: the mean score of empty or guessed answers.
     """
-    values = _finite_array(full)
+    values = _check_finite(full)
     if not len(values):
         return False
     if values.mean() < chance + FLOOR:
@@ -324,7 +324,7 @@ def p_above(differences: Scores, least: float = 0.0) -> float:
 
     Raises ValueError for values outside these bounds.
     """
-    values = _finite_array(differences)
+    values = _check_finite(differences)
     # ``initial`` stands for the maximum of no values
     if np.abs(values).max(initial=0.0) > 1 or not -1 < least < 1:
         raise ValueError(f"p_above: differences must lie within [-1, 1] and least {least} between them")
@@ -396,12 +396,12 @@ def _has_enough_examples(tasks: Sequence[NDArray[np.float64]]) -> bool:
     return sum(map(len, tasks)) >= FEWEST and min(map(len, tasks)) >= 2
 
 
-def _variance_of_mean(values: NDArray[np.float64]) -> float:
+def _estimate_variance_of_mean(values: NDArray[np.float64]) -> float:
     """Return the estimated variance of the mean of independent ``values`` [n]: s^2 / n."""
     return float(values.var(ddof=1)) / len(values)
 
 
-def _jackknife_error(without_one: NDArray[np.float64]) -> float:
+def _compute_jackknife_error(without_one: NDArray[np.float64]) -> float:
     """Return the jackknife's standard error of a statistic, ``sqrt((n - 1) / n * sum_i (s_i - mean s)^2)``.
 
     without_one: [n], the statistic s_i of all examples except example i.
@@ -410,7 +410,7 @@ def _jackknife_error(without_one: NDArray[np.float64]) -> float:
     return float(np.sqrt((n - 1) / n * ((without_one - without_one.mean()) ** 2).sum()))
 
 
-def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
+def _compute_interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | None) -> Interval | None:
     """Return the interval of the mean of the tasks' means. Without bounds, None if each task's scores are all equal.
 
     tasks: the scores of each task, at least two each.
@@ -419,11 +419,11 @@ def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | No
     if bounds is not None:
         point = _clip_rounding(point, bounds)
     # the variance of the mean of T independent means is the sum of their variances / T^2
-    variance_sum = sum([_variance_of_mean(values) for values in tasks])
+    variance_sum = sum([_estimate_variance_of_mean(values) for values in tasks])
     if variance_sum <= ROUNDING**2:
-        return _constant_interval(point, n=sum(map(len, tasks)), bounds=bounds)
+        return _compute_constant_interval(point, n=sum(map(len, tasks)), bounds=bounds)
     variance = variance_sum / len(tasks) ** 2
-    quantile = _t_quantile(_degrees_of_freedom(tasks))
+    quantile = _t_quantile(_count_degrees_of_freedom(tasks))
     if bounds is None:
         half = quantile * variance**0.5
         return point - half, point + half
@@ -436,10 +436,10 @@ def _interval_of_means(tasks: Sequence[NDArray[np.float64]], bounds: Bounds | No
             # Wilson's own variance divides by n instead of n - 1
             n = len(tasks[0])
             variance = variance * ((n - 1) / n)
-    return _bounded_interval(point, variance, quantile, bounds)
+    return _solve_bounded_interval(point, variance, quantile, bounds)
 
 
-def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bounds) -> Interval:
+def _solve_bounded_interval(point: float, variance: float, quantile: float, bounds: Bounds) -> Interval:
     """Return all means m within bounds for which ``(point - m)^2 <= quantile^2 * variance * v(m) / v(point)``.
 
     ``v(m) = (m - low) * (high - m)`` is the largest variance that a value within bounds with mean m can have. It is
@@ -465,7 +465,7 @@ def _bounded_interval(point: float, variance: float, quantile: float, bounds: Bo
     return low + width * (middle - half), low + width * (middle + half)
 
 
-def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
+def _compute_share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios: bool) -> Interval | None:
     """Return the interval of a share, 1 being the full cache's score. None if the full cache is not clearly above 0.
 
     tasks: the pairs (y, x) of each task: a method's scores and the full cache's.
@@ -482,10 +482,10 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
         for pairs in tasks:
             ratio = float(pairs[:, 0].mean() / pairs[:, 1].mean())
             linearised.append(_linearise_ratio(pairs, ratio))
-        return _interval_of_means(linearised, bounds)
-    if _residual_variance(tasks, point) <= ROUNDING**2:
-        return _constant_interval(_clip_rounding(point, bounds), n=sum(map(len, tasks)), bounds=bounds)
-    interval = _fieller_interval(tasks)
+        return _compute_interval_of_means(linearised, bounds)
+    if _estimate_residual_variance(tasks, point) <= ROUNDING**2:
+        return _compute_constant_interval(_clip_rounding(point, bounds), n=sum(map(len, tasks)), bounds=bounds)
+    interval = _solve_fieller_interval(tasks)
     if interval is None:
         return None
     low, high = interval
@@ -493,19 +493,19 @@ def _share_interval(tasks: Sequence[Pairs], point: float, most: float, of_ratios
     return max(0.0, low), high
 
 
-def _residual_variance(tasks: Sequence[Pairs], point: float) -> float:
+def _estimate_residual_variance(tasks: Sequence[Pairs], point: float) -> float:
     """Return the sum over tasks of the variance of the mean of ``y - point * x``, for pairs (y, x).
 
     It is 0 if y is the same share ``point`` of x in every pair.
     """
     residuals = [pairs[:, 0] - point * pairs[:, 1] for pairs in tasks]
-    return sum(_variance_of_mean(values) for values in residuals)
+    return sum(_estimate_variance_of_mean(values) for values in residuals)
 
 
-def _fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
+def _solve_fieller_interval(tasks: Sequence[Pairs]) -> Interval | None:
     """Return Fieller's interval of (mean y over tasks) / (mean x over tasks). None if mean x is not clearly above 0."""
     # the degrees of freedom depend only on the numbers of pairs
-    t = _t_quantile(_degrees_of_freedom([pairs[:, 0] for pairs in tasks]))
+    t = _t_quantile(_count_degrees_of_freedom([pairs[:, 0] for pairs in tasks]))
     t_squared = t**2
     # [2, 2]: the covariance matrix of mean y and mean x
     cov = np.sum([np.cov(pairs.T) / len(pairs) for pairs in tasks], axis=0) / len(tasks) ** 2
@@ -531,7 +531,7 @@ def _linearise_ratio(sums: NDArray[np.float64], ratio: float) -> NDArray[np.floa
     return ratio + (y - ratio * x) / x.mean()
 
 
-def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
+def _count_degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
     """Return the degrees of freedom of a sum of variances of means: n - 1 of each task, added up.
 
     The formula of Welch and Satterthwaite gives a few less for unequal tasks, and hardly one if only one task of many
@@ -541,7 +541,7 @@ def _degrees_of_freedom(tasks: Sequence[NDArray[np.float64]]) -> int:
     return sum(len(values) - 1 for values in tasks)
 
 
-def _constant_interval(value: float, n: int, bounds: Bounds | None) -> Interval | None:
+def _compute_constant_interval(value: float, n: int, bounds: Bounds | None) -> Interval | None:
     """Return the interval of a mean whose ``n`` draws all have the same ``value``.
 
     None without bounds, since nothing then limits the values that were not drawn.
@@ -569,7 +569,7 @@ def _t_quantile(freedom: float) -> float:
     return float(special.stdtrit(freedom, (1 + LEVEL) / 2))
 
 
-def _finite_array(scores: Scores) -> NDArray[np.float64]:
+def _check_finite(scores: Scores) -> NDArray[np.float64]:
     """Return scores as an array [n]. Raises ValueError unless they are a flat list of finite numbers."""
     values = np.asarray(scores, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():

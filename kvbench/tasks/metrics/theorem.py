@@ -159,10 +159,13 @@ def _find_list(text: str, first: bool) -> list[float | None]:
     answer. It may lack brackets, and its numbers then stand between commas.
     """
     text = rewrite_operators(text)
-    # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
-    groups = [group for group in _list_bracketed_stretches(text) if "," in group or ";" in group or group.startswith("[")]
-    if groups:
-        text = _pick_first_or_last(groups, first)[1:-1]  # without the brackets
+    lists = []
+    for stretch in _list_bracketed_stretches(text):
+        # parentheses and braces also group an expression: with a comma or a semicolon inside they are a list
+        if "," in stretch or ";" in stretch or stretch.startswith("["):
+            lists.append(stretch)
+    if lists:
+        text = _pick_first_or_last(lists, first)[1:-1]  # without the brackets
     elif not first:
         return []
     # without their inner brackets, matrices and nested lists are flat

@@ -97,7 +97,7 @@ def load(context: LoadContext, **entry: Any) -> list[Task]:
     names, lacking = _split_by_data(sources, selected)
     # without a selection, tasks whose data is missing are left out, and the note names them
     if lacking and selected:
-        raise _lacking_error(dataset, sources, selected, lacking)
+        raise _make_lacking_error(dataset, sources, selected, lacking)
     # keep the last counts: a prompt that fits is counted again for its meta, and need not be tokenised again
     count = lru_cache(maxsize=2)(partial(_count_tokens, tokenizer))
     make_budget = partial(
@@ -172,7 +172,7 @@ def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[st
     return names, lacking
 
 
-def _lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
+def _make_lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
     """Return the error for selected tasks that cannot be generated. It names the absent files, if there are any."""
     message = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
     # a dictionary keeps the order, and has a file once that several tasks need
@@ -208,13 +208,13 @@ def _list_facts_for_readers(
             facts.append(f"{name} has questions of other data and is part of no mean called RULER")
     if any(sources.hides_in_essays(name) for name in names) and not sources.essays.are_rulers:
         facts.append("its essays are not RULER's")
-    unfilled = _note_unfilled(tasks, sources.revision)
+    unfilled = _describe_unfilled(tasks, sources.revision)
     if unfilled:
         facts.append(unfilled)
     return facts
 
 
-def _note_unfilled(tasks: Sequence[Task], revision: str) -> str:
+def _describe_unfilled(tasks: Sequence[Task], revision: str) -> str:
     """Return the note on tasks with prompts much shorter than their length; '' if there are none."""
     shares = []
     for task in tasks:
@@ -322,9 +322,9 @@ class Sources:
         """Return the absent file or folder that a task needs; '' if there is none."""
         if task in READERS:
             file, _ = READERS[task]
-            if self._path(file) is None:
+            if self._find_path(file) is None:
                 return file
-        if self.hides_in_essays(task) and not self._essay_files():
+        if self.hides_in_essays(task) and not self._list_essay_files():
             return self.haystack or ESSAYS
         return ""
 
@@ -358,7 +358,7 @@ class Sources:
         # the version decides the keys of all prompts
         text = f"; words of wonderwords {VERSION}"
         if self.hides_in_essays(task):
-            text += f"; {len(self._essay_files())} files of essays, sentences by Punkt"
+            text += f"; {len(self._list_essay_files())} files of essays, sentences by Punkt"
         return text
 
     @cached_property
@@ -370,14 +370,14 @@ class Sources:
     def essays(self) -> Essays:
         """The text that hides needles, read at first use."""
         # RULER joins its essays without a separator
-        return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._essay_files()))
+        return Essays("".join(read_text(path, "dataset ruler: haystack") for path in self._list_essay_files()))
 
     def hides_in_essays(self, task: str) -> bool:
         """Return True if a task hides its needles in essays."""
         needles = NEEDLES.get(task.removesuffix(MANY))
         return needles is not None and needles.haystack == "essay"
 
-    def _essay_files(self) -> list[Path]:
+    def _list_essay_files(self) -> list[Path]:
         """Return the essays' files: the file ``haystack``, or the .txt files of a folder in the order of their names.
 
         Without ``haystack`` the folder is ESSAYS. If it does not exist, there are no files.
@@ -385,14 +385,14 @@ class Sources:
         if self.haystack:
             haystack: Path | None = Path(self.haystack).expanduser()
         else:
-            haystack = self._path(ESSAYS)
+            haystack = self._find_path(ESSAYS)
         if haystack is None:
             return []
         if haystack.is_file():
             return [haystack]
         return sorted(haystack.glob("*.txt"))
 
-    def _path(self, name: str) -> Path | None:
+    def _find_path(self, name: str) -> Path | None:
         """Return the path of a file or folder below the data folder; None if it does not exist."""
         if self.files.root is None:
             return None

@@ -44,7 +44,7 @@ def make_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     # the answer is a part of the example
     example = f"{solved.context}{solved.question}{solved.prefix} {' '.join(solved.answers)}\n"
 
-    def with_example(prompt: RulerPrompt) -> RulerPrompt:
+    def add_example(prompt: RulerPrompt) -> RulerPrompt:
         """Return a prompt behind the example, with newly drawn names and value in the example."""
         text = example
         for name in solved.answers:
@@ -59,7 +59,7 @@ def make_prompts(budget: LengthBudget) -> Iterator[RulerPrompt]:
     size = budget.bisect(draw, step, more=example_tokens)
     while True:
         # a chain of NAMES assignments needs as many lines
-        yield budget.sample(draw, size, step, least=NAMES, finish=with_example, more=example_tokens)
+        yield budget.sample(draw, size, step, least=NAMES, finish=add_example, more=example_tokens)
 
 
 def _draw_solved_prompt(rng: Random, budget: LengthBudget) -> RulerPrompt:
@@ -68,13 +68,13 @@ def _draw_solved_prompt(rng: Random, budget: LengthBudget) -> RulerPrompt:
     Raises LengthTooShort if even the smallest prompt has more tokens.
     """
 
-    def example_value() -> str:
+    def give_example_value() -> str:
         """Return the example's value, which needs no draw."""
         return EXAMPLE_VALUE
 
     # the example's answer is not counted
     small = replace(budget, length=EXAMPLE_TOKENS, new_tokens=0)
-    draw_example = partial(_draw_prompt, rng, letters=3, draw_value=example_value)
+    draw_example = partial(_draw_prompt, rng, letters=3, draw_value=give_example_value)
     try:
         size = small.bisect(draw_example, step=5)
         return small.sample(draw_example, size, step=5, least=NAMES)
