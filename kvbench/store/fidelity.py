@@ -109,7 +109,8 @@ class FidelitySummary:
     """The fidelity of a cell on one kind of text, pooled over its tokens; intervals are over prompts or documents.
 
     n, n_tokens: the number of texts, one a prompt, and of their scored tokens.
-    kl_*: the divergence from the full cache in nats; percentiles are None on too few tokens (see FOR_PERCENTILE).
+    kl_mean, kl_median, kl_max: the divergence from the full cache in nats, over tokens.
+    kl_p90, kl_p99, kl_p999: its percentiles 90, 99 and 99.9; None on too few tokens (see FOR_PERCENTILE).
     ci, top1_ci, ppl_ratio_ci: the 95 % intervals of ``kl_mean``, ``top1`` and ``ppl_ratio``.
     top1: equal first choices in per cent.
     shift_rms: the root mean square of the true token's change in probability, in percentage points.
@@ -214,7 +215,12 @@ def _exponentiate(interval: stats.Interval | None) -> stats.Interval | None:
 
 @dataclass(frozen=True)
 class MeanDivergence:
-    """The mean divergence in nats over the tokens of ``n`` texts, with its interval over prompts or documents."""
+    """The mean divergence from the full cache over the tokens of some texts.
+
+    kl: the mean in nats.
+    ci: its interval over prompts or documents; None if there are too few.
+    n: the number of texts.
+    """
 
     kl: float
     ci: stats.Interval | None

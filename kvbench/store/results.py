@@ -43,7 +43,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class DrawnAnswer:
-    """One of several answers drawn for a prompt. ``decode_s`` are the seconds of its decoding."""
+    """One of several answers drawn for a prompt.
+
+    prediction: the text of the answer.
+    score: its score; None if the metric gives it none.
+    new_tokens, decode_s: its tokens, and the seconds of its decoding.
+    """
 
     prediction: str
     score: float | None
@@ -168,6 +173,7 @@ class Sample:
 class CellRecord:
     """The content of a cell's cell.json.
 
+    id: the cell's id; '' if the record lacks it.
     kind: None for a cell that kvbench measured, "imported" or "engine" for any other.
     label, column: the method and the task in words.
     of: the number of the task's examples; None if unknown.
@@ -301,9 +307,12 @@ class CellSummary(ScoreSummary):
     """The means over a cell's samples, under the names of ``Sample``.
 
     prompt_tokens: the mean of ``Sample.n``.
+    kept, nominal, attended: means of tokens.
+    payload, overhead, full_bytes: means of bytes, as are the other fields with these words in their names.
     cut, shrunk: how many prompts were cut, and how many had too small a budget.
     decode_peak: the maximum over the samples.
     percent_of_full: payload and overhead in per cent of the full cache, at 16 bits.
+    timing: the mean times.
     buckets: the scores by LongBench-E's ranges of length.
     fidelity: the comparison with the full cache by kind of text.
     new_tokens: the length of answers in tokens; of a context's questions, the length of all answers together.

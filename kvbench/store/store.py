@@ -85,6 +85,7 @@ class Busy(KvbenchError):
 class ResultStore:
     """All cells below one results folder.
 
+    root: the results folder.
     warnings: one text for each damaged file found so far.
     writers: the writers of the cells that this process has opened, by cell id.
     """

@@ -19,7 +19,11 @@ PROMPT = "Read the story and answer the question about it in a few words.\n\n{st
 
 
 class DialogueTurn(NamedTuple):
-    """A question and its references, the conversation's own first. Equal references count separately in the score."""
+    """One turn of a conversation.
+
+    question: the text of the question.
+    answers: the references, the conversation's own first. Equal references count separately in the score.
+    """
 
     question: str
     answers: tuple[str, ...]

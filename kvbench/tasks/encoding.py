@@ -130,6 +130,8 @@ def _encode_alone(
 ) -> tuple[Sequence[int], list[tuple[int, ...]]]:
     """Return (the context's ids, each question's ids) as if each question were the only one.
 
+    templated: True if the prompt goes through the chat template.
+
     Context and question are tokenised together if the context's ids are then the same for all questions. Otherwise one
     token spans the end of the context and the beginning of some question, and both are tokenised apart.
     """
@@ -163,7 +165,8 @@ def _encode_later_questions(
 ) -> list[tuple[int, ...]]:
     """Return the ids of each question but the first, in the form in which it follows the answer before it.
 
-    ``between`` is the text of a chat template between that answer and the question, '' without a template.
+    templated: True if the questions go through the chat template.
+    between: the text of the template between that answer and the question; '' without a template.
     """
     end = ""
     if templated:
@@ -180,7 +183,10 @@ def _encode_later_questions(
 
 
 def _encode_reference(tokenizer: Any, turn: Turn, templated: bool) -> tuple[int, ...]:
-    """Return the ids of a question's first reference, as a model would answer behind the question."""
+    """Return the ids of a question's first reference, as a model would answer behind the question.
+
+    templated: True if the question goes through the chat template.
+    """
     reference = turn.answers[0]
     # behind "Answer:" a model begins with a space; the end of a template has its own whitespace
     if not templated and not turn.question[-1:].isspace():

@@ -26,7 +26,7 @@ INSTRUCTION = (
 
 @dataclass(frozen=True)
 class Document:
-    """A passage with the title of its article."""
+    """A passage: its text, and the title of the article that it is from."""
 
     title: str
     text: str

@@ -43,7 +43,11 @@ class AskedOfDocuments:
 
 @dataclass(frozen=True)
 class Library:
-    """Questions in the order of their file, and all documents, sorted. A document's number is its place among them."""
+    """The questions and documents of a file.
+
+    questions: the questions in the order of the file.
+    documents: the texts of all documents, sorted. A document's number is its place among them.
+    """
 
     questions: tuple[AskedOfDocuments, ...]
     documents: tuple[str, ...]
