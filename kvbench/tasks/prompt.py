@@ -210,9 +210,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     if question_length > limit // 2:
         raise no_room(task)
     divide = limit - question_length
-    return Encoded(
-        ids=tuple(shortened[:divide]), question=tuple(shortened[divide:]), cut=len(prompt_ids) - limit
-    )
+    return Encoded(ids=tuple(shortened[:divide]), question=tuple(shortened[divide:]), cut=len(prompt_ids) - limit)
 
 
 def _encode_halves(

@@ -235,7 +235,9 @@ def test_runs_refuse_a_file_that_has_changed_since_it_was_fetched(tmp_path, cont
     files, looked = Files("demo", tmp_path), []
     monkeypatch.setattr(fetch, "sha256", lambda path, real=fetch.sha256: looked.append(path) or real(path))
     for _ in range(3):
-        assert files.path("demo/a.jsonl") == files.find_first("nowhere", "demo/a.jsonl") == tmp_path / "demo" / "a.jsonl"
+        assert (
+            files.path("demo/a.jsonl") == files.find_first("nowhere", "demo/a.jsonl") == tmp_path / "demo" / "a.jsonl"
+        )
         assert files.path("mine.jsonl") == tmp_path / "mine.jsonl" and files.path("demo").is_dir()
     assert looked == [tmp_path / "demo" / "a.jsonl"]
     (tmp_path / "demo" / "a.jsonl").write_text(content)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import TypeVar
 
-from kvbench.tasks.metrics.arithmetic import evaluate_first, rewrite_operators, read_numbers
+from kvbench.tasks.metrics.arithmetic import evaluate_first, read_numbers, rewrite_operators
 
 T = TypeVar("T")
 Answer = bool | int | float | str | tuple[int | float, ...]

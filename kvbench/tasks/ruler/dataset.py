@@ -172,7 +172,9 @@ def _split_by_data(sources: Sources, selected: Collection[str]) -> tuple[list[st
     return names, lacking
 
 
-def _make_lacking_error(dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]) -> UsageError:
+def _make_lacking_error(
+    dataset: str, sources: Sources, selected: Collection[str], lacking: Sequence[str]
+) -> UsageError:
     """Return the error for selected tasks that cannot be generated. It names the absent files, if there are any."""
     message = f"dataset {dataset}: these tasks cannot be generated: {'; '.join(lacking)}"
     # a dictionary keeps the order, and has a file once that several tasks need

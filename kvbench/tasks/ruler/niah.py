@@ -145,9 +145,7 @@ def _draw_prompt(source: NeedleSource, size: int) -> RulerPrompt:
     )
 
 
-def _hide_in_lines(
-    source: NeedleSource, size: int, hidden: Sequence[str], values_by_key: dict[str, list[str]]
-) -> str:
+def _hide_in_lines(source: NeedleSource, size: int, hidden: Sequence[str], values_by_key: dict[str, list[str]]) -> str:
     """Return ``size`` lines of noise, or of drawn needles, with the ``hidden`` needles between them at drawn places.
 
     values_by_key: the keys and values of drawn needles are added here.

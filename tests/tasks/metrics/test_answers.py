@@ -5,7 +5,7 @@ import pytest
 from support import metric_reference as slow
 from support.data import data_path
 
-from kvbench.tasks.metrics.answers import find_chosen_letter, gsm8k, find_last_number, letter
+from kvbench.tasks.metrics.answers import find_chosen_letter, find_last_number, gsm8k, letter
 from kvbench.tasks.rows import read_rows
 
 
