@@ -119,7 +119,7 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
     if own_corpus:
         return CorpusText()
     files = Files("wikitext2", data_root(data))
-    split_path = files.first(TRAIN, VALID)
+    split_path = files.find_first(TRAIN, VALID)
     if split_path is None:
         raise UsageError(
             "calibration reads a text: fetch WikiText-2 (kvbench data fetch wikitext2), put its train split "
