@@ -241,7 +241,7 @@ def test_runs_refuse_a_file_that_has_changed_since_it_was_fetched(tmp_path, cont
         assert files.path("mine.jsonl") == tmp_path / "mine.jsonl" and files.path("demo").is_dir()
     assert looked == [tmp_path / "demo" / "a.jsonl"]
     (tmp_path / "demo" / "a.jsonl").write_text(content)
-    for read in (files.path, files.first):
+    for read in (files.path, files.find_first):
         with pytest.raises(UsageError, match=r"demo/a\.jsonl has changed since it was fetched"):
             read("demo/a.jsonl")
     assert files.path("demo/b.jsonl").is_file() and files.find_first("nowhere") is None
