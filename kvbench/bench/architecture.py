@@ -21,29 +21,29 @@ def shape_of(cfg: ModelConfig) -> Shape:
     return traits.shape_of(load.locate(cfg).config)
 
 
-def model_config(cfg: ModelConfig) -> PretrainedConfig:
+def resolve_model_config(cfg: ModelConfig) -> PretrainedConfig:
     """Return the Hugging Face configuration: the checkpoint's, or with ``weights=random`` the model entry's.
 
     Raises UsageError if the model is missing, or has neither a checkpoint nor an architecture in its entry.
     """
     if cfg.weights != "random" or cfg.architecture is None or cfg.shape is None:
         return load.locate(cfg).config
-    settings, shape = dict(cfg.architecture), from_entry(cfg.shape)
-    family = settings.pop("model_type", None)
+    # the entry states heads and layers once, under shape, and all other sizes under architecture
+    architecture, shape = dict(cfg.architecture), from_entry(cfg.shape)
+    family = architecture.pop("model_type", None)
     if family not in CONFIG_MAPPING:
         raise UsageError(f"model.architecture.model_type={family!r} is not possible: transformers has no such family")
-    # the entry states heads and layers once, under shape, and all other sizes under architecture
-    sizes: dict[str, object] = {"num_hidden_layers": shape.all_layers, "num_attention_heads": shape.query_heads}
-    if "rope_theta" in settings:
-        theta = float(settings.pop("rope_theta"))
-        sizes |= {
+    settings: dict[str, object] = {"num_hidden_layers": shape.all_layers, "num_attention_heads": shape.query_heads}
+    # a family without rotary positions has learned ones (OPT), and its configuration knows none of these four keys
+    if "rope_theta" in architecture:
+        theta = float(architecture.pop("rope_theta"))
+        settings |= {
             "num_key_value_heads": shape.kv_heads,
             "head_dim": shape.head_dim,
-            "tie_word_embeddings": settings.pop("tie_word_embeddings", False),
+            "tie_word_embeddings": architecture.pop("tie_word_embeddings", False),
             "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         }
-    # without rotary positions the family has learned ones (OPT), and its configuration knows none of these four keys
-    return load.config_with_scaling(cfg, AutoConfig.for_model(family, **sizes, **settings))
+    return load.config_with_scaling(cfg, AutoConfig.for_model(family, **settings, **architecture))
 
 
 def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = None) -> PreTrainedModel:
@@ -55,15 +55,11 @@ def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = Non
         if layers is not None:
             raise UsageError(f"layers={layers} needs weights=random: a checkpoint keeps all of its layers")
         return load.load_weights(cfg, load.locate(cfg), device)
-    config = model_config(cfg)
+    config = resolve_model_config(cfg)
     if layers is not None:
-        if layers > config.num_hidden_layers:
-            raise UsageError(f"layers={layers} is not possible: {cfg.name} has {config.num_hidden_layers}")
-        config.num_hidden_layers = layers
-        # transformers refuses a list with too many entries
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: config.num_hidden_layers]
+        _cut_layers(config, layers, cfg.name)
     dtype = load.resolve_dtype(cfg, device, config)
+    # the processor's generator is always forked, a GPU's only if it is named
     generator_devices = [device] if device.type == "cuda" else []
     try:
         # fork the generator, so that building a model does not change the caller's random numbers
@@ -76,8 +72,19 @@ def build_model(cfg: ModelConfig, device: torch.device, layers: int | None = Non
         raise KvbenchError(f"model={cfg.name} does not fit into the memory of {device} as {dtype}") from None
 
 
+def _cut_layers(config: PretrainedConfig, layers: int, name: str) -> None:
+    """Cut ``config`` to its first ``layers`` layers. Raises UsageError if the model ``name`` has fewer."""
+    if layers > config.num_hidden_layers:
+        raise UsageError(f"layers={layers} is not possible: {name} has {config.num_hidden_layers}")
+    config.num_hidden_layers = layers
+    # only some families list their layers' types, and transformers refuses a list with too many entries
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+
+
 def weight_bytes(model: PreTrainedModel) -> int:
     """Return the bytes of the model's parameters and buffers. Tied parameters count once."""
+    # tied parameters share their storage and so its address
     bytes_by_address: dict[int, int] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         bytes_by_address[tensor.untyped_storage().data_ptr()] = tensor.nbytes
@@ -98,7 +105,8 @@ def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
         table = module.weight
         is_output_layer = output is not None and output.weight.data_ptr() == table.data_ptr()
         if not is_output_layer:
+            table_rows, columns = table.shape
             # a batch may have more rows than the embedding
-            unread_rows = max(0, table.shape[0] - batch)
-            total -= unread_rows * table.shape[1] * table.element_size()
+            unread_rows = max(0, table_rows - batch)
+            total -= unread_rows * columns * table.element_size()
     return total

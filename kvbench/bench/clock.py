@@ -64,12 +64,13 @@ def timed_attention(name: str, clock: Clock) -> Iterator[None]:
         clock.attention.append((start, clock.mark()))
         return output
 
-    # set it in the instance's own mapping, which is read first; registered functions lie below it
+    # transformers looks a function up in the instance's own mapping first, then in the mapping of the class
     ALL_ATTENTION_FUNCTIONS[name] = timed
     try:
         yield
     finally:
-        # this uncovers the registered function, which is the plain one unless it was set directly, too
+        # delete the instance's entry, so that the class's function is found again
         del ALL_ATTENTION_FUNCTIONS[name]
+        # the plain function stood in the instance's mapping as well: put it back
         if ALL_ATTENTION_FUNCTIONS[name] is not plain:
             ALL_ATTENTION_FUNCTIONS[name] = plain

@@ -20,7 +20,7 @@ GPU_FACTS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "powe
 PACKAGES = ("transformers", "triton", "accelerate", "optimum-quanto", "hqq", "kvpress", "deepspeed")
 
 
-def machine_facts(device: torch.device) -> dict[str, object]:
+def read_machine_facts(device: torch.device) -> dict[str, object]:
     """Return device, threads, versions and more by name, and on a GPU its clocks if they can be read."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else f"cpu {platform.machine()}"
@@ -28,16 +28,16 @@ def machine_facts(device: torch.device) -> dict[str, object]:
     load = list(os.getloadavg()) if hasattr(os, "getloadavg") else None
     facts: dict[str, object] = {
         "device": name,
-        "processor": _processor_name(),
+        "processor": _read_processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": load,
-        "paths": attention_path(device),
+        "paths": find_attention_path(device),
         "kvbench": version(),
         "commit": read_commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "versions": _installed_versions(),
+        "versions": _read_versions(),
     }
     if on_gpu:
         facts["memory"] = torch.cuda.get_device_properties(device).total_memory
@@ -46,7 +46,7 @@ def machine_facts(device: torch.device) -> dict[str, object]:
     return facts
 
 
-def facts_after_work(device: torch.device) -> dict[str, object]:
+def read_facts_after_work(device: torch.device) -> dict[str, object]:
     """Return the facts to read while the device is still warm from work: {"clocks_after": a GPU's clocks}.
 
     An idle GPU has other clocks. Return {} on a CPU.
@@ -56,7 +56,7 @@ def facts_after_work(device: torch.device) -> dict[str, object]:
     return {"clocks_after": read_clocks(device)}
 
 
-def attention_path(device: torch.device) -> str:
+def find_attention_path(device: torch.device) -> str:
     """Return ``kernels`` if decode attention runs in kernels on this device, else ``plain`` for plain PyTorch."""
     # on a CPU, kernels run only in Triton's interpreter, and its speed is not worth reporting
     if device.type != "cpu" and kernels.serves(device):
@@ -80,7 +80,7 @@ def read_clocks(device: torch.device) -> dict[str, str]:
     return dict(zip(GPU_FACTS, values, strict=False))
 
 
-def _processor_name() -> str:
+def _read_processor_name() -> str:
     """Return the processor's name, or '' if it is unknown."""
     # platform.processor() is empty on most Linux systems
     try:
@@ -89,11 +89,12 @@ def _processor_name() -> str:
         return platform.processor()
     for line in text.splitlines():
         if line.startswith("model name"):
-            return line.partition(":")[2].strip()
+            _, _, name = line.partition(":")
+            return name.strip()
     return ""
 
 
-def _installed_versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     """Return the versions of PACKAGES that are installed."""
     versions = {}
     for package in PACKAGES:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from kvbench.audit.accounting import bytes_held
 from kvbench.bench.clock import Clock, timed_attention
-from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, stretch_starts, summarise_stretches
+from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, place_stretches, summarise_stretches
 from kvbench.engine.cuda_graph import Graph
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
@@ -84,6 +84,8 @@ def run(
     Running out of memory raises PyTorch's error. Raises KvbenchError if the step cannot be recorded.
     """
     clock = Clock(model.device)
+    # the prompt gives the first of the new tokens
+    steps = new - 1
     attention_timing: AbstractContextManager[None] = nullcontext()
     # a recorded step calls no attention function that could be timed
     if not graph:
@@ -91,43 +93,36 @@ def run(
     with torch.no_grad(), attention_timing:
         prompts = _read_prompts(model, chain, ids, clock)
         caches = prompts.caches
-        cache_bytes = _bytes_held(caches)
+        # ask the caches before the batch is built: building it empties them
+        cache_bytes = _count_bytes(caches)
         prefill_s = sum(cache.prefill_s for cache in caches)
         compress_s = sum(cache.compress_s for cache in caches)
-        # all steps are one stretch, unless only samples of them run; the prompt gives the first of the new tokens
-        starts, width = [0], new - 1
-        sampled_starts = None
-        if sample is not None and can_be_lengthened(caches):
-            sampled_starts = stretch_starts(new - 1, sample)
-            if sampled_starts is not None:
-                starts, width = sampled_starts, sample
+        # the prompts of a workload are equally long
+        seen = caches[0].seen
+        stretches = _choose_stretches(caches, steps, sample)
         with adapted(model, chain), attached(model):
             build_start = time.perf_counter()
-            # the prompts of a workload are equally long
-            seen = caches[0].seen
-            batch = build(model, give_up_caches(caches), new - 1)
+            batch = build(model, give_up_caches(caches), steps)
             next_logits: NextLogits = partial(step, model, batch)
             if graph:
                 next_logits = Graph(model, batch).step
             clock.wait()
             build_s = time.perf_counter() - build_start
-            payload_before = _payload(batch)
-            decoded = _decode(
-                model, batch, next_logits, prompts.tokens, seen=seen, starts=starts, width=width, clock=clock
-            )
-            payload_after = _payload(batch)
+            payload_before = _count_payload(batch)
+            decoded = _decode(model, batch, next_logits, prompts.tokens, seen=seen, stretches=stretches, clock=clock)
+            payload_after = _count_payload(batch)
     ttft = prompts.seconds + build_s
-    estimate = None
     # the time in which bytes were counted, before the batch was built and after it, is left out
     total_s = ttft + decoded.seconds
     decode_s = sum(decoded.steps)
-    if sampled_starts is not None:
-        estimate = summarise_stretches(new - 1, sampled_starts, decoded.steps)
+    estimate = None
+    if stretches.are_samples:
+        estimate = summarise_stretches(steps, stretches.starts, decoded.steps)
         decode_s = estimate.seconds
         total_s = ttft + decode_s
     attention_s = None
     if not graph:
-        # assume that attention has the same share of all steps as of the steps that ran
+        # assume that attention takes the same part of all steps as of the steps that ran
         attention_s = prompts.attention + decoded.attention * decode_s / sum(decoded.steps)
     return Pass(
         ttft=ttft,
@@ -135,7 +130,7 @@ def run(
         compress=compress_s,
         build=build_s,
         decode=decode_s,
-        tpot=decode_s / (new - 1),
+        tpot=decode_s / steps,
         attention=attention_s,
         total=total_s,
         steps=decoded.steps,
@@ -175,6 +170,32 @@ def _read_prompts(model: PreTrainedModel, chain: Chain, ids: Tensor, clock: Cloc
 
 
 @dataclass(frozen=True)
+class _Stretches:
+    """The stretches of decode steps that run.
+
+    starts: the number of the first step of each stretch.
+    width: the number of steps in each stretch.
+    are_samples: whether steps between the stretches are left out; otherwise one stretch has all steps.
+    """
+
+    starts: Sequence[int]
+    width: int
+    are_samples: bool
+
+
+def _choose_stretches(caches: Sequence[PromptCache], steps: int, sample: int | None) -> _Stretches:
+    """Return stretches of ``sample`` steps, or one stretch of all steps.
+
+    All steps run if ``sample`` is None, if the method does not allow samples, or if samples would save no step.
+    """
+    if sample is not None and can_be_lengthened(caches):
+        starts = place_stretches(steps, sample)
+        if starts is not None:
+            return _Stretches(starts, sample, are_samples=True)
+    return _Stretches([0], steps, are_samples=False)
+
+
+@dataclass(frozen=True)
 class _Decoded:
     """The steps of a decode batch that ran.
 
@@ -197,22 +218,21 @@ def _decode(
     first: Tensor,
     *,
     seen: int,
-    starts: Sequence[int],
-    width: int,
+    stretches: _Stretches,
     clock: Clock,
 ) -> _Decoded:
-    """Run and time some stretches of decode steps, each of ``width`` steps.
+    """Run and time the decode steps of ``stretches``.
+
+    Steps between stretches do not run: the caches are lengthened by as many random tokens instead.
 
     batch: the rows to decode, which have read ``seen`` tokens each.
     first: the tokens [B, 1] that the first step reads.
-    starts: the number of the first step of each stretch. Steps between stretches are not run: the caches are
-        lengthened by as many random tokens instead.
     """
     start = time.perf_counter()
     tokens, marks = [first], []
-    for stretch_start in starts:
+    for stretch_start in stretches.starts:
         lengthen(model, batch, stretch_start - batch.used)
-        for _ in range(width):
+        for _ in range(stretches.width):
             step_start = clock.mark()
             # rows that evict are not brought to a later length, so only the batch knows how many tokens have come
             positions = torch.full_like(first, seen + batch.used)
@@ -226,7 +246,7 @@ def _decode(
     return _Decoded(torch.cat(tokens, dim=1), steps, seconds, clock.attention_seconds())
 
 
-def _bytes_held(caches: Sequence[PromptCache]) -> int:
+def _count_bytes(caches: Sequence[PromptCache]) -> int:
     """Return the payload and overhead that all layers of ``caches`` hold, with windows and states."""
     total = 0
     for cache in caches:
@@ -239,7 +259,7 @@ def _bytes_held(caches: Sequence[PromptCache]) -> int:
     return total
 
 
-def _payload(batch: BatchLayers) -> int:
+def _count_payload(batch: BatchLayers) -> int:
     """Return the bytes of keys, values and states that a step reads now."""
     total = sum(state.nbytes() for state in batch.with_states)
     for layer in batch.with_keys:

@@ -27,6 +27,7 @@ from kvbench.methods.core.chain import Chain
 
 SCORED_QUERIES = 512
 """The most queries whose attention rows are assumed to be in memory at once: ``window_sums`` goes block by block."""
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MeasuredLayers:
     payload_formula: the bytes of keys and values by formula, in the number type that was built.
     overhead_formula: the bytes of everything beside them by formula, in the same number type.
     tokens: tokens per stored head, on average over the layers that methods compress.
-    made: how many layers were built. Each other layer promises the same as one of them and counts as that one.
+    made: how many layers were built. Each other layer is counted as a built layer that promises the same bytes.
     total16: the bytes by formula at 16 bits.
     pages_freed: the shares of the prompt's pages that an engine could give back.
     """
@@ -68,13 +69,41 @@ def random_layer(
 
     The observation holds random statistics, but only the statistics that the chain needs.
     """
-    generator = torch.Generator().manual_seed(index)
-    needs = chain.needs(n)
     rows = chain.tokens_read(n, index, shape.layers)
     positions = None
     if rows < n:
         # a layer that reads fewer tokens is given the last ones; bytes do not depend on the choice
         positions = torch.arange(n - rows, n, device=device)
+    observation = _draw_observation(
+        chain, shape, n, rows=rows, positions=positions, dtype=dtype, index=index, device=device
+    )
+    shared_k, shared_v = _draw_keys_and_values(shape.kv_heads, rows, shape.head_dim, shape.value_dim, dtype)
+    # every layer gets the same numbers, but no two layers of a cache may share a storage
+    k, v = shared_k.to(device, copy=True), shared_v.to(device, copy=True)
+    heads = chain.heads(shape.kv_heads, shape.query_heads)
+    cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
+    return observation, cache
+
+
+def _draw_observation(
+    chain: Chain,
+    shape: Shape,
+    n: int,
+    *,
+    rows: int,
+    positions: torch.Tensor | None,
+    dtype: torch.dtype,
+    index: int,
+    device: torch.device | None,
+) -> Observation:
+    """Return an observation of layer ``index`` with random statistics, but only those that the chain needs.
+
+    n: the prompt's tokens.
+    rows: how many of them the layer reads.
+    positions: the positions of the tokens read; None if the layer reads all.
+    """
+    generator = torch.Generator().manual_seed(index)
+    needs = chain.needs(n)
     head_dim = shape.head_dim
 
     def draw_normal(*size: int) -> torch.Tensor:
@@ -96,7 +125,7 @@ def random_layer(
     quantised_sums = {bits: draw_attention_sums() for bits in needs.colsums_bits}
     if needs.hidden:
         hidden = draw_normal(rows, shape.query_heads * head_dim)
-    observation = Observation(
+    return Observation(
         layer=index,
         n_layers=shape.layers,
         n=rows,
@@ -113,26 +142,20 @@ def random_layer(
         length=n,
         positions=positions,
     )
-    keys_and_values = _random_keys_and_values(shape.kv_heads, rows, (shape.head_dim, shape.value_dim), dtype)
-    # copies: every layer gets the same tensors, and no two layers of a cache may share a storage
-    k, v = (x.to(device, copy=True) for x in keys_and_values)
-    heads = chain.heads(shape.kv_heads, shape.query_heads)
-    cache = ops.dense(k, v, heads=heads, query_heads=shape.query_heads, positions=positions, length=n)
-    return observation, cache
 
 
 # drawing takes longer than copying, and the layers of a benchmark have one size
 @lru_cache(maxsize=1)
-def _random_keys_and_values(
-    heads: int, n: int, channels: tuple[int, int], dtype: torch.dtype
+def _draw_keys_and_values(
+    heads: int, n: int, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values [heads, n, channels], the same for every layer. They are copied before use.
+    """Return random keys [heads, n, key_dim] and values [heads, n, value_dim]. Callers must not change them.
 
-    channels: the number of channels of keys, and of values.
+    They are the same for every layer of one size.
     """
     generator = torch.Generator().manual_seed(0)
-    k = torch.randn(heads, n, channels[0], generator=generator).to(dtype)
-    v = torch.randn(heads, n, channels[1], generator=generator).to(dtype)
+    k = torch.randn(heads, n, key_dim, generator=generator).to(dtype)
+    v = torch.randn(heads, n, value_dim, generator=generator).to(dtype)
     return k, v
 
 
@@ -155,8 +178,8 @@ def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[L
 def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
     """Build and compress one layer of each kind. Return (its number, its cache, how many layers are of its kind).
 
-    Layers are of one kind if they must keep the same tokens, read as many, have the same leading heads and store as
-    many bytes for a token. If the chain divides one budget over all layers, every layer is built.
+    Layers are of one kind if they must keep equally many tokens, read equally many, have the same leading heads and
+    store equally many bytes for a token. If the chain divides one budget over all layers, every layer is built.
     """
     if chain.rebalancer is not None:
         # every layer's choice depends on all others, so no layer can stand for another
@@ -183,42 +206,39 @@ def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> l
 
 def measure_bytes(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> MeasuredLayers:
     """Return the bytes of real caches and of the formulas. Raises Refused for unsound positions or storages."""
+    itemsize = dtype.itemsize
     layers = compress_layers(chain, shape, n, dtype)
     heads = chain.heads(shape.kv_heads, shape.query_heads)
-    total = HeldBytes()
+    held = HeldBytes()
     payload, overhead, tokens, total16 = 0, 0, 0, 0
     # collect storages over all layers, since a storage that two layers share would be counted twice
     storages: set[int] = set()
     for i, layer, alike in layers:
         tokens_by_head = check_positions(chain.name, layer, i, n=n, heads=heads)
         check_storages(chain.name, layer, i, storages)
-        total += bytes_held(layer).times(alike)
+        # the layer counts for all layers of its kind
+        held += bytes_held(layer).times(alike)
         tokens += alike * sum(tokens_by_head)
-        # the formulas in the number type that was built
-        blocks = declare_blocks(chain, tokens_by_head, shape.cache_shape(dtype.itemsize), i)
-        observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, dtype.itemsize)
-        payload += alike * payload_formula(layer, blocks)
-        overhead += alike * (overhead_formula(layer, blocks) + observed)
-        # the same formulas at 16 bits
-        blocks = declare_blocks(chain, tokens_by_head, shape.cache_shape(HALF), i)
-        observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, HALF)
-        total16 += alike * (payload_formula(layer, blocks) + overhead_formula(layer, blocks) + observed)
+        layer_payload, layer_overhead = _apply_formulas(chain, shape, n, i, layer, tokens_by_head, itemsize)
+        payload += alike * layer_payload
+        overhead += alike * layer_overhead
+        total16 += alike * sum(_apply_formulas(chain, shape, n, i, layer, tokens_by_head, HALF))
     if shape.local_layers:
         # layers with a sliding window, never compressed by a method
         local_kv_heads, local_head_dim = shape.local_heads
-        k, v = _random_keys_and_values(local_kv_heads, n, (local_head_dim, local_head_dim), dtype)
+        k, v = _draw_keys_and_values(local_kv_heads, n, local_head_dim, local_head_dim, dtype)
         local = ops.local(k, v, shape.window, shape.query_heads)
-        total += bytes_held(local).times(shape.local_layers)
-        payload += shape.local_bytes(n, dtype.itemsize)
+        held += bytes_held(local).times(shape.local_layers)
+        payload += shape.local_bytes(n, itemsize)
         overhead += shape.local_overhead(n)
         total16 += shape.local_bytes(n, HALF) + shape.local_overhead(n)
     # states are counted as the formula counts them: no method changes them
-    state_bytes = shape.state_bytes(dtype.itemsize)
-    total += HeldBytes(exact=state_bytes)
+    state_bytes = shape.state_bytes(itemsize)
+    held += HeldBytes(exact=state_bytes)
     payload += state_bytes
     total16 += shape.state_bytes(HALF)
     return MeasuredLayers(
-        held=total,
+        held=held,
         payload_formula=payload,
         overhead_formula=overhead,
         tokens=tokens / (heads * shape.layers),
@@ -228,6 +248,20 @@ def measure_bytes(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> Mea
     )
 
 
+def _apply_formulas(
+    chain: Chain, shape: Shape, n: int, index: int, layer: LayerCache, tokens_by_head: list[int], itemsize: int
+) -> tuple[int, int]:
+    """Return the bytes of payload and of overhead that layer ``index`` should hold for the tokens that it kept.
+
+    tokens_by_head: the number of tokens kept in each stored head.
+    itemsize: the bytes of one exact number.
+    """
+    blocks = declare_blocks(chain, tokens_by_head, shape.cache_shape(itemsize), index)
+    # the prompt's last queries, which a chain that chooses again while decoding stores beside the cache
+    observed = chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
+    return payload_formula(layer, blocks), overhead_formula(layer, blocks) + observed
+
+
 def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """Estimate the most bytes in use at once while layers of n tokens are built and compressed.
 
@@ -235,13 +269,14 @@ def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     # keys and values, each also as an fp32 copy
-    keys_and_values = shape.kv_heads * n * shape.token_numbers * (itemsize + 4)
+    keys_and_values = shape.kv_heads * n * shape.token_numbers * (itemsize + FP32_BYTES)
     # four more fp32 tensors of all stored heads while a stage works
-    of_stage = 4 * heads * n * shape.head_dim * 4
-    # fp32 scores [query heads, last queries, n], their softmax and one more copy
-    scores = 3 * 4 * shape.query_heads * n * min(chain.needs(n).last_q, SCORED_QUERIES)
-    stored = 0
+    scratch_of_stage = 4 * heads * n * shape.head_dim * FP32_BYTES
+    # three fp32 tensors [query heads, last queries, n]: scores, their softmax and one more copy
+    scored_queries = min(chain.needs(n).last_q, SCORED_QUERIES)
+    scores = 3 * FP32_BYTES * shape.query_heads * n * scored_queries
+    other_layers = 0
     if chain.rebalancer is not None:
         # all layers are built before the budget is divided
-        stored = shape.full_bytes(n, itemsize, heads)
-    return keys_and_values + of_stage + scores + stored
+        other_layers = shape.full_bytes(n, itemsize, heads)
+    return keys_and_values + scratch_of_stage + scores + other_layers

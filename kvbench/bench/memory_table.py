@@ -41,7 +41,7 @@ HEAD = (
     "as the\nformula",
 )
 OPTIONAL = ("exact", "codes", "scales", "posi-\ntions", "ids", "state")
-"""The columns of PARTS, which are left out where no row has a number."""
+"""The columns of PARTS. A column without a number in any row is left out."""
 RANDOM_TOKENS = (
     "in place: these layers hold random numbers, so a method that chooses by scores frees other pages of a prompt. "
     "kvbench run measures that on prompts (--notes, --json)."
@@ -53,7 +53,12 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 @dataclass(frozen=True)
 class ByteSums:
-    """The sums of one chain at one prompt size: tokens per stored head, and bytes of payload and of overhead."""
+    """The tokens and bytes of one chain at one prompt size, over all layers.
+
+    tokens: the tokens per stored head, on average.
+    payload: the bytes of keys and values, packed or not.
+    overhead: the bytes of all that is stored beside keys and values.
+    """
 
     tokens: float
     payload: int
@@ -100,9 +105,11 @@ class Account:
         """Return the account as plain data."""
         record: dict[str, object] = {"method": self.method, "n": self.n, "full_bytes": self.full}
         sums = self.sums
-        if sums is not None:
+        if sums is None:
+            record["total"] = None
+        else:
             record |= {"tokens": sums.tokens, "payload": sums.payload, "overhead": sums.overhead}
-        record["total"] = None if sums is None else sums.total
+            record["total"] = sums.total
         record["percent_of_full"] = self.percent
         built = self.measured
         if built is not None:
@@ -156,31 +163,44 @@ def account_for(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, bu
     """Return the account of one chain at a prompt of n tokens. Build a cache if ``build`` and memory allow it."""
     # None means that the prompt's text decides how many tokens stay
     declared = bytes_declared(entry.chain, shape, n, dtype.itemsize)
-    formula = None
+    formula, even = None, False
     if declared is not None:
         formula = ByteSums(tokens=declared.tokens, payload=declared.payload, overhead=declared.overhead)
+        even = declared.even
     measured, why = None, ""
     if build:
         measured, why = _measure_if_possible(entry, shape, n, dtype)
     if formula is None and measured is None:
         # without ``build`` there is no other reason, and nothing stands behind the semicolon
         why = f"only a prompt decides what is kept; {why}".rstrip("; ")
-    # shares are at 16 bits, as in papers, whatever number type was asked for
-    total16 = None
-    if measured is not None:
-        total16 = measured.total16
-    elif (declared16 := bytes_declared(entry.chain, shape, n, HALF)) is not None:
-        total16 = declared16.total
+    # percentages are at 16 bits, as in papers, whatever number type was asked for
+    total16 = _compute_total16(entry, shape, n, measured)
+    percent = None
+    if total16 is not None:
+        percent = 100 * total16 / shape.full_bytes(n, HALF)
     return Account(
         method=entry.label,
         n=n,
         full=shape.full_bytes(n, dtype.itemsize),
         measured=measured,
         formula=formula,
-        percent=None if total16 is None else 100 * total16 / shape.full_bytes(n, HALF),
-        even=declared is not None and declared.even,
+        percent=percent,
+        even=even,
         why=why,
     )
+
+
+def _compute_total16(entry: ChainConfig, shape: Shape, n: int, measured: MeasuredLayers | None) -> int | None:
+    """Return the bytes of one chain at 16 bits by formula, for the tokens kept by the built layers if there are any.
+
+    Return None if no layers were built and no formula knows how many tokens stay.
+    """
+    if measured is not None:
+        return measured.total16
+    declared = bytes_declared(entry.chain, shape, n, HALF)
+    if declared is None:
+        return None
+    return declared.total
 
 
 def _measure_if_possible(
@@ -214,9 +234,25 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
 
     Columns that are all empty are left out, and so are methods that free no page.
     """
-    unit = _unit_of(rows[0].full)
+    # all rows have one prompt size and one model, so the first row's full cache is that of all
+    full_bytes = rows[0].full
+    unit = _choose_unit(full_bytes)
     size = UNITS[unit]
-    lines = [_cells_by_head(account, size) for account in rows]
+    title = f"prompt of {rows[0].n} tokens; full cache {full_bytes / size:.4g} {unit}; all numbers in {unit}\n\n"
+    tables = [_build_bytes_table(rows, size)]
+    all_notes = list(_list_notes(rows))
+    freed = _list_freed_pages(rows)
+    if freed:
+        tables.append(pages.build_table(freed))
+        all_notes += pages.NOTES
+        all_notes.append(RANDOM_TOKENS)
+    all_notes.extend(notes)
+    return title + compose(tables, all_notes, "text")
+
+
+def _build_bytes_table(rows: Sequence[Account], size: int) -> Table:
+    """Return the table of bytes in units of ``size`` bytes, without the OPTIONAL columns that have no number."""
+    lines = [_write_cells(account, size) for account in rows]
     heads = []
     for head in HEAD:
         # a cell without bytes is a dash or 0
@@ -226,40 +262,30 @@ def render(rows: Sequence[Account], notes: Sequence[str] = ()) -> str:
     body = []
     for line in lines:
         body.append(tuple(line[head] for head in heads))
-    sheets = [Table(tuple(heads), tuple(body))]
-    freed = _pages_freed(rows)
-    if freed:
-        sheets.append(pages.build_table(freed))
-    title = f"prompt of {rows[0].n} tokens; full cache {rows[0].full / size:.4g} {unit}; all numbers in {unit}\n\n"
-    all_notes = list(_notes(rows))
-    if freed:
-        all_notes += pages.NOTES
-        all_notes.append(RANDOM_TOKENS)
-    all_notes.extend(notes)
-    return title + compose(sheets, all_notes, "text")
+    return Table(tuple(heads), tuple(body))
 
 
-def _pages_freed(rows: Sequence[Account]) -> list[tuple[str, PagesFreed]]:
+def _list_freed_pages(rows: Sequence[Account]) -> list[tuple[str, PagesFreed]]:
     """Return (method, shares of pages freed) of each method whose layers were built, if it frees a page at all."""
     freed = []
     for row in rows:
-        # each share is at most that of heads apart and compacted
+        # heads apart and compacted is the largest of the shares: if it is 0, all are
         if row.measured is not None and row.measured.pages_freed.apart_compacted:
             freed.append((row.method, row.measured.pages_freed))
     return freed
 
 
-def _unit_of(count: int) -> str:
-    """Return the smallest unit in which ``count`` bytes are below 10,000; TiB for more."""
+def _choose_unit(byte_count: int) -> str:
+    """Return the smallest unit in which ``byte_count`` bytes are below 10,000; TiB for more."""
     for unit, size in UNITS.items():
-        if count < 1e4 * size:
+        if byte_count < 1e4 * size:
             return unit
     return "TiB"
 
 
-def _cells_by_head(account: Account, size: int) -> dict[str, str]:
+def _write_cells(account: Account, size: int) -> dict[str, str]:
     """Return one row's texts by their column's head, in units of ``size`` bytes."""
-    # one knob a line keeps the table within the page
+    # one option a line keeps the table within the page
     name = account.method.replace(" ", "\n")
     sums = account.sums
     if sums is None:
@@ -269,18 +295,19 @@ def _cells_by_head(account: Account, size: int) -> dict[str, str]:
         parts = ["—"] * len(PARTS)
         verdict = "≈ formula" if account.even else "formula"
     else:
-        parts = [_five_characters(part / size) for part in built.held.parts()]
+        parts = [_write_number(part / size) for part in built.held.parts()]
         # print a difference with its sign; a minus is U+2212
         verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
-    cells = [name, _five_characters(sums.payload / size)]
+    # in the order of HEAD
+    cells = [name, _write_number(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
-    cells.append(_five_characters(sums.overhead / size))
+    cells.append(_write_number(sums.overhead / size))
     cells += parts[PAYLOAD_PARTS:]
-    cells += [_five_characters(sums.total / size), f"{account.percent:.1f}", verdict]
+    cells += [_write_number(sums.total / size), f"{account.percent:.1f}", verdict]
     return dict(zip(HEAD, cells, strict=True))
 
 
-def _notes(rows: Sequence[Account]) -> Iterator[str]:
+def _list_notes(rows: Sequence[Account]) -> Iterator[str]:
     """Yield the meaning of the columns, and each reason for missing cells with its methods."""
     built = [row for row in rows if row.measured is not None]
     if built:
@@ -295,13 +322,14 @@ def _notes(rows: Sequence[Account]) -> Iterator[str]:
     methods_by_reason: dict[str, list[str]] = {}
     for row in rows:
         if row.why:
-            # the label without its knobs
-            methods_by_reason.setdefault(row.why, []).append(row.method.partition(" ")[0])
+            # a label is the method's name, followed by its options
+            method, _, _ = row.method.partition(" ")
+            methods_by_reason.setdefault(row.why, []).append(method)
     for why, methods in methods_by_reason.items():
         yield f"{', '.join(methods)}: {why}."
 
 
-def _five_characters(number: float) -> str:
+def _write_number(number: float) -> str:
     """Return a number from 0 up to 99,999 in at most five characters."""
     if number == 0:
         return "0"

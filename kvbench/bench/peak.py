@@ -22,7 +22,7 @@ from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, generation_pass, peers
@@ -66,7 +66,8 @@ def watch_memory(run: Callable[[], T], device: torch.device) -> tuple[T, Peak | 
 def find_largest_batch(fits: Callable[[int], bool], most: int = MOST_ROWS) -> int:
     """Return the largest batch up to ``most`` that fits, found by doubling and then bisection; 0 if no row fits.
 
-    fits: whether a batch of so many rows fits. Larger batches than one that does not fit must not fit either.
+    fits: returns whether a batch with this number of rows fits. If one batch does not fit, larger ones must not fit
+        either.
     """
     # invariant of the bisection: low rows fit, high rows do not fit or exceed the limit
     low, high = 0, 1
@@ -101,20 +102,24 @@ def fits_memory(model: PreTrainedModel, chain: Chain, workload: Workload, seed: 
 def _fill_memory(model: PreTrainedModel, chain: Chain, workload: Workload, prompt: Tensor) -> None:
     """Allocate the memory of ``workload``. ``prompt`` [n] is read twice, and its cache copied for the other rows."""
     assert workload.batch is not None, "a search tries one batch after the other"
-    (cache,) = prefill_chains(model, prompt, [chain])
-    caches = [copy.deepcopy(cache) for _ in range(workload.batch - 1)]
-    del cache
+    (first_cache,) = prefill_chains(model, prompt, [chain])
+    caches = [copy.deepcopy(first_cache) for _ in range(workload.batch - 1)]
+    # only its batch - 1 copies may take memory
+    del first_cache
     # read the last row beside all other caches, since a read's scratch memory counts, too
     caches += prefill_chains(model, prompt, [chain])
+    # the prompt gives the first token, so new tokens take new - 1 steps
+    steps = workload.new - 1
     with adapted(model, chain), attached(model):
-        can_skip = can_be_lengthened(caches)
+        # ask before the batch is built: building it empties the caches
+        can_skip_steps = can_be_lengthened(caches)
         # all rows have read equally many tokens
         seen = caches[0].seen
-        # the prompt gives the first token, so new tokens take new - 1 steps
-        batch = build(model, give_up_caches(caches), workload.new - 1)
-        if can_skip:
-            # the last of new - 1 steps runs over the longest cache
-            lengthen(model, batch, workload.new - 2)
+        batch = build(model, give_up_caches(caches), steps)
+        if can_skip_steps:
+            # only the last step runs, over the longest cache
+            lengthen(model, batch, steps - 1)
+        # memory does not depend on which token is fed
         token = torch.zeros(workload.batch, 1, dtype=torch.int64, device=model.device)
         step(model, batch, token, torch.full_like(token, seen + batch.used))
 
@@ -150,7 +155,7 @@ def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
 class PeakRequest:
     """The request of a measurement to a child process.
 
-    what: ``peak`` for the peak of a chain's pass, ``largest`` for its largest batch, or ``peak of a peer``.
+    quantity: ``peak`` for the peak of a chain's pass, ``largest`` for its largest batch, or ``peak of a peer``.
     overrides: the arguments of the run that defines the chains.
     label: the chain or the peer.
     workload: the workload as it is written on the command line.
@@ -162,7 +167,7 @@ class PeakRequest:
     threads: PyTorch's number of threads.
     """
 
-    what: str
+    quantity: str
     overrides: tuple[str, ...]
     label: str
     workload: str
@@ -189,7 +194,7 @@ class PeakAnswer(TypedDict, total=False):
 
 
 def ask_child(
-    what: str,
+    quantity: str,
     overrides: Sequence[str],
     label: str,
     workload: str,
@@ -202,16 +207,16 @@ def ask_child(
 ) -> PeakAnswer:
     """Measure memory in a child process and return its answer.
 
-    ``what`` asks for the peak of a chain's pass, the largest batch, or the peak of a peer: ``peak``, ``largest`` or
-    ``peak of a peer``. ``label`` names the chain or peer. All arguments are fields of ``PeakRequest``. The child is
-    forked from a process that has imported everything. If it dies for lack of memory, the answer is ``{"oom": True}``.
+    All arguments are fields of ``PeakRequest``. ``quantity`` is ``peak``, ``largest`` or ``peak of a peer``, and
+    ``label`` names the chain or the peer. If the child dies for lack of memory, the answer is ``{"oom": True}``.
     Raises KvbenchError if it fails otherwise.
     """
+    # fork the child from a server that has imported everything, since imports take seconds
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__, "transformers.models.llama.modeling_llama"])
     reader, writer = server.Pipe(duplex=False)
     request = PeakRequest(
-        what=what,
+        quantity=quantity,
         overrides=tuple(overrides),
         label=label,
         workload=workload,
@@ -271,32 +276,54 @@ def _answer_request(request: PeakRequest) -> PeakAnswer:
 def _measure_request(request: PeakRequest) -> PeakAnswer:
     """Build the model in this process, and return the largest batch or the peak bytes of one pass."""
     cfg = config.read(request.overrides)
-    chains = {"full": Chain()}
-    chains |= {c.label: c.chain for c in cfg.chains}
-    what, label, seed = request.what, request.label, request.seed
-    workload, device = parse_workload(request.workload), torch.device("cpu")
-    # building the model without storage imports all of its code, so imports do not count as memory of the pass
-    model_config = architecture.model_config(cfg.model)
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(model_config)
-    if what == "peak of a peer":
-        for package in peers.find_peer(label).packages:
-            import_module(package)
+    device = torch.device("cpu")
+    _import_code(request, architecture.resolve_model_config(cfg.model))
     release()
-    imported = process_memory("VmRSS")
+    imported_bytes = process_memory("VmRSS")
     with limit_memory(request.limit, device):
         model = architecture.build_model(cfg.model, device, request.layers)
-        if what == "largest":
-
-            def rows_fit(rows: int) -> bool:
-                return fits_memory(model, chains[label], workload.sized(rows), seed)
-
-            return {"batch": find_largest_batch(rows_fit)}
-        ids = random_prompts(workload, int(model.config.vocab_size), seed)
-        if what == "peak":
-            chain = chains[label]
-            generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
+        if request.quantity == "peak of a peer":
+            _run_peer(request, model)
         else:
-            peers.run(model, peers.find_peer(label), ids, workload.new)
+            chains = {"full": Chain()} | {c.label: c.chain for c in cfg.chains}
+            chain = chains[request.label]
+            if request.quantity == "largest":
+                return {"batch": _search_batch(request, model, chain)}
+            _run_chain(request, model, chain)
+        # the highest resident memory that this process ever had
         peak_bytes = process_memory("VmHWM")
-        return {"allocated": peak_bytes - imported, "reserved": peak_bytes}
+        return {"allocated": peak_bytes - imported_bytes, "reserved": peak_bytes}
+
+
+def _import_code(request: PeakRequest, model_config: PretrainedConfig) -> None:
+    """Import all code that the pass uses, so that imports do not count as memory of the pass."""
+    # building the model without storage imports all of its code
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(model_config)
+    if request.quantity == "peak of a peer":
+        for package in peers.find_peer(request.label).packages:
+            import_module(package)
+
+
+def _search_batch(request: PeakRequest, model: PreTrainedModel, chain: Chain) -> int:
+    """Return the largest batch of the requested workload that fits."""
+    workload = parse_workload(request.workload)
+
+    def rows_fit(rows: int) -> bool:
+        return fits_memory(model, chain, workload.sized(rows), request.seed)
+
+    return find_largest_batch(rows_fit)
+
+
+def _run_chain(request: PeakRequest, model: PreTrainedModel, chain: Chain) -> None:
+    """Run one pass of the requested workload under ``chain``."""
+    workload = parse_workload(request.workload)
+    ids = random_prompts(workload, int(model.config.vocab_size), request.seed)
+    generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
+
+
+def _run_peer(request: PeakRequest, model: PreTrainedModel) -> None:
+    """Run one pass of the requested workload under the requested peer."""
+    workload = parse_workload(request.workload)
+    ids = random_prompts(workload, int(model.config.vocab_size), request.seed)
+    peers.run(model, peers.find_peer(request.label), ids, workload.new)

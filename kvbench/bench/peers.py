@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,6 +41,7 @@ def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
 class Peer:
     """A way to generate without kvbench, such as transformers' own caches or kvpress, timed beside kvbench's methods.
 
+    name: the peer's name on the command line and in tables.
     packages: the packages that it needs.
     cache: a function of (model, tokens of prompt and answer) that makes the cache for ``generate``.
     context: entered around generation, untimed. It yields the model that generates.
@@ -211,27 +211,28 @@ def find_peer(name: str) -> Peer:
 class _TokenRecorder(StoppingCriteria):
     """A criterion that never stops generation. It records the moments between tokens and the bytes of the cache.
 
-    gaps: (end of a token, start of the next) for each token.
+    token_ends: the end of each token so far.
+    token_starts: the start of the token that follows each of them. Only this criterion's own work lies in between.
     first_bytes: the cache's bytes after the first token.
     counting_s: the seconds that counting took, to be subtracted.
     """
 
     def __init__(self, clock: Clock, cache: Any) -> None:
         self.clock, self.cache = clock, cache
-        self.gaps: list[tuple[Mark, Mark]] = []
+        self.token_ends: list[Mark] = []
+        self.token_starts: list[Mark] = []
         self.first_bytes, self.counting_s = 0, 0.0
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         """Record the end of a token, and return False for every row of ``input_ids`` [B, tokens]."""
-        token_end = self.clock.mark()
-        is_first = not self.gaps
+        is_first = not self.token_ends
+        self.token_ends.append(self.clock.mark())
         if is_first:
             # count the cache's bytes once; the time that it takes is subtracted later
             start = time.perf_counter()
             self.first_bytes = cache_bytes(self.cache)
             self.counting_s = time.perf_counter() - start
-        # only this criterion's own work lies between the two marks
-        self.gaps.append((token_end, self.clock.mark()))
+        self.token_starts.append(self.clock.mark())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -252,26 +253,15 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     with torch.no_grad(), peer.context(model) as generator, attention_timing:
         clock.wait()
         start_s, start = time.perf_counter(), clock.mark()
-        # every row generates exactly ``new`` tokens: nothing ends an answer
-        tokens = generator.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=new,
-            min_new_tokens=new,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([recorder]),
-            **named_cache(cache),
-        )[:, n:]
+        tokens = _generate(generator, ids, new, cache, recorder)
         clock.wait()
         total = time.perf_counter() - start_s - recorder.counting_s
-    gaps = recorder.gaps
-    if tokens.shape[1] != new or len(gaps) != new:
+    token_ends, token_starts = recorder.token_ends, recorder.token_starts
+    if tokens.shape[1] != new or len(token_ends) != new:
         raise KvbenchError(f"{peer.name} generated {tokens.shape[1]} tokens a row instead of {new}")
-    # a step lasts from the end of one gap to the start of the next
-    steps = tuple(clock.seconds(gap[1], next_gap[0]) for gap, next_gap in pairwise(gaps))
-    first_token_s = clock.seconds(start, gaps[0][0])
+    # decode steps begin with the second token; after the last token no other one begins
+    steps = tuple(clock.seconds(begin, end) for begin, end in zip(token_starts[:-1], token_ends[1:], strict=True))
+    first_token_s = clock.seconds(start, token_ends[0])
     # the mean over the steps, for a cache that grows evenly or not at all
     read_bytes = (recorder.first_bytes + cache_bytes(cache)) / 2
     # free this peer's memory before the next one is timed
@@ -293,24 +283,50 @@ def run(model: PreTrainedModel, peer: Peer, ids: Tensor, new: int) -> Pass:
     )
 
 
+def _generate(generator: Any, ids: Tensor, new: int, cache: Any, recorder: _TokenRecorder) -> Tensor:
+    """Return ``new`` tokens [B, new] for each row of ``ids`` [B, n], by transformers' ``generate``.
+
+    generator: the model, or a system's own object around it with the same ``generate``.
+    """
+    # every row generates exactly ``new`` tokens: nothing ends an answer
+    prompts_and_answers = generator.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        min_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=StoppingCriteriaList([recorder]),
+        **named_cache(cache),
+    )
+    prompt_length = ids.shape[1]
+    return prompts_and_answers[:, prompt_length:]
+
+
 def cache_bytes(cache: Any) -> int:
     """Return the bytes of a transformers cache. Each storage counts once, including packed codes and scales."""
     bytes_by_address: dict[int, int] = {}
     for layer in cache.layers:
         for name in ("keys", "values", "_quantized_keys", "_quantized_values"):
-            for tensor in _tensors_in(getattr(layer, name, None)):
+            # only quantised layers have the latter two
+            for tensor in _find_tensors(getattr(layer, name, None)):
                 storage = tensor.untyped_storage()
                 bytes_by_address[storage.data_ptr()] = storage.nbytes()
     return sum(bytes_by_address.values())
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in ``value``: a tensor, a pair, a mapping, or a tensor that wraps others."""
+def _find_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in ``value``: a tensor, a sequence, a mapping, or a tensor that wraps others.
+
+    Anything else, such as None, holds no tensors.
+    """
     parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
-        # quanto's tensors are subclasses; PyTorch's protocol returns (names of the tensors inside them, other facts)
+        # quanto's tensors are subclasses, which name the tensors inside them by PyTorch's protocol
         if hasattr(value, "__tensor_flatten__"):
-            parts = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
+            inner_names, _ = value.__tensor_flatten__()
+            parts = [getattr(value, name) for name in inner_names]
         else:
             yield value
     elif isinstance(value, Mapping):
@@ -318,4 +334,4 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         parts = value
     for part in parts:
-        yield from _tensors_in(part)
+        yield from _find_tensors(part)

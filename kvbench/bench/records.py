@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, TypedDict
+from typing import Any, BinaryIO, TypedDict
 
 from kvbench.base.errors import KvbenchError
 
@@ -23,7 +23,13 @@ Row = dict[str, Any]
 
 
 class RepeatSpread(TypedDict):
-    """The distribution of one quantity over the ``n`` repeats of a row: its median and its quartiles q1 and q3."""
+    """The distribution of one quantity over the repeats of a row.
+
+    median: the middle value.
+    q1: the first quartile.
+    q3: the third quartile.
+    n: the number of repeats.
+    """
 
     median: float
     q1: float
@@ -61,13 +67,8 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
     """Append rows to the file and sync it. A torn last line is removed first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as f:
-        size = f.seek(0, os.SEEK_END)
-        if size:
-            f.seek(size - 1)
-            # a whole line ends with a newline: this one's process was killed while writing it
-            if f.read(1) != b"\n":
-                intact, newline, _ = path.read_bytes().rpartition(b"\n")
-                f.truncate(len(intact) + len(newline))
+        _remove_torn_line(f)
+        # in mode "a" every write goes to the end of the file, wherever the last read was
         for row in rows:
             f.write(json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n")
         # measuring again takes minutes, so sync the rows before the next workload starts
@@ -75,8 +76,21 @@ def append_rows(path: Path, rows: Sequence[Row]) -> None:
         os.fsync(f.fileno())
 
 
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Remove a last line without a newline from an open file: its process was killed while writing it."""
+    size = file.seek(0, os.SEEK_END)
+    if size == 0:
+        return
+    file.seek(size - 1)
+    if file.read(1) == b"\n":
+        return
+    file.seek(0)
+    whole_lines, last_newline, _ = file.read().rpartition(b"\n")
+    file.truncate(len(whole_lines) + len(last_newline))
+
+
 def latest_by_key(rows: Sequence[Row]) -> dict[str, Row]:
-    """Return, by key, the row that stands last in ``rows``: later measurements replace earlier ones."""
+    """Return the last row of each key, by key: later measurements replace earlier ones."""
     return {row["key"]: row for row in rows}
 
 
@@ -101,25 +115,24 @@ def median_of(row: Row, quantity: str) -> float | None:
 def row_of_base(row: Row, rows: Sequence[Row], method: str = FULL) -> Row | None:
     """Return the row of ``method`` with the same session, model and workload as ``row``; None if there is none.
 
-    Of several such rows in ``rows``, the newest is returned, which stands last.
-
-    Only times of one session are compared, since machines differ and drift.
+    Only times of one session are compared, since machines differ and drift. Of several such rows, the last one in
+    ``rows`` is returned, which is the newest.
     """
     for candidate in reversed(rows):
-        alike = all(candidate.get(k) == row.get(k) for k in ("session", "model", "workload"))
-        if alike and candidate["method"] == method:
+        is_comparable = all(candidate.get(fact) == row.get(fact) for fact in ("session", "model", "workload"))
+        if is_comparable and candidate["method"] == method:
             return candidate
     return None
 
 
-def ratio_of_medians(row: Row, to: Row | None, quantity: str) -> float | None:
-    """Return the median of the row's quantity divided by the median of the same quantity of the row ``to``.
+def ratio_of_medians(row: Row, base_row: Row | None, quantity: str) -> float | None:
+    """Return the median of the row's quantity divided by the median of the same quantity of ``base_row``.
 
-    Returns None if a median is missing or the divisor is 0.
+    Return None if there is no base row, a median is missing or the divisor is 0.
     """
-    if to is None:
+    if base_row is None:
         return None
-    numerator, denominator = median_of(row, quantity), median_of(to, quantity)
+    numerator, denominator = median_of(row, quantity), median_of(base_row, quantity)
     if numerator is None or not denominator:
         return None
     return numerator / denominator

@@ -97,7 +97,22 @@ DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 @dataclass(frozen=True)
 class TimeOptions:
-    """The values of the keys in OWN, without the file's. The help of ``bench time`` explains them."""
+    """The values of the keys in OWN, without those of the file. The help of ``bench time`` explains them in full.
+
+    workloads: the workloads to time.
+    repeats: how many passes of each entrant are timed.
+    warmup: how many passes of each entrant run before, without being timed.
+    generate: ``full`` to run all steps, or ``sampled`` to run stretches of them at several cache lengths.
+    steps: the number of steps in a stretch.
+    check: whether one full generation runs beside sampled ones.
+    step: the kinds of decode steps, of STEP_KINDS.
+    peers: the peers to time beside kvbench's methods.
+    over: the name of the entrant to which ratios are made.
+    memory_limit: the most memory in GiB; None for no limit.
+    layers: how many layers the model is cut to; None for all.
+    seed: the seed of the random prompts and of the order of entrants.
+    again: whether stored rows are measured again.
+    """
 
     workloads: list[Workload]
     repeats: int
@@ -130,18 +145,12 @@ def measure_rows(words: Sequence[str], plan: bool = False, beside: bool = True) 
     of its own session: the full cache's, and that of ``over=``.
     """
     # words are of two kinds: keys of OWN, and the words of a run that name models and methods
-    words = [_results_as_folder(word) for word in words]
+    words = [_replace_results(word) for word in words]
     arguments = parse_pairs(words)
     refuse_keys("time", arguments, OTHERS, ("model", "method", "preset", "dtype", "weights", *OTHERS, *OWN))
     own_values = values(OWN.values(), arguments)
     folder, name = own_values.pop("folder"), own_values.pop("name")
     options = TimeOptions(**own_values)
-    run_words = [with_full_dtype(word) for word in words if word.partition("=")[0] not in OWN]
-    if "method" not in arguments:
-        run_words.append(f"method={METHODS}")
-    # a step's time does not depend on the values of weights, so none need be downloaded
-    if "weights" not in arguments and "model.weights" not in arguments:
-        run_words.append("weights=random")
     if not plan:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -149,13 +158,31 @@ def measure_rows(words: Sequence[str], plan: bool = False, beside: bool = True) 
             raise UsageError(f"folder={folder} cannot be made: {error.strerror}") from None
     path = folder / f"{name}.jsonl"
     rows = []
-    for request in read(run_words):
+    for request in read(_select_run_words(words, arguments)):
         rows += _measure_model(request, options, path, plan=plan, older=beside)
     return rows, path
 
 
-def _results_as_folder(word: str) -> str:
-    """Return ``results=`` as the ``folder=`` within it, since ``results=`` means the same folder in all verbs."""
+def _select_run_words(words: Sequence[str], arguments: Collection[str]) -> list[str]:
+    """Return the words of the run that names the models and methods to time, with defaults for missing ones.
+
+    arguments: the keys of all ``words``.
+    """
+    run_words = []
+    for word in words:
+        key, _, _ = word.partition("=")
+        if key not in OWN:
+            run_words.append(with_full_dtype(word))
+    if "method" not in arguments:
+        run_words.append(f"method={METHODS}")
+    # a step's time does not depend on the values of weights, so none need be downloaded
+    if "weights" not in arguments and "model.weights" not in arguments:
+        run_words.append("weights=random")
+    return run_words
+
+
+def _replace_results(word: str) -> str:
+    """Return the word, with ``results=`` replaced by the ``folder=`` within it. It means the same in all verbs."""
     if word.startswith("results="):
         return f"folder={word.removeprefix('results=')}/bench"
     return word
@@ -174,7 +201,7 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
     entrants = _list_entrants(cfg, options.peers, options.step)
     check_choice("value of over", [entrant.name for entrant in entrants], options.over)
     base_names = [records.FULL, options.over]
-    settings = _session_settings(cfg, request.words, options, device)
+    settings = _collect_settings(cfg, request.words, options, device)
     requested = []
     for workload in options.workloads:
         for entrant in entrants:
@@ -190,31 +217,37 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
         measured = {key for key in finished if stored[key]["status"] != NOT_RUN}
         _print_plan(requested, measured, settings, path)
         return []
-    model: PreTrainedModel | None = None
-    for workload in options.workloads:
-        keys = {target.entrant.name: target.key for target in requested if target.workload == workload}
-        missing = [name for name, key in keys.items() if key not in finished]
-        if not missing:
-            continue
-        if model is None:
-            say(f"building {cfg.model.name}")
-            model = architecture.build_model(cfg.model, device, settings.layers)
-        # base rows are measured again, since ratios compare only rows of one session
-        names = missing + base_names
-        chosen = [entrant for entrant in entrants if entrant.name in names]
-        rows = timing.measure_entrants(model, chosen, workload, settings)
-        # append after each workload, so that an interruption loses one at most
-        records.append_rows(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
+    missing = [target for target in requested if target.key not in finished]
+    if missing:
+        say(f"building {cfg.model.name}")
+        model = architecture.build_model(cfg.model, device, settings.layers)
+        for workload in options.workloads:
+            missing_names = [target.entrant.name for target in missing if target.workload == workload]
+            if missing_names:
+                # base rows are measured again, since ratios compare only rows of one session
+                names = missing_names + base_names
+                chosen = [entrant for entrant in entrants if entrant.name in names]
+                _measure_workload(model, chosen, workload, settings, path)
     # read the file again, with the rows just appended
     all_rows = records.read_rows(path)
     latest = records.latest_by_key(all_rows)
     rows = [latest[target.key] for target in requested if target.key in latest]
     if older:
-        rows += _older_base_rows(rows, all_rows, base_names)
+        rows += _list_older_base_rows(rows, all_rows, base_names)
     return rows
 
 
-def _older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:
+def _measure_workload(
+    model: PreTrainedModel, entrants: Sequence[Entrant], workload: Workload, settings: Settings, path: Path
+) -> None:
+    """Measure ``entrants`` on one workload and append their rows to the file ``path``."""
+    rows = timing.measure_entrants(model, entrants, workload, settings)
+    keys = {entrant.name: row_key(entrant, workload, settings) for entrant in entrants}
+    # append after each workload, so that an interruption loses one at most
+    records.append_rows(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
+
+
+def _list_older_base_rows(rows: Sequence[Row], all_rows: Sequence[Row], base_names: Collection[str]) -> list[Row]:
     """Return the base rows among ``all_rows`` that are of the sessions of ``rows``, but are not in ``rows``.
 
     base_names: the entrants to which ratios are made.
@@ -251,18 +284,18 @@ def _list_entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[s
     return entrants
 
 
-def _session_settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
+def _collect_settings(cfg: RunConfig, overrides: Sequence[str], options: TimeOptions, device: torch.device) -> Settings:
     """Return the settings that all rows of one ``bench time`` share, with facts about the model and the machine.
 
     overrides: the arguments of the run that defines the chains.
     """
-    dtype = load.resolve_dtype(cfg.model, device, architecture.model_config(cfg.model))
+    dtype = load.resolve_dtype(cfg.model, device, architecture.resolve_model_config(cfg.model))
     facts: dict[str, object] = {
         "model": cfg.model_name,
         "weights": cfg.model.weights,
         "dtype": str(dtype).removeprefix("torch."),
     }
-    facts |= environment.machine_facts(device)
+    facts |= environment.read_machine_facts(device)
     return Settings(
         tuple(overrides),
         facts,
@@ -297,19 +330,21 @@ def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], se
     print(f"Rows: {path}")
 
 
-def refuse_keys(what: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
+def refuse_keys(benchmark: str, given: Iterable[str], top: Collection[str], allowed: Sequence[str]) -> None:
     """Raise UsageError for a key that only runs use. Benchmarks read and score no answers.
 
-    what: the benchmark's name, for the error.
+    benchmark: the benchmark's name, for the error.
     given: the keys that the user typed.
     top: the top-level keys of a run that the benchmark takes, too.
     allowed: the keys among which the error looks for the key that the user meant.
     """
     for key in given:
-        # words of any depth, such as dataset.name and prompt.template; fidelity= is the former name of kl=
-        is_of_answers = key.partition(".")[0] in ("dataset", "prompt")
-        if is_of_answers or key == "fidelity" or (key in top_level() and key not in top):
-            raise unknown(f"key of bench {what}", key, allowed)
+        # keys of any depth, such as dataset.name and prompt.template; fidelity= is the former name of kl=
+        first_part, _, _ = key.partition(".")
+        is_about_answers = first_part in ("dataset", "prompt") or key == "fidelity"
+        is_only_for_runs = key in top_level() and key not in top
+        if is_about_answers or is_only_for_runs:
+            raise unknown(f"key of bench {benchmark}", key, allowed)
 
 
 def with_full_dtype(override: str) -> str:

@@ -39,8 +39,8 @@ def step_roofline(
     shape = shape_of(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # each row's new token counts as exact keys and values in the model's number type. ``full_bytes`` counts the states
-    # of one text, but every row writes states of its own anew
+    # each row writes the exact keys and values of one new token, and its states anew. ``full_bytes`` of ``batch`` tokens
+    # has the right keys and values, but the states of only one text
     states = shape.state_bytes(itemsize)
     written = shape.full_bytes(batch, itemsize) - states + batch * states
     moved = weights + cache_bytes + written
@@ -58,13 +58,17 @@ def step_roofline(
 
 
 def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
-    """Return the device's bandwidth for copying ``size`` bytes: bytes read and written a second, as a median."""
+    """Return the device's bandwidth in bytes read and written per second: the median of several large copies.
+
+    size: the bytes of one copy; None for the device's entry of COPIED. On a GPU with little free memory it is smaller.
+    """
     copied = size or COPIED.get(device.type, COPIED["cpu"])
     if device.type == "cuda":
         # PyTorch keeps freed tensors in its pool, and they do not count as free memory until they are released
         release()
-        # take a quarter of the free memory, so that it fits beside a large model
-        copied = min(copied, torch.cuda.mem_get_info(device)[0] // 4)
+        free_memory, _ = torch.cuda.mem_get_info(device)
+        # source and target together take at most half of the free memory
+        copied = min(copied, free_memory // 4)
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []

@@ -12,6 +12,8 @@ from kvbench.report.writers import compose
 TIMES = ("ttft", "tpot", "decode", "total")
 PARTS = ("prefill", "compress", "build", "attention")
 BYTES = ("peak_allocated", "peak_reserved", "cache_bytes")
+RowAndBase = tuple[Row, Row | None]
+"""A row and the row to which its ratios are; None if there is no such row."""
 
 
 def render(rows: Sequence[Row], over: str = FULL) -> str:
@@ -19,72 +21,81 @@ def render(rows: Sequence[Row], over: str = FULL) -> str:
     rows_by_block: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         rows_by_block.setdefault((row["model"], row["workload"]), []).append(row)
-    parts = []
+    blocks = []
     for (model, workload), block_rows in rows_by_block.items():
-        bases = [row_of_base(row, block_rows, over) for row in block_rows]
-        sheets = compose(list(_sheets(block_rows, bases)), [], "text")
-        parts.append(f"{model}: prompt + new tokens x rows {workload}\n\n{sheets}")
-    parts.append(compose([], list(_notes(rows, over)), "text"))
-    return "\n".join(parts)
+        tables = compose(list(_build_tables(block_rows, over)), [], "text")
+        blocks.append(f"{model}: prompt + new tokens x rows {workload}\n\n{tables}")
+    notes = compose([], list(_list_notes(rows, over)), "text")
+    return "\n".join([*blocks, notes])
 
 
-def _sheets(rows: Sequence[Row], bases: Sequence[Row | None]) -> Iterator[Table]:
-    """Yield the tables of one model and workload: times, their parts, and bytes. ``bases`` are the rows' base rows."""
+def _build_tables(rows: Sequence[Row], over: str) -> Iterator[Table]:
+    """Yield the tables of the rows of one model and workload: times, the parts of times, and bytes.
+
+    over: the method or peer whose row of the same session is the base row of the ratios.
+    """
+    rows_and_bases = [(row, row_of_base(row, rows, over)) for row in rows]
+    yield _build_times_table(rows_and_bases)
+    measured = [(row, base_row) for row, base_row in rows_and_bases if row["status"] == MEASURED]
+    if measured:
+        yield _build_parts_table(measured)
+        yield _build_bytes_table(measured)
+
+
+def _build_times_table(rows_and_bases: Sequence[RowAndBase]) -> Table:
+    """Return the table of TIMES and throughput. Rows that were not run are left out: only the notes explain them."""
     body = []
-    measured = []
-    for row, base_row in zip(rows, bases, strict=True):
-        # rows that were not run are explained only in the notes
+    for row, base_row in rows_and_bases:
         if row["status"] == NOT_RUN:
             continue
-        # None: the largest batch was to be found, and the row ended before it was
-        cells = [_label_of_row(row), str(row["batch"] or "max")]
+        # the batch is None if the row ended before the largest batch was found
+        cells = [_write_label(row), str(row["batch"] or "max")]
         if row["status"] == MEASURED:
-            measured.append((row, base_row))
-            cells += [_time_text(row, quantity, base_row) for quantity in TIMES]
-            cells.append(_throughput_text(row, base_row))
+            cells += [_write_time(row, quantity, base_row) for quantity in TIMES]
+            cells.append(_write_throughput(row, base_row))
         else:
             # the status replaces the first number, and all others stay empty
             cells.append(str(row["status"]))
             cells += [""] * len(TIMES)
         body.append(tuple(cells))
-    yield Table(("method", "batch", "TTFT", "TPOT", "decode", "total", "tokens/s"), tuple(body))
-    if not measured:
-        return
-    body = []
-    for row, base_row in measured:
-        cells = [_label_of_row(row)]
-        cells += [_time_text(row, quantity, base_row) for quantity in PARTS]
-        body.append(tuple(cells))
-    # the parts of TTFT, and attention in all passes
-    yield Table(("method", "prefill", "compress", "build", "attention"), tuple(body))
-    body = []
-    for row, base_row in measured:
-        cells = [_label_of_row(row)]
-        cells += [_bytes_text(row, quantity, base_row) for quantity in BYTES]
-        roof = row["roofline"]
-        cells += [format_size(roof["moved"]), _seconds_text(roof["bound"]), f"{100 * roof['fraction']:.1f} %"]
-        body.append(tuple(cells))
-    yield Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
+    return Table(("method", "batch", "TTFT", "TPOT", "decode", "total", "tokens/s"), tuple(body))
 
 
-def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
+def _build_parts_table(measured: Sequence[RowAndBase]) -> Table:
+    """Return the table of PARTS: the parts of the time to the first token, and the time of attention in all passes."""
+    body = []
+    for row, base_row in measured:
+        cells = [_write_label(row)]
+        cells += [_write_time(row, quantity, base_row) for quantity in PARTS]
+        body.append(tuple(cells))
+    return Table(("method", "prefill", "compress", "build", "attention"), tuple(body))
+
+
+def _build_bytes_table(measured: Sequence[RowAndBase]) -> Table:
+    """Return the table of BYTES, and of how close a decode step comes to the memory's bandwidth."""
+    body = []
+    for row, base_row in measured:
+        cells = [_write_label(row)]
+        cells += [_write_bytes(row, quantity, base_row) for quantity in BYTES]
+        roofline = row["roofline"]
+        cells += [
+            format_size(roofline["moved"]),
+            _write_seconds(roofline["bound"]),
+            f"{100 * roofline['fraction']:.1f} %",
+        ]
+        body.append(tuple(cells))
+    return Table(("method", "peak", "reserved", "cache", "step\nmoves", "bound", "reached"), tuple(body))
+
+
+def _list_notes(rows: Sequence[Row], over: str) -> Iterator[str]:
     """Yield the meaning of the columns, the machine, the remarks, and the reasons for unmeasured rows."""
     measured = [row for row in rows if row["status"] == MEASURED]
     if measured:
-        yield from _notes_on_columns(measured, over)
+        yield from _explain_columns(measured, over)
     if len({row["session"] for row in measured}) > 1:
         yield f"Rows are of several sessions: each has its own row of {over}, and ratios are to that."
     if any("integrated" in row["marks"] for row in measured):
-        note = "∫ integrated: steps were run at a few cache lengths and interpolated between them."
-        # the estimated total over the total of a generation in which all steps ran
-        checks = []
-        for row in measured:
-            share = median_of(row, "check")
-            if share is not None:
-                checks.append(f"{row['method']} {share:.3f}")
-        if checks:
-            note += f" Over a full generation: {', '.join(checks)}."
-        yield note
+        yield _explain_interpolation(measured)
     methods_by_mark: dict[str, list[str]] = {}
     for row in measured:
         for mark in row["marks"]:
@@ -100,7 +111,23 @@ def _notes(rows: Sequence[Row], over: str) -> Iterator[str]:
             yield text
 
 
-def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
+def _explain_interpolation(measured: Sequence[Row]) -> str:
+    """Return the note on interpolated rows, with the quotient of each row that was checked.
+
+    The quotient is the estimated total over the total of a generation in which all steps ran.
+    """
+    note = "∫ integrated: steps were run at a few cache lengths and interpolated between them."
+    checks = []
+    for row in measured:
+        quotient = median_of(row, "check")
+        if quotient is not None:
+            checks.append(f"{row['method']} {quotient:.3f}")
+    if checks:
+        note += f" Over a full generation: {', '.join(checks)}."
+    return note
+
+
+def _explain_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
     """Yield the meaning of the columns of measured rows, and the machine of the last row."""
     # rows of several sessions can have different numbers of repeats
     repeats = sorted({row["quantities"]["total"]["n"] for row in measured})
@@ -127,7 +154,7 @@ def _notes_on_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
     )
 
 
-def _label_of_row(row: Row) -> str:
+def _write_label(row: Row) -> str:
     """Return the method's name, one word a line, with a mark if the row is interpolated."""
     label: str = row["method"]
     if "integrated" in row["marks"]:
@@ -135,49 +162,49 @@ def _label_of_row(row: Row) -> str:
     return label.replace(" ", "\n")
 
 
-def _time_text(row: Row, quantity: str, base_row: Row | None) -> str:
+def _write_time(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return the text of a time: the median, its quartiles if there are several repeats, and its ratio."""
     median = median_of(row, quantity)
     if median is None:
         return "—"
-    text = _seconds_text(median)
+    text = _write_seconds(median)
     spread = row["quantities"][quantity]
     if spread["n"] > 1:
-        text += f"\n[{_plain_number(spread['q1'])}, {_plain_number(spread['q3'])}]"
-    return text + _ratio_line(row, quantity, base_row)
+        text += f"\n[{_write_number(spread['q1'])}, {_write_number(spread['q3'])}]"
+    return text + _write_ratio(row, quantity, base_row)
 
 
-def _throughput_text(row: Row, base_row: Row | None) -> str:
-    """Return the text of the column throughput: the new tokens of all rows per second."""
+def _write_throughput(row: Row, base_row: Row | None) -> str:
+    """Return the text of a throughput: the new tokens of all rows per second, and the ratio."""
     median = median_of(row, "throughput")
     if median is None:
         return "—"
-    return f"{median:.1f}" + _ratio_line(row, "throughput", base_row)
+    return f"{median:.1f}" + _write_ratio(row, "throughput", base_row)
 
 
-def _bytes_text(row: Row, quantity: str, base_row: Row | None) -> str:
+def _write_bytes(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return the text of a quantity in bytes: its median and its ratio."""
     median = median_of(row, quantity)
     if median is None:
         return "—"
-    return format_size(median) + _ratio_line(row, quantity, base_row)
+    return format_size(median) + _write_ratio(row, quantity, base_row)
 
 
-def _ratio_line(row: Row, quantity: str, base_row: Row | None) -> str:
+def _write_ratio(row: Row, quantity: str, base_row: Row | None) -> str:
     """Return a cell's line with its ratio to the base row. Return '' without a base row and in the base row itself."""
-    share = ratio_of_medians(row, base_row, quantity)
-    if share is None or base_row is row:
+    ratio = ratio_of_medians(row, base_row, quantity)
+    if ratio is None or base_row is row:
         return ""
-    return f"\n{share:.2f}x"
+    return f"\n{ratio:.2f}x"
 
 
-def _seconds_text(seconds: float) -> str:
+def _write_seconds(seconds: float) -> str:
     """Return a time in seconds as text with its unit: s from 1 s on, else ms."""
     unit = "s" if seconds >= 1 else "ms"
-    return f"{_plain_number(seconds)} {unit}"
+    return f"{_write_number(seconds)} {unit}"
 
 
-def _plain_number(seconds: float) -> str:
+def _write_number(seconds: float) -> str:
     """Return the number of a time in seconds without its unit: in seconds from 1 s on, else in milliseconds."""
     if seconds >= 1:
         return f"{seconds:.2f}"
@@ -195,8 +222,8 @@ def as_json(rows: Sequence[Row], over: str = FULL) -> list[Row]:
         base_row = row_of_base(row, rows, over)
         ratios = {}
         for quantity in row["quantities"]:
-            share = ratio_of_medians(row, base_row, quantity)
-            if share is not None:
-                ratios[quantity] = share
+            ratio = ratio_of_medians(row, base_row, quantity)
+            if ratio is not None:
+                ratios[quantity] = ratio
         records.append(row | {"ratios": ratios})
     return records

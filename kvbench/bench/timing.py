@@ -74,7 +74,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Entrant:
-    """One entrant to be timed: a peer, or a chain of kvbench with plain decode steps or a recorded graph."""
+    """One entrant to be timed: a peer, or a chain of kvbench.
+
+    name: the entrant's name in rows and tables.
+    chain: the chain of kvbench; None for a peer.
+    peer: the peer; None for a chain.
+    graph: whether one recorded decode step is replayed in place of plain steps.
+    """
 
     name: str
     chain: ChainConfig | None = None
@@ -133,6 +139,7 @@ def why_not(entrant: Entrant, workload: Workload) -> str:
 class Trial:
     """The measurement of one entrant on one workload, as far as it has come.
 
+    workload: the workload; where the largest batch is asked for, that batch is set once it is found.
     ask_process: measures memory in a process of its own, so that this process's other tensors do not count.
     status: MEASURED, or how the measurement ended early.
     reason: the reason why it ended early; '' for none.
@@ -146,6 +153,7 @@ class Trial:
     entrant: Entrant
     workload: Workload
     settings: Settings
+    # a test can replace the child process
     ask_process: Callable[..., PeakAnswer] = peak.ask_child
     status: str = MEASURED
     reason: str = ""
@@ -162,29 +170,34 @@ class Trial:
         """Print a line of progress, with the workload and the entrant in front of ``text``."""
         say(f"{self.workload.name} {self.entrant.name}: {text}")
 
+    def end(self, status: str, reason: str) -> None:
+        """Record how and why the trial has ended early."""
+        self.status, self.reason = status, reason
+
     def attempt(self, run: Callable[[], T]) -> T | None:
-        """Return the result of ``run``. If it fails, record status and reason, and return None."""
+        """Return the result of ``run``. If it fails, end the trial and return None."""
         try:
             return run()
         except KvbenchError as error:
-            self.status, self.reason = REFUSED, str(error)
+            self.end(REFUSED, str(error))
         except Exception as error:
             # a failing peer, or a user's method, must not end the measurement of the others
             if is_out_of_memory(error):
-                self.status, self.reason = OOM, ""
+                self.end(OOM, "")
             else:
-                # the first line: the reason stands in a note of the table
-                self.status, self.reason = FAILED, f"{type(error).__name__}: {error}".split("\n")[0]
+                # the reason stands in a note of the table, so only its first line is kept
+                first_line, *_ = f"{type(error).__name__}: {error}".split("\n")
+                self.end(FAILED, first_line)
         # leave the except blocks first, so that no traceback keeps the failed attempt's tensors alive
         release()
         return None
 
-    def ask(self, what: str) -> PeakAnswer:
-        """Measure in a child process and return its answer."""
+    def ask(self, quantity: str) -> PeakAnswer:
+        """Measure memory in a child process and return its answer. ``quantity`` is that of a ``PeakRequest``."""
         # the child finds a chain by its label: the name of a graph's row also says how it steps
         label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
         return self.ask_process(
-            what,
+            quantity,
             self.settings.overrides,
             label,
             self.workload.name,
@@ -195,32 +208,35 @@ class Trial:
             graph=self.entrant.graph,
         )
 
-    def enter(self) -> None:
-        """Determine the batch and run the warm-up."""
+    def prepare(self) -> None:
+        """Determine the batch and run the warm-up. If the entrant cannot run, end the trial."""
         why = why_not(self.entrant, self.workload)
         if why:
-            self.status, self.reason = NOT_RUN, why
-            return
-        if self.workload.batch is not None:
-            self.ready()
-            return
+            self.end(NOT_RUN, why)
+        elif self.workload.batch is not None:
+            self.warm_up()
+        else:
+            self._prepare_largest_batch()
+
+    def _prepare_largest_batch(self) -> None:
+        """Find the largest batch that survives the warm-up. If there is none, end the trial."""
         self.tell("the largest batch")
-        batch = self.attempt(self.largest)
+        batch = self.attempt(self.find_largest_batch)
         if not batch:
-            # a failed search has set its own status
+            # a failed search has ended the trial already
             if self.going:
-                self.status, self.reason = OOM, "not even one row fits"
+                self.end(OOM, "not even one row fits")
             return
         self.workload = self.workload.sized(batch)
-        self.ready()
+        self.warm_up()
         # a whole pass can take a little more than the search tried; then leave a twentieth of the rows out
         while self.status == OOM and batch > 1:
             self.status, self.reason = MEASURED, ""
             batch = min(batch - 1, int(0.95 * batch))
             self.workload = self.workload.sized(batch)
-            self.ready()
+            self.warm_up()
 
-    def largest(self) -> int:
+    def find_largest_batch(self) -> int:
         """Return the largest batch that fits; 0 if not even one row fits."""
         if self.model.device.type == "cpu":
             return int(self.ask("largest").get("batch", 0))
@@ -233,43 +249,48 @@ class Trial:
 
         return peak.find_largest_batch(rows_fit)
 
-    def ready(self) -> None:
-        """Measure the peak of memory in a child process on a CPU, and warm up."""
+    def warm_up(self) -> None:
+        """Run the passes that are not timed. On a CPU, measure the peak of memory before, in a child process."""
         if self.model.device.type == "cpu":
             self.tell("memory")
-            what = "peak" if self.entrant.chain is not None else "peak of a peer"
-            answer = self.attempt(lambda: self.ask(what))
+            quantity = "peak" if self.entrant.chain is not None else "peak of a peer"
+            answer = self.attempt(lambda: self.ask(quantity))
             if answer is None:
                 return
             if answer.get("oom"):
-                self.status, self.reason = OOM, "out of memory in a process of its own"
+                self.end(OOM, "out of memory in a process of its own")
                 return
             self.peak = Peak(answer["allocated"], answer["reserved"])
         # the first passes compile kernels and fill the allocator's pools
         for _ in range(self.settings.warmup):
             self.tell("warm-up")
-            if self.attempt(self.watched_pass) is None:
+            if self.attempt(self.run_pass) is None:
                 return
 
     def generate(self, sample: int | None) -> Pass:
-        """Run the workload once and return its pass. ``sample``: how many steps run at each cache length; None: all."""
+        """Run the workload once and return its pass.
+
+        sample: how many steps run at each of several cache lengths; None to run all. Peers always run all.
+        """
         ids = random_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
-        # an entrant is a peer or a chain
         assert self.entrant.chain is not None
         chain, new = self.entrant.chain.chain, self.workload.new
         return generation_pass.run(self.model, chain, ids, new=new, sample=sample, graph=self.entrant.graph)
 
-    def watched_pass(self) -> Pass:
+    def run_pass(self) -> Pass:
         """Run the workload as it is timed and return its pass. The first time, also measure a GPU's peak of memory."""
         if self.peak is not None:
             return self.generate(self.settings.sample)
         cost, self.peak = peak.watch_memory(lambda: self.generate(self.settings.sample), self.model.device)
         return cost
 
-    def row(self, bandwidth: float) -> Row:
-        """Return the row of the trial. Its quantities are empty if it did not run to its end."""
+    def build_row(self, bandwidth: float) -> Row:
+        """Return the row of the trial. Its quantities are empty if the trial did not run to its end.
+
+        bandwidth: the bytes that the device reads and writes in a second.
+        """
         facts, batch = self.settings.facts, self.workload.batch
         row: Row = {
             "key": "",  # ``bench time`` sets it when it stores the row
@@ -289,7 +310,7 @@ class Trial:
         if not self.going or not self.passes:
             return row
         assert batch is not None, "the batch was found before the first pass"
-        row["quantities"] = self._quantities(batch)
+        row["quantities"] = self._summarise_quantities(batch)
         if any(cost.integrated for cost in self.passes):
             row["marks"].append("integrated")
         row["marks"].extend(self.entrant.marks(self.model.device))
@@ -304,7 +325,7 @@ class Trial:
                 row["sampled"].append({"starts": sampled.starts, "width": sampled.width, "times": sampled.times})
         return row
 
-    def _quantities(self, batch: int) -> dict[str, RepeatSpread]:
+    def _summarise_quantities(self, batch: int) -> dict[str, RepeatSpread]:
         """Return the distribution over the passes of every measured quantity, for ``batch`` rows."""
         values: dict[str, list[float]] = {}
         for name in SECONDS:
@@ -341,7 +362,6 @@ def measure_entrants(
     """
     # all rows of this call share a session: only times of one session are compared
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
-    order = random.Random(settings.seed)
     trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
     # before the limit holds, since the copy needs memory of its own
     bandwidth = roofline.copy_bandwidth(model.device)
@@ -349,27 +369,37 @@ def measure_entrants(
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limit_memory(limit, model.device):
         for trial in trials:
-            trial.enter()
-        orders = []
-        for i in range(settings.repeats):
-            going = [trial for trial in trials if trial.going]
-            # shuffle, so that no entrant always follows the same other one
-            order.shuffle(going)
-            orders.append([trial.entrant.name for trial in going])
-            for trial in going:
-                trial.tell(f"{i + 1} of {settings.repeats}")
-                cost = trial.attempt(trial.watched_pass)
-                if cost is not None:
-                    trial.passes.append(cost)
+            trial.prepare()
+        orders = _repeat_in_turns(trials, settings)
         if settings.check:
             for trial in trials:
                 if trial.going and any(cost.integrated for cost in trial.passes):
                     trial.tell("all steps, to check")
                     trial.full = trial.attempt(partial(trial.generate, sample=None))
         # read the clocks while the device is still warm from the work
-        facts = dict(settings.facts) | environment.facts_after_work(model.device)
+        facts = dict(settings.facts) | environment.read_facts_after_work(model.device)
     shared = {"session": session, "seed": settings.seed, "orders": orders, "facts": facts}
-    return [trial.row(bandwidth) | shared for trial in trials]
+    return [trial.build_row(bandwidth) | shared for trial in trials]
+
+
+def _repeat_in_turns(trials: Sequence[Trial], settings: Settings) -> list[list[str]]:
+    """Run and record the timed passes of all trials. Return the entrants' names in the order of each repeat.
+
+    A repeat runs one pass of every trial that has not ended.
+    """
+    shuffler = random.Random(settings.seed)
+    orders = []
+    for i in range(settings.repeats):
+        going = [trial for trial in trials if trial.going]
+        # shuffle, so that no entrant always follows the same other one
+        shuffler.shuffle(going)
+        orders.append([trial.entrant.name for trial in going])
+        for trial in going:
+            trial.tell(f"{i + 1} of {settings.repeats}")
+            cost = trial.attempt(trial.run_pass)
+            if cost is not None:
+                trial.passes.append(cost)
+    return orders
 
 
 def is_finished(row: Row | None, entrant: Entrant, workload: Workload, settings: Settings) -> bool:

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, generation_pass, peers, roofline
-from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, stretch_starts, summarise_stretches
+from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, place_stretches, summarise_stretches
 from kvbench.bench.workload import Workload, parse_workload, random_prompts
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
@@ -116,9 +116,9 @@ def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
 
 
 def test_stretches_lie_evenly_and_short_answers_run_whole():
-    assert stretch_starts(256, 64) is None
-    assert stretch_starts(257, 64) == [0, 64, 129, 193]
-    assert stretch_starts(1000, 64) == [0, 312, 624, 936]
+    assert place_stretches(256, 64) is None
+    assert place_stretches(257, 64) == [0, 64, 129, 193]
+    assert place_stretches(1000, 64) == [0, 312, 624, 936]
 
 
 def test_times_between_stretches_are_interpolated():

@@ -280,8 +280,8 @@ peak._send_answer(Writer(), "more")
     ],
 )
 def test_the_largest_batch_is_timed(found, fitting, status, batch, model):
-    def answer(what, overrides, label, workload, **options):
-        if what == "largest":
+    def answer(quantity, overrides, label, workload, **options):
+        if quantity == "largest":
             return {"batch": found}
         if parse_workload(workload).batch > fitting:
             return {"oom": True}
@@ -334,7 +334,7 @@ def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
 def test_without_a_warm_up_a_gpus_peak_is_that_of_the_first_repeat(model, monkeypatch):
     seen = [peak.Peak(1 << 40, 1 << 41), peak.Peak(3, 4)]
     monkeypatch.setattr(peak, "watch_memory", lambda run, device: (run(), seen.pop(0)))
-    monkeypatch.setattr(timing.Trial, "ready", lambda self: None)
+    monkeypatch.setattr(timing.Trial, "warm_up", lambda self: None)
     (row,) = timing.measure_entrants(model, entrants(), Workload(20, 3, 1), settings(repeats=2), constant_peak)
     assert row["quantities"]["peak_allocated"]["median"] == 1 << 40 and len(seen) == 1
 
@@ -349,10 +349,10 @@ def test_a_gpus_clocks_are_read_by_its_own_name_and_under_load(monkeypatch):
     monkeypatch.setattr(environment.shutil, "which", lambda name: name)
     monkeypatch.setattr(environment.subprocess, "run", told)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="4c1f-22"))
-    measured = environment.facts_after_work(torch.device("cuda"))["clocks_after"]
+    measured = environment.read_facts_after_work(torch.device("cuda"))["clocks_after"]
     # the first device that PyTorch sees may be the machine's fourth
     assert requested[0][-1] == "--id=GPU-4c1f-22" and measured["clocks.sm"] == "1980 MHz" and len(measured) == 6
-    assert environment.facts_after_work(cpu) == {}
+    assert environment.read_facts_after_work(cpu) == {}
 
 
 def test_rows_survive_a_line_that_was_cut_off(tmp_path):
