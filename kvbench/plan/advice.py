@@ -45,7 +45,7 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     """Return notes on the keys that the user set although they do not affect these tasks."""
     notes = []
-    # keys of drawn answers, and keys of any answers: True for a key that differs from its default
+    # for each key whether it was set, that is, differs from its default: keys of drawn answers, and keys of any answers
     drawing = {"top_p": cfg.sampling.top_p != 1, "sample_seed": cfg.sampling.sample_seed != 0}
     answering = {"temperature": cfg.sampling.temperature != 0}
     answering |= drawing
@@ -53,27 +53,27 @@ def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:
     answering["max_length"] = cfg.max_length is not None
     answering["min_new_tokens"] = cfg.prompt.min_new_tokens is not None
     if all(task.examples[0].scored for task in tasks):
-        notes += _ignored(answering, "texts are read here, and nothing is answered")
+        notes += _write_ignored(answering, "texts are read here, and nothing is answered")
     elif not cfg.sampling.temperature:
-        notes += _ignored(drawing, "answers are greedy unless temperature= is above 0")
+        notes += _write_ignored(drawing, "answers are greedy unless temperature= is above 0")
     for dataset in cfg.datasets:
         tasks_of_dataset = [task for task in tasks if task.id.partition("/")[0] == dataset.name]
         # turns= and questions= take effect in a context with several questions
         if any(task.turns for task in tasks_of_dataset):
             continue
         defaults = entries("dataset").get(dataset.name, {})
-        given: dict[str, bool] = {}
+        asking: dict[str, bool] = {}
         for key in ("turns", "questions"):
             if key in defaults:
-                given[key] = dataset.knobs.get(key) != defaults[key]
-        notes += _ignored(given, f"no context of dataset={dataset.name} has several questions")
-    # datasets of one name may be swept, and then give the same note
+                asking[key] = dataset.knobs.get(key) != defaults[key]
+        notes += _write_ignored(asking, f"no context of dataset={dataset.name} has several questions")
+    # a swept dataset stands here once for each combination of its options, always with the same note
     return list(dict.fromkeys(notes))
 
 
-def _ignored(given: Mapping[str, bool], reason: str) -> list[str]:
-    """Return a note that the given keys are ignored, with the reason. Return [] if no key was given."""
-    keys = [f"{key}=" for key, was_given in given.items() if was_given]
+def _write_ignored(is_set: Mapping[str, bool], reason: str) -> list[str]:
+    """Return a note that the keys that were set are ignored, with the reason. Return [] if none was set."""
+    keys = [f"{key}=" for key, key_is_set in is_set.items() if key_is_set]
     if not keys:
         return []
     verb = "are" if len(keys) > 1 else "is"
@@ -85,7 +85,7 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 
     Return False for a likelihood, which has no floor.
     """
-    # only metrics of likelihoods have a function ``shown``
+    # only metrics of likelihoods have a formula by which they are printed
     return metric(task.metric).formula is None and stats.at_floor(full, chance(task))
 
 

@@ -12,7 +12,7 @@ from kvbench.base.example import Example
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.resolve import ChainConfig
-from kvbench.plan.config import THROUGH_CACHE, RunConfig
+from kvbench.plan.config import THROUGH_CACHE, DatasetConfig, RunConfig
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import fidelity_identity
 from kvbench.store.store import ResultStore
@@ -31,7 +31,9 @@ LEAST_PROMPT = 32
 class Group:
     """The cells of one task, which read the same prompts. Each prompt is read once per distinct prefill key.
 
+    task: the task.
     column: the task with any swept values, as it heads a column of the table.
+    cells: one cell for each method.
     examples: this run's examples of the task, those of its limit and shard, in order.
     """
 
@@ -59,41 +61,21 @@ def build_groups(
     context: the number of tokens that the model can read; None if unlimited.
     n_layers: the number of layers that methods compress.
     identify: returns all facts that decide a chain's results: the chain's own identity, and its calibration's identity
-    if it has one.
+        if it has one.
 
     Raises UsageError for data and settings that do not fit each other, and if there is nothing to measure.
     """
-    policy = cfg.prompt
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups: list[Group] = []
     for dataset in cfg.datasets:
-        knobs = dict(dataset.knobs)
-        if cfg.reads_through_cache:
-            _check_through_cache(dataset.name, knobs, chains)
-            # these windows have no prompt: only their first token is read at once
-            knobs["windows"] = "llamacpp"
-        tasks = load_tasks(
-            dataset.name,
-            knobs,
-            dataset.tasks,
-            tokenizer=tokenizer,
-            data=cfg.data_root,
-            render=policy.make_renderer(tokenizer),
-            query_aware=dataset.query_aware,
-        )
-        for task in tasks:
+        for task in _load_dataset(cfg, dataset, chains, tokenizer):
             check_installed(task.metric)
-            task = _with_samples(task, cfg.sampling.samples_per_prompt)
-            label = dataset.label
-            # the examples of a task are alike: all are texts that are scored, or none is
-            if task.turns or task.examples[0].scored:
-                # here both values of query_aware= mean the same protocol, so neither gets a column of its own
-                label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
-            column = f"{task.id} {label}".strip()
-            # both values of query_aware= give this column if the label left them out: measure it once
+            task = _set_samples(task, cfg.sampling.samples_per_prompt)
+            column = _name_column(task, dataset.label)
+            # both values of query_aware= give this column if its name leaves them out: measure it once
             if any(g.column == column for g in groups):
                 continue
-            identity = _task_identity(cfg, task, tokenizer, model_identity, context)
+            identity = _collect_identity(cfg, task, tokenizer, model_identity, context)
             if task.turns not in ("", "isolated") and "fidelity" in identity:
                 raise UsageError(
                     f"{task.id}: kl=true compares questions that do not see each other: take turns=isolated, not "
@@ -103,12 +85,12 @@ def build_groups(
             for config in chains:
                 cell_identity = identity | {"chain": identify(config.chain)}
                 cells.append(Cell(cell_identity, config.chain, config.label, task=task, column=column))
-            check_policy(tokenizer, task, policy)
+            check_policy(tokenizer, task, cfg.prompt)
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains], n_layers)
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            examples = _examples_of_shard(task.take_examples(limit), cfg)
-            _check_room(task, examples, policy, tokenizer, context)
+            examples = _select_shard(task.take_examples(limit), cfg)
+            _check_room(task, examples, cfg.prompt, tokenizer, context)
             groups.append(Group(task, column, tuple(cells), examples))
     # one shard of several may have no example
     if not any(g.examples for g in groups) and cfg.shards == 1:
@@ -116,12 +98,44 @@ def build_groups(
     return groups
 
 
-def _with_samples(task: Task, count: int) -> Task:
-    """Return the task with ``count`` answers a prompt. Texts that are read have no answers, and stay as they are.
+def _load_dataset(
+    cfg: RunConfig, dataset: DatasetConfig, chains: Sequence[ChainConfig], tokenizer: Tokenizer | None
+) -> Sequence[Task]:
+    """Return the tasks of one dataset of the run, with their examples.
+
+    Raises UsageError for data that are missing, and if tokens are to be read through the cache and cannot.
+    """
+    knobs = dict(dataset.knobs)
+    if cfg.reads_through_cache:
+        _check_through_cache(dataset.name, knobs, chains)
+        # these windows have no prompt: only their first token is read at once
+        knobs["windows"] = "llamacpp"
+    return load_tasks(
+        dataset.name,
+        knobs,
+        dataset.tasks,
+        tokenizer=tokenizer,
+        data=cfg.data_root,
+        render=cfg.prompt.make_renderer(tokenizer),
+        query_aware=dataset.query_aware,
+    )
+
+
+def _name_column(task: Task, label: str) -> str:
+    """Return the head of a task's column: its id, and the swept values in ``label``, such as ``window=8,n=4``."""
+    # the examples of a task are alike: all are texts that are scored, or none is
+    if task.turns or task.examples[0].scored:
+        # here both values of query_aware= mean the same protocol, so neither gets a column of its own
+        label = ",".join(part for part in label.split(",") if not part.startswith("query_aware="))
+    return f"{task.id} {label}".strip()
+
+
+def _set_samples(task: Task, count: int) -> Task:
+    """Return the task with ``count`` answers a prompt. Texts that are scored have no answers, and stay as they are.
 
     Raises UsageError for several answers where a context has several questions.
     """
-    # the examples of a task are alike: all are texts that are read, or none is
+    # the examples of a task are alike: all are texts that are scored, or none is
     if count == 1 or task.examples[0].scored:
         return task
     if task.turns:
@@ -129,7 +143,7 @@ def _with_samples(task: Task, count: int) -> Task:
     return replace(task, samples=count)
 
 
-def _task_identity(
+def _collect_identity(
     cfg: RunConfig, task: Task, tokenizer: Tokenizer | None, model_identity: Mapping[str, object], context: int | None
 ) -> dict[str, object]:
     """Return all facts but the method that decide the numbers of a task's cells, for their ids.
@@ -187,21 +201,24 @@ def _check_answers(task: Task, context: int | None) -> None:
 
     Prompts of the categories UNCUT must fit as a whole.
     """
-    # only metrics of likelihoods are printed as a function of their mean, and have ``shown``
+    # only metrics of likelihoods are printed as a function of their mean, and have a formula
     if metric(task.metric).formula is not None and not task.examples[0].scored:
         raise UsageError(
             f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
             "dataset=wikitext2"
         )
+    # an unlimited context has room for all
+    if context is None:
+        return
     for example in task.examples:
-        # 0: the prompt may be cut, or its length is unknown
+        # the length in tokens; 0 if the prompt may be cut, or its length is unknown
         length = example.meta.get("tokens", 0) if task.category in UNCUT else 0
-        if context is not None and length and length + example.max_new_tokens > context:
+        if length and length + example.max_new_tokens > context:
             raise UsageError(
                 f"{task.id}: {length} tokens and an answer of {example.max_new_tokens} exceed the model's context of "
                 f"{context}; cutting the middle could cut what is asked for: lower lengths="
             )
-        if context is not None and not example.scored and example.max_new_tokens >= context:
+        if not example.scored and example.max_new_tokens >= context:
             raise UsageError(
                 f"{task.id}, example {example.id}: max_new_tokens={example.max_new_tokens} leaves no room for a prompt "
                 f"in the model's context of {context} tokens"
@@ -217,11 +234,12 @@ def _check_room(
         if example.scored or context is None or context - example.max_new_tokens >= LEAST_PROMPT:
             continue
         encoded = encode_prompt(tokenizer, example, task, policy, context)
+        tokens_left = len(encoded)
         # less than half of the prompt is left
-        if encoded.cut > len(encoded):
+        if encoded.cut > tokens_left:
             raise UsageError(
                 f"{task.id}, example {example.id}: the model's context of {context} tokens and an answer of "
-                f"{example.max_new_tokens} leave {len(encoded)} of the prompt's {len(encoded) + encoded.cut} tokens: "
+                f"{example.max_new_tokens} leave {tokens_left} of the prompt's {tokens_left + encoded.cut} tokens: "
                 "give a longer model.context= if the model reads more, shorter prompts, or a lower max_new_tokens="
             )
 
@@ -269,65 +287,70 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
     # all cells of a task are compared, or none is
     if not cells or not cells[0].fidelity or any(c.chain.is_full for c in cells):
         return list(cells)
-    # it is not stored, so it needs no identity of its own
+    # the hidden cell is not stored, so it needs no identity of its own
     hidden_full = replace(cells[0], chain=Chain(), label="full", hidden=True)
-    return list(cells) + [hidden_full]
+    return [*cells, hidden_full]
 
 
 def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
-    """Return the groups in rounds: first kvbench's own methods, then one user's class in each round.
+    """Return the groups in rounds: first kvbench's own methods, then the methods with the same foreign classes.
 
-    kvbench's own answers are stored before foreign code is first asked in a run, so that it cannot change them. Prompts
-    are read for each foreign class alone. Groups without cells in a round are left out.
+    kvbench's own answers are stored before foreign code is first asked in a run, so that it cannot change them. Each
+    round reads its prompts anew. Groups without cells in a round are left out.
     """
-    classes: dict[tuple[str, ...], None] = {}
+    # the foreign classes that methods use together; a dictionary keeps their order
+    class_sets: dict[tuple[str, ...], None] = {}
     for group in groups:
-        classes |= dict.fromkeys(cell.chain.foreign_stages for cell in group.cells)
-    in_rounds = []
-    for stages in sorted(classes, key=len):  # kvbench's own methods have no foreign class, so they come first
+        class_sets |= dict.fromkeys(cell.chain.foreign_stages for cell in group.cells)
+    groups_by_round = []
+    # kvbench's own methods have no foreign class, so they come first
+    for foreign_classes in sorted(class_sets, key=len):
         groups_of_round = []
         for group in groups:
-            cells = tuple(cell for cell in group.cells if cell.chain.foreign_stages == stages)
+            cells = tuple(cell for cell in group.cells if cell.chain.foreign_stages == foreign_classes)
             if cells:
                 groups_of_round.append(replace(group, cells=cells))
-        in_rounds.append(tuple(groups_of_round))
-    return in_rounds
+        groups_by_round.append(tuple(groups_of_round))
+    return groups_by_round
 
 
 def pair_by_question(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     """Return the groups in tuples of one or two. Two are a task with its question in view, then with it withheld."""
-    # by (task, number of the pair among the task's pairs): the pair's groups, by whether the question is withheld
-    pairs: dict[tuple[str, int], dict[bool, Group]] = {}
+    # the members of each pair so far, in the order in which pairs were begun
+    pairs: list[list[Group]] = []
     for group in groups:
-        keys_of_task = [key for key in pairs if key[0] == group.task.id]
-        # other knobs may give a task several groups of one kind: each begins another pair
-        new_key = (group.task.id, len(keys_of_task))
-        key = next((key for key in keys_of_task if _withholds(group) not in pairs[key]), new_key)
-        pairs.setdefault(key, {})[_withholds(group)] = group
-    in_order = []
-    for pair in pairs.values():
-        # False before True: the question in view comes first
-        in_order.append(tuple(pair[withheld] for withheld in sorted(pair)))
-    return in_order
+        for pair in pairs:
+            if _completes(group, pair):
+                pair.append(group)
+                break
+        else:
+            # other knobs may give a task several groups of one kind: each begins another pair
+            pairs.append([group])
+    # query_aware is true for a question in view, and comes first
+    return [tuple(sorted(pair, key=lambda group: not group.task.query_aware)) for pair in pairs]
 
 
-def _withholds(group: Group) -> bool:
-    """Return True if the group's questions are read after the compression."""
-    return not group.task.query_aware
+def _completes(group: Group, pair: Sequence[Group]) -> bool:
+    """Return True if ``pair`` has one group, of the same task and with its question read at the other time."""
+    if len(pair) != 1:
+        return False
+    (other,) = pair
+    return group.task.id == other.task.id and group.task.query_aware != other.task.query_aware
 
 
 def pending(group: Group, store: ResultStore) -> dict[str, list[Cell]]:
     """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
+    # the ids of the stored examples, by cell
     finished = {c.id: set(store.lines(c.id)) for c in group.cells}
-    todo = {}
+    cells_by_example = {}
     for example in group.examples:
         cells = [c for c in group.cells if example.id not in finished[c.id]]
         if cells:
-            todo[example.id] = cells
-    return todo
+            cells_by_example[example.id] = cells
+    return cells_by_example
 
 
-def _examples_of_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
+def _select_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
     """Return the examples of this shard. A hash of an example's id decides its shard, whatever the order and limit."""
     if cfg.shards == 1:
         return tuple(examples)

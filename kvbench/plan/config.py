@@ -34,23 +34,25 @@ AFTER_PREFILL = "after_prefill"
 KL_MODES = (AFTER_PREFILL, THROUGH_CACHE)
 MAX_THREADS = 1024
 """The largest ``threads``. A million would take the machine down before PyTorch refused it."""
-
-
 LEAST_TEMPERATURE = 1e-4
 """The lowest ``temperature`` above 0. Logits divided by it stay far below float32's largest number."""
 
 
 def _is_number(value: Any) -> bool:
     """Return True if a value is a finite number of at least 0. Booleans are no numbers here."""
-    # a comparison with nan is False
-    return (is_whole(value) or isinstance(value, float)) and 0 <= value < float("inf")
+    is_of_type = is_whole(value) or isinstance(value, float)
+    # this excludes nan, too: a comparison with nan is False
+    return is_of_type and 0 <= value < float("inf")
 
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """One entry of conf/dataset with its final knobs, and the names of the tasks to run; all if ``tasks`` is empty.
+    """One entry of conf/dataset, with one combination of its options.
 
-    label: the values of swept knobs in this entry, for the head of its columns.
+    name: the entry's name.
+    knobs: the values of the entry's options.
+    tasks: the names of the tasks to run; empty for all.
+    label: the values of swept options in this combination, for the head of its columns.
     default_limit: the examples of each task if the run sets no limit; None for all.
     query_aware: whether questions are read before the compression. None leaves the choice to each task.
     """
@@ -67,7 +69,8 @@ class DatasetConfig:
 class Sampling:
     """The choice of tokens: greedy at temperature 0, else drawn with a seed per example that batches do not affect.
 
-    top_p: the mass of the smallest set of tokens that are drawn from.
+    temperature: the number by which logits are divided; 0 for greedy decoding.
+    top_p: the probability of the smallest set of likeliest tokens from which tokens are drawn.
     sample_seed: the run's part of each example's seed.
     samples_per_prompt: the answers drawn for each prompt, each with a seed of its own.
     """
@@ -79,11 +82,12 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Raise UsageError for a setting that is not possible."""
-        drawn = _is_number(self.temperature) and LEAST_TEMPERATURE <= self.temperature <= 1000
-        fits = drawn or (_is_number(self.temperature) and self.temperature == 0)
-        check("temperature", self.temperature, fits, f"0 (greedy), or {LEAST_TEMPERATURE:g} to 1000")
-        fits = _is_number(self.top_p) and 0 < self.top_p <= 1
-        check("top_p", self.top_p, fits, "above 0, at most 1")
+        temperature_fits = _is_number(self.temperature) and (
+            self.temperature == 0 or LEAST_TEMPERATURE <= self.temperature <= 1000
+        )
+        check("temperature", self.temperature, temperature_fits, f"0 (greedy), or {LEAST_TEMPERATURE:g} to 1000")
+        top_p_fits = _is_number(self.top_p) and 0 < self.top_p <= 1
+        check("top_p", self.top_p, top_p_fits, "above 0, at most 1")
         check("sample_seed", self.sample_seed, is_whole(self.sample_seed), "a whole number")
         count = self.samples_per_prompt
         check("samples_per_prompt", count, is_whole(count) and count >= 1, "a whole number, 1 or more")
@@ -95,6 +99,7 @@ class Sampling:
 
     def identity(self) -> dict[str, object]:
         """Return the settings that decide the numbers. If decoding is greedy, ``top_p`` and the seed are left out."""
+        # the seed is not used then, and cells must not differ by it
         if not self.temperature:
             return {"greedy": True}
         settings: dict[str, object] = {"temperature": self.temperature, "top_p": self.top_p, "seed": self.sample_seed}
@@ -108,7 +113,12 @@ class Sampling:
 class LoggerConfig:
     """The service, besides the results folder, that receives a run: none, or Weights & Biases.
 
-    conf/logger/wandb.yaml explains the fields.
+    name: ``none`` or ``wandb``.
+    mode: ``online``, ``offline`` for a log on disk, or ``disabled``.
+    project: the project at Weights & Biases.
+    entity: the user or team; None for the service's default.
+    group: the name of a group of runs; None to let the run choose one.
+    samples: how many answers the table of each result shows.
     """
 
     name: str = runtime(default="none")
@@ -133,7 +143,33 @@ class LoggerConfig:
 class RunConfig:
     """One run: a model, its chains and datasets, and the settings of prompts, decoding and resources.
 
-    conf/config.yaml explains the settings.
+    model: the model.
+    chains: the methods and their combinations.
+    datasets: the datasets with their tasks.
+    prompt: how prompts are written.
+    sampling: how tokens are chosen.
+    max_length: the longest prompt in tokens; None for the limit of the prompt policy and of the model's context.
+    kl: whether next-token distributions are compared with the full cache's.
+    kl_tokens: the most tokens of a text that are compared; None for the default.
+    kl_mode: one of KL_MODES.
+    baseline: whether the full cache is measured, too.
+    limit: the number of examples of each task; None for the dataset's default.
+    results: the folder of results.
+    batch_rows: the most answers that are decoded at once; None to choose by the device.
+    shared_prefix: the tokens of a piece in which prompts are read and shared; None to read each prompt whole.
+    memory: the GiB that caches may take; None to choose by the free memory.
+    threads: the number of CPU threads; None to choose by the machine and the model.
+    device: ``auto``, or a device of PyTorch.
+    mix: whether one result may have samples from different devices or versions of PyTorch.
+    data_root: the folder of datasets; None for the default folder.
+    calibration: the folder of calibrations; None for the folder in ``results``.
+    calibration_text: the text file that a calibration reads; None for the default text.
+    shard: the number of the part of the examples that this process measures, from 0.
+    shards: the number of such parts.
+    preset: the paper whose settings the run has; None for none.
+    match: the kind of equal memory, ``bytes`` or ``nominal``; None to leave budgets as they are.
+    reference: the method to which the others are matched; None for the last one.
+    logger: the service that receives the run.
     """
 
     model: ModelConfig = identity()
@@ -179,6 +215,29 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Raise UsageError for a setting that is not possible."""
+        self._check_kl()
+        for name in ("baseline", "mix", "kl"):
+            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
+        for name in ("max_length", "limit", "batch_rows", "threads"):
+            value = getattr(self, name)
+            check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
+        self._check_resources()
+        is_name = self.reference is None or isinstance(self.reference, str)
+        check("reference", self.reference, is_name, "one of method=, or null")
+        check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
+        check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
+        check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
+        # keys as the user types them
+        paths = {
+            "calibration": self.calibration,
+            "calibration_text": self.calibration_text,
+            "data.root": self.data_root,
+        }
+        for key, path in paths.items():
+            check(key, path, path is None or (isinstance(path, str) and bool(path)), "a path, or null")
+
+    def _check_kl(self) -> None:
+        """Raise UsageError for settings of the comparison with the full cache that are not possible."""
         tokens_fit = self.kl_tokens is None or (is_whole(self.kl_tokens) and self.kl_tokens >= 2)
         check("kl_tokens", self.kl_tokens, tokens_fit, "a number of tokens, 2 or more, or null")
         check("kl_mode", self.kl_mode, self.kl_mode in KL_MODES, f"one of {', '.join(KL_MODES)}")
@@ -186,37 +245,18 @@ class RunConfig:
             raise UsageError(
                 f"kl_tokens={self.kl_tokens} is not possible with kl_mode={THROUGH_CACHE}, which reads windows"
             )
-        for name in ("baseline", "mix", "kl"):
-            check(name, getattr(self, name), isinstance(getattr(self, name), bool), "true or false")
-        for name in ("max_length", "limit", "batch_rows", "threads"):
-            value = getattr(self, name)
-            check(name, value, value is None or (is_whole(value) and value >= 1), "a whole number, 1 or more")
+
+    def _check_resources(self) -> None:
+        """Raise UsageError for a size of pieces, threads, memory or shards that is not possible."""
         check_piece_size(self.shared_prefix)
         threads_fit = self.threads is None or self.threads <= MAX_THREADS
         check("threads", self.threads, threads_fit, f"auto, or 1 to {MAX_THREADS}")
         memory_fits = self.memory is None or (_is_number(self.memory) and self.memory > 0)
         check("memory", self.memory, memory_fits, "auto, or GiB that caches may take, above 0")
-        check(
-            "shards",
-            self.shards,
-            is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS,
-            f"1 to {words.MAX_SHARDS}",
-        )
-        in_range = is_whole(self.shard) and 0 <= self.shard < self.shards
-        check("shard", self.shard, in_range, f"0 to {self.shards - 1}, since shards={self.shards}")
-        is_name = self.reference is None or isinstance(self.reference, str)
-        check("reference", self.reference, is_name, "one of method=, or null")
-        check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
-        check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
-        check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
-        for name in ("calibration", "calibration_text", "data_root"):
-            value = getattr(self, name)
-            check(
-                name.replace("_root", ".root"),
-                value,
-                value is None or (isinstance(value, str) and bool(value)),
-                "a path, or null",
-            )
+        shards_fit = is_whole(self.shards) and 1 <= self.shards <= words.MAX_SHARDS
+        check("shards", self.shards, shards_fit, f"1 to {words.MAX_SHARDS}")
+        shard_fits = is_whole(self.shard) and 0 <= self.shard < self.shards
+        check("shard", self.shard, shard_fits, f"0 to {self.shards - 1}, since shards={self.shards}")
 
 
 def read(arguments: Sequence[str]) -> RunConfig:
@@ -253,30 +293,41 @@ def parse(
         chains = resolve(methods or raw["chains"], knobs, request.preset_values)
     except UsageError as error:
         raise presets.explain(error, request.preset) from None
-    # the fields whose values stand in conf/ as they are; those that need a record or another key follow
-    other_settings = {
-        f.name: raw[f.name] for f in fields(RunConfig) if f.name in raw and f.name not in ("model", "chains")
-    }
-    other_settings["prompt"] = _prompt_policy(raw, model)
-    other_settings["sampling"] = Sampling(**{f.name: raw[f.name] for f in fields(Sampling)})
+    # fields of RunConfig that are keys of conf/ by the same name; some of them are replaced by records below
+    other_settings: dict[str, Any] = {}
+    for field in fields(RunConfig):
+        if field.name in raw and field.name not in ("model", "chains"):
+            other_settings[field.name] = raw[field.name]
+    other_settings["prompt"] = _build_prompt_policy(raw, model)
+    other_settings["sampling"] = Sampling(**{field.name: raw[field.name] for field in fields(Sampling)})
     other_settings["data_root"] = raw["data"]["root"]
     other_settings["preset"] = request.preset
-    other_settings["logger"] = LoggerConfig(**raw["logger"])
-    # without a logger its settings would be ignored silently
-    logger_key = next((key for key in request.values if key.startswith("logger.")), None)
-    if logger_key is not None and other_settings["logger"].name != "wandb":
-        raise UsageError(f"{logger_key}={request.values[logger_key]} needs a logger: add logger=wandb")
+    logger = LoggerConfig(**raw["logger"])
+    _check_logger(logger, request.values)
+    other_settings["logger"] = logger
     # None leaves the number to the machine
     for key in ("batch_rows", "memory", "threads"):
         if other_settings[key] == "auto":
             other_settings[key] = None
-    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_dataset_configs(raw)), **other_settings)
+    return RunConfig(model=model, chains=tuple(chains), datasets=tuple(_build_dataset_configs(raw)), **other_settings)
+
+
+def _check_logger(logger: LoggerConfig, values: Mapping[str, object]) -> None:
+    """Raise UsageError if ``values``, the typed settings by key, set up a logger and there is none to use them."""
+    if logger.name == "wandb":
+        return
+    for key, value in values.items():
+        if key.startswith("logger."):
+            raise UsageError(f"{key}={value} needs a logger: add logger=wandb")
 
 
 def group_overrides(request: RunRequest) -> list[str]:
     """Return the Hydra overrides that choose the request's entries from the groups of conf/."""
-    tasks = request.tasks or read_config()["tasks"]
-    datasets = dict.fromkeys(task.partition("/")[0] for task in tasks)
+    datasets: dict[str, None] = {}
+    for task in request.tasks or read_config()["tasks"]:
+        # a task is written DATASET or DATASET/TASK
+        dataset, _, _ = task.partition("/")
+        datasets[dataset] = None
     overrides = [f"{group}={entry}" for group, entry in request.groups.items()]
     overrides.append(f"dataset=[{','.join(datasets)}]")
     # methods are resolved by ``resolve``, not by Hydra
@@ -302,9 +353,9 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     for key, value in request.values.items():
         _set_value(raw, key, value)
     # entries of conf/ write ??? for a value that has no default
-    missing = next((k for k, v in raw["model"].items() if v == "???"), None)
-    if missing:
-        raise UsageError(f"model.{missing} has no value; give model.{missing}=...")
+    for key, value in raw["model"].items():
+        if value == "???":
+            raise UsageError(f"model.{key} has no value; give model.{key}=...")
     return raw
 
 
@@ -319,8 +370,8 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
-    """Return the configurations in ``folder`` as Hydra composes them. They are cached, as composing takes 50 ms."""
+def _compose_folder(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
+    """Return the configurations in ``folder`` as Hydra composes them. They are cached, since composing takes 50 ms."""
     with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
         return hydra_compose(config_name="config", overrides=list(overrides))
 
@@ -328,7 +379,7 @@ def _composed(folder: Path, overrides: tuple[str, ...]) -> DictConfig:
 def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
     """Return conf/ as Hydra composes it under ``overrides``. Raises UsageError in place of Hydra's errors."""
     try:
-        composed = _composed(conf_dir(), tuple(overrides))
+        composed = _compose_folder(conf_dir(), tuple(overrides))
         return OmegaConf.to_container(composed, resolve=True)  # type: ignore[return-value]
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(flatten_hydra_error(error)) from None
@@ -350,7 +401,7 @@ def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
     mapping[last] = value
 
 
-def _limit_names() -> set[str]:
+def _list_limit_names() -> set[str]:
     """Return the names of prompt limits in the entries of conf/model."""
     names: set[str] = set()
     for entry in entries("model").values():
@@ -358,26 +409,27 @@ def _limit_names() -> set[str]:
     return names
 
 
-def _prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
+def _build_prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPolicy:
     """Return the prompt policy. The model's length limit for it applies unless ``max_length`` is set.
 
     If the model's entry states a template for this policy (off, on, skip or a Jinja text), the policy uses it.
     """
     policy = dict(raw["prompt"])
-    # each task states whether its question is withheld; _dataset_configs reads that
+    # a setting of datasets, typed as one of prompts: _build_dataset_configs reads it
     del policy["query_aware"]
     template = model.prompt_templates.get(policy["name"])
     if template in TEMPLATES:
         policy["template"] = template
-    elif template is not None and model.chat_template is None:  # a template that the user gave takes precedence
+    # the entry states a Jinja text; a chat template that the user gave takes precedence
+    elif template is not None and model.chat_template is None:
         fits = "messages" in template and not policy["system"]
         key = f"model.prompt_templates.{policy['name']}"
         check(key, template, fits, "off, on, skip, or Jinja of messages without system=")
         policy["frame"] = template
     # the name of the paper whose limits the prompts have, not a number
     limits = policy.pop("limits")
-    if limits is not None and limits not in _limit_names():
-        raise unknown("value of prompt.limits", limits, _limit_names())
+    if limits is not None and limits not in _list_limit_names():
+        raise unknown("value of prompt.limits", limits, _list_limit_names())
     policy["max_length"] = raw["max_length"]
     if limits and policy["max_length"] is None:
         policy["max_length"] = model.prompt_limits.get(limits)
@@ -399,20 +451,19 @@ def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
     return tuple(value)
 
 
-def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
+def _build_dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
     """Yield each chosen dataset, once for each combination of ``query_aware=`` and its swept knobs."""
     query_aware_values = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
-        tasks = _tasks_of(name, raw["tasks"])
+        tasks = _select_tasks(name, raw["tasks"])
         # a list is a grid of values unless the knob's default is a list
-        axes = list(find_grids(entry, entries("dataset").get(name, {})))
-        for key, swept in axes:
-            check(f"dataset.{name}.{key}", swept, bool(swept), "a value, or a list of at least one")
-        keys = [key for key, _ in axes]
-        swept_lists = [swept for _, swept in axes]
+        grid_by_key = dict(find_grids(entry, entries("dataset").get(name, {})))
+        for key, grid in grid_by_key.items():
+            check(f"dataset.{name}.{key}", grid, bool(grid), "a value, or a list of at least one")
+        combinations = itertools.product(*grid_by_key.values())
         # query_aware varies slowest: all combinations of knobs come with its first value, then all with its second
-        for query_aware, combination in itertools.product(query_aware_values, itertools.product(*swept_lists)):
-            swept_values = dict(zip(keys, combination, strict=True))
+        for query_aware, combination in itertools.product(query_aware_values, combinations):
+            swept_values = dict(zip(grid_by_key, combination, strict=True))
             label = [f"{key}={value}" for key, value in swept_values.items()]
             if len(query_aware_values) > 1:
                 # each value of query_aware has columns of its own
@@ -425,7 +476,7 @@ def _dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
             )
 
 
-def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
+def _select_tasks(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
     """Return a dataset's tasks that were typed, or () if the whole dataset was typed, such as ``tiny``.
 
     written_tasks: the typed tasks of all datasets, such as ``tiny/needle`` and ``tiny``.
@@ -442,8 +493,14 @@ def _tasks_of(dataset: str, written_tasks: Sequence[str]) -> tuple[str, ...]:
 
 def flatten_hydra_error(error: Exception) -> str:
     """Return one of Hydra's error messages in one line, without hints on Hydra's internals."""
-    lines = [line.rstrip() for line in str(error).splitlines() if line.strip()]
+    lines = str(error).splitlines()
+    # Hydra often wraps the error of OmegaConf that says what is wrong
     cause = error.__cause__
-    if cause is not None and str(cause) and str(cause) not in str(error):
-        lines += [line.rstrip() for line in str(cause).splitlines() if line.strip()]
-    return "; ".join(line.strip() for line in lines if "HYDRA_FULL_ERROR" not in line and "reference_type" not in line)
+    if cause is not None and str(cause) not in str(error):
+        lines += str(cause).splitlines()
+    kept = []
+    for line in lines:
+        is_internal = "HYDRA_FULL_ERROR" in line or "reference_type" in line
+        if line.strip() and not is_internal:
+            kept.append(line.strip())
+    return "; ".join(kept)

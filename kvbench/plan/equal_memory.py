@@ -28,7 +28,7 @@ TOLERANCE = 0.05
 CLOSE = 0.005
 """Payloads whose relative difference is no larger than this count as equal."""
 FLOOR = 4096
-"""A chain's least kv_size is searched at most this far above the sum of its window and sinks."""
+"""The number of sizes that are tried, from the sum of a chain's window and sinks on, to find its smallest kv_size."""
 PayloadCounter = Callable[[Chain], float]
 """From a chain to the bytes of its payload after the prompt."""
 
@@ -39,6 +39,7 @@ class Matched:
 
     by: how bytes are counted, ``bytes`` or ``nominal``.
     reference, method: the labels of the two chains.
+    kv_size: the size of the chain that matches.
     bytes: the payloads (of the chain, of the reference) as they are stored.
     nominal: the same payloads as ThinK's paper counts them.
     sizes: the kv_size that each of the two counts gives.
@@ -58,9 +59,9 @@ class Matched:
         if self.nominal != self.bytes:
             counts.append(f"{_compare_bytes(*self.nominal)} nominal")
         text = f"match={self.by}: {self.method} against {self.reference}: {', '.join(counts)}"
-        other = next(k for k in KINDS if k != self.by)
-        if self.sizes[other] != self.kv_size:
-            text += f"; match={other} gives kv_size={self.sizes[other]}"
+        (other_kind,) = [kind for kind in KINDS if kind != self.by]
+        if self.sizes[other_kind] != self.kv_size:
+            text += f"; match={other_kind} gives kv_size={self.sizes[other_kind]}"
         return text
 
 
@@ -77,9 +78,10 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
     """
     if cfg.match is None:
         return cfg, ()
-    name = _reference_name(cfg)
+    name = _find_reference(cfg)
     references = [c for c in cfg.chains if c.chain.name == name]
-    others = _distinct_templates([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
+    # a chain without stages is the full cache, which has no kv_size
+    others = _drop_repetitions([c for c in cfg.chains if c.chain.name != name and c.chain.stages])
     if not others:
         raise UsageError(
             f"match={cfg.match} sets the kv_size of other methods by {name}, and this run has none: "
@@ -94,20 +96,8 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
             # a run with both values of per= has its reference under each: match within one value
             if other.chain.per != reference.chain.per:
                 continue
-            sizes = {kind: nearest_kv_size(other, reference, count, kind) for kind, count in counters.items()}
-            best = with_size(other, sizes[cfg.match])
-            chains.append(best)
-            # bytes of (this chain, the reference), by each way of counting
-            counted = {kind: (count(best.chain), count(reference.chain)) for kind, count in counters.items()}
-            match = Matched(
-                by=cfg.match,
-                reference=reference.label,
-                method=best.label,
-                kv_size=sizes[cfg.match],
-                bytes=counted["bytes"],
-                nominal=counted["nominal"],
-                sizes=sizes,
-            )
+            matched_chain, match = _match_chain(other, reference, cfg.match, counters)
+            chains.append(matched_chain)
             matches.append(match)
         chains.append(reference)
     # two settings of the reference can give a chain one kv_size
@@ -115,11 +105,34 @@ def match_budgets(cfg: RunConfig, shape: Shape, tokens: int | None = None) -> tu
     return replace(cfg, chains=tuple(distinct.values())), tuple(matches)
 
 
+def _match_chain(
+    template: ChainConfig, reference: ChainConfig, kind: str, counters: Mapping[str, PayloadCounter]
+) -> tuple[ChainConfig, Matched]:
+    """Return (chain, match): the chain ``template`` with the kv_size that matches the reference by ``kind``.
+
+    counters: the function from a chain to its payload, for each of KINDS.
+    """
+    sizes = {k: nearest_kv_size(template, reference, count, k) for k, count in counters.items()}
+    best = with_size(template, sizes[kind])
+    # the bytes of (this chain, the reference), by each way of counting
+    payloads = {k: (count(best.chain), count(reference.chain)) for k, count in counters.items()}
+    match = Matched(
+        by=kind,
+        reference=reference.label,
+        method=best.label,
+        kv_size=sizes[kind],
+        bytes=payloads["bytes"],
+        nominal=payloads["nominal"],
+        sizes=sizes,
+    )
+    return best, match
+
+
 def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
-    Packing in blocks makes bytes fall now and then as tokens are added. So a chain with a quantiser takes the largest
-    size within CLOSE of the reference, if there is one.
+    Packing a block makes the bytes fall while tokens are added, so several sizes of a chain with a quantiser can be
+    about equally near. Such a chain takes the largest size within CLOSE of the reference, if there is one.
 
     template: the chain, of any budget.
     count: the function from a chain to its payload.
@@ -128,13 +141,44 @@ def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: Payloa
     Raises UsageError if the nearest payload is off by more than TOLERANCE.
     """
     target = count(reference.chain)
-    least = _smallest_size(template, kind)
+    least = _find_smallest_size(template, kind)
 
     def payload_at(size: int) -> float:
         """Return the chain's payload at a kv_size."""
         return count(with_size(template, size).chain)
 
-    # double the size until its payload reaches the target, then bisect; a payload may never reach it
+    low, high = _bracket_target(payload_at, target, least)
+    # compare these two sizes and a few around them
+    coder = template.chain.coder
+    reach = 2
+    if coder is not None:
+        # a quantiser's payload falls where a block is packed, so bisection may miss: try all sizes of several blocks
+        reach = 8 * (coder.keys.block + coder.values.block)
+    candidates = range(max(least, low - reach), high + reach + 1)
+    distance_by_size = {size: abs(payload_at(size) - target) for size in candidates}
+    best = min(distance_by_size, key=lambda size: (distance_by_size[size], size))
+    if coder is not None:
+        # nearly equal payloads: prefer the largest size
+        close = [size for size, distance in distance_by_size.items() if distance <= CLOSE * target]
+        best = max(close, default=best)
+    if distance_by_size[best] > TOLERANCE * target:
+        raise UsageError(
+            f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
+            f"{_compare_bytes(payload_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
+            "budget, or leave one of them out"
+        )
+    return best
+
+
+def _bracket_target(payload_at: Callable[[int], float], target: float, least: int) -> tuple[int, int]:
+    """Return (low, high), neighbouring sizes from ``least`` on: the payload reaches ``target`` at high, but not at low.
+
+    If the payload never reaches the target, both are near the largest size that is tried. If it reaches the target at
+    ``least`` already, both are ``least``.
+
+    payload_at: returns the payload at a size. It is taken to grow with the size.
+    """
+    # double the size until its payload reaches the target, then bisect
     high = least
     while payload_at(high) < target and high < LONG:
         high *= 2
@@ -145,25 +189,7 @@ def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: Payloa
             low = middle
         else:
             high = middle
-    # the target now lies between low and high = low + 1: compare these sizes and a few around them
-    coder = template.chain.coder
-    reach = 2
-    if coder is not None:
-        # a quantiser's payload falls where a block is packed, so bisection may miss: try all sizes of several blocks
-        reach = 8 * (coder.keys.block + coder.values.block)
-    distance = {size: abs(payload_at(size) - target) for size in range(max(least, low - reach), high + reach + 1)}
-    best = min(distance, key=lambda size: (distance[size], size))
-    if coder is not None:
-        # nearly equal payloads: prefer the largest size
-        close = [size for size in distance if distance[size] <= CLOSE * target]
-        best = max(close, default=best)
-    if distance[best] > TOLERANCE * target:
-        raise UsageError(
-            f"match={kind}: {template.chain.name} cannot hold as many bytes as {reference.label}: "
-            f"{_compare_bytes(payload_at(best), target)} at the nearest, kv_size={best}. Give the reference another "
-            "budget, or leave one of them out"
-        )
-    return best
+    return low, high
 
 
 def with_size(template: ChainConfig, size: int) -> ChainConfig:
@@ -187,7 +213,7 @@ def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainC
     return chain_config(entries, template.chain.per, written=template.written)
 
 
-def _reference_name(cfg: RunConfig) -> str:
+def _find_reference(cfg: RunConfig) -> str:
     """Return the canonical name of the chain that the others are matched to: ``reference=``, else the last in method=.
 
     The last chain is the default because the chain under test commonly stands behind the method that it extends. In
@@ -202,13 +228,13 @@ def _reference_name(cfg: RunConfig) -> str:
         return names[-1]
     # the user may write the stages in any order, and under other names that ``split`` knows
     stages = sorted(registry.split(cfg.reference))
-    match = next((name for name in names if sorted(name.split("+")) == stages), None)
-    if match is None:
-        raise unknown("reference", cfg.reference, names, "Name it in method=, too.")
-    return match
+    for name in names:
+        if sorted(name.split("+")) == stages:
+            return name
+    raise unknown("reference", cfg.reference, names, "Name it in method=, too.")
 
 
-def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
+def _drop_repetitions(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
     """Return the chains without repetitions. Chains that differ only in their budgets count as the same chain."""
     budget_keys = set(registry.BUDGET_KNOBS) | set(BUDGET_PARTS)
     distinct: dict[str, ChainConfig] = {}
@@ -216,7 +242,9 @@ def _distinct_templates(chains: Sequence[ChainConfig]) -> list[ChainConfig]:
         other_knobs = {}
         for stage, entry in config.entries.items():
             other_knobs[stage] = {knob: value for knob, value in entry.items() if knob not in budget_keys}
-        distinct.setdefault(repr((config.chain.name, config.chain.per, sorted(other_knobs.items()))), config)
+        # values of knobs may be lists, which cannot be keys: their text can
+        key = repr((config.chain.name, config.chain.per, sorted(other_knobs.items())))
+        distinct.setdefault(key, config)
     return list(distinct.values())
 
 
@@ -226,17 +254,22 @@ def _check_reference(chain: Chain, kind: str, tokens: int | None) -> None:
     kind: the kind of equal memory, for the error.
     tokens: the prompt's length, None if it is unknown.
     """
+    if tokens is not None:
+        return
     selector = chain.selector
-    is_selector = isinstance(selector, Selector)
-    reason = "its budget is a fraction of each prompt" if is_selector else "it has no kv_size"
-    if tokens is None and not (isinstance(selector, Selector) and selector.kv_size is not None):
-        raise UsageError(
-            f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {reason}. Give it "
-            "kv_size=, or find sizes at one prompt length (kvbench bench memory n=4096 match=...), give those"
-        )
+    if not isinstance(selector, Selector):
+        reason = "it has no kv_size"
+    elif selector.kv_size is None:
+        reason = "its budget is a fraction of each prompt"
+    else:
+        return
+    raise UsageError(
+        f"match={kind}: the bytes of the reference {chain.name} grow with the prompt, as {reason}. Give it "
+        "kv_size=, or find sizes at one prompt length (kvbench bench memory n=4096 match=...), give those"
+    )
 
 
-def _smallest_size(template: ChainConfig, kind: str) -> int:
+def _find_smallest_size(template: ChainConfig, kind: str) -> int:
     """Return the smallest kv_size that the chain accepts. Raises UsageError if it accepts no size.
 
     kind: the kind of equal memory, for the error.
@@ -261,7 +294,8 @@ def _smallest_size(template: ChainConfig, kind: str) -> int:
 
 def _compare_bytes(chain_bytes: float, reference_bytes: float) -> str:
     """Return as text two numbers of bytes in one unit, and the difference of the first from the second in per cent."""
-    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0  # adding 0.0 turns -0.0 into 0.0
+    # adding 0.0 turns -0.0 into 0.0
+    percent = round(100 * (chain_bytes / reference_bytes - 1), 2) + 0.0
     unit, size = "KiB", 2**10
     if reference_bytes >= 10 * 2**20:
         unit, size = "MiB", 2**20

@@ -42,10 +42,12 @@ class Estimate:
         cells: the cells of one part, all of which lack answers.
         memory: the bytes that caches may take.
         """
-        per_prompt = sum(self.cells[c.id] for c in cells)
+        per_prompt = self._count_prompt_bytes(cells)
+        # a prompt takes one row for each cell
         prompts = max(1, self.rows // max(1, len(cells)))
-        # one prompt is decoded whatever it takes
-        return self.layer + max(per_prompt, min(prompts * per_prompt, memory))
+        caches = min(prompts * per_prompt, memory)
+        # one prompt is decoded even if it needs more than ``memory``
+        return self.layer + max(per_prompt, caches)
 
     def alone(self, cell: Cell) -> int:
         """Return the bytes that one prompt takes under this cell alone. No part with this cell takes less."""
@@ -64,24 +66,26 @@ class Estimate:
         for cell in group.cells:
             if cell.id in self.cells:
                 cells_by_prefill.setdefault(cell.chain.prefill_key, []).append(cell)
-        parts: list[list[Cell]] = [[]]
-
-        def last_is_full(more_bytes: int) -> bool:
-            """Return True if the last part has cells, and there is no room beside them for ``more_bytes``."""
-            return bool(parts[-1]) and self._prompt_bytes(parts[-1]) + more_bytes > memory_for_rows
-
+        finished_parts: list[list[Cell]] = []
+        part: list[Cell] = []
         for cells in cells_by_prefill.values():
-            bytes_together = self._prompt_bytes(cells)
-            # cells that fit into one part are not divided just because the last part is partly taken
-            if bytes_together <= memory_for_rows and last_is_full(bytes_together):
-                parts.append([])
+            # cells that fit into one part are not divided just because the current part is partly taken
+            fit_together = self._count_prompt_bytes(cells) <= memory_for_rows
+            if fit_together and self._count_prompt_bytes(part + cells) > memory_for_rows:
+                finished_parts.append(part)
+                part = []
             for cell in cells:
-                if last_is_full(self.cells[cell.id]):
-                    parts.append([])
-                parts[-1].append(cell)
-        return [replace(group, cells=tuple(cells)) for cells in parts if cells]
+                # a cell that does not fit even alone begins a part all the same
+                if part and self._count_prompt_bytes([*part, cell]) > memory_for_rows:
+                    finished_parts.append(part)
+                    part = []
+                part.append(cell)
+        # a group without work left has no part
+        if part:
+            finished_parts.append(part)
+        return [replace(group, cells=tuple(cells)) for cells in finished_parts]
 
-    def _prompt_bytes(self, cells: Sequence[Cell]) -> int:
+    def _count_prompt_bytes(self, cells: Sequence[Cell]) -> int:
         """Return the bytes that one prompt takes while all of ``cells`` decode it."""
         return sum(self.cells[c.id] for c in cells)
 
@@ -101,8 +105,9 @@ def estimate(
     A chain whose size depends on the prompt's text counts as the full cache.
 
     todo: by example id, the cells that still need the example.
-    samples: the stored samples by cell id.
+    samples: the stored samples by example id, by cell id.
     itemsize: the bytes of one number.
+    hidden_size: the numbers of one hidden state.
     rows: the most rows that are decoded at once.
     prompt_tokens: returns the length in tokens of an example's prompt.
     """
@@ -124,22 +129,22 @@ def estimate(
     if group.task.turns or group.task.samples > 1:
         # questions and drawn answers branch from one cache, so it stays beside its copies in the decode batch
         copies = 2
-    costs = {}
+    bytes_by_cell = {}
     for cell_id, cell in cells.items():
-        costs[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
+        bytes_by_cell[cell_id] = copies * cache_bytes(cell.chain, shape, n, itemsize) + answer_bytes
     # while a prompt is read, one layer is held whole, with what methods observe of it
-    dense = _dense_bytes(shape, n, itemsize)
-    observed = _observation_bytes(needs, shape, n, itemsize, hidden_size)
+    dense = _count_dense_bytes(shape, n, itemsize)
+    observed = _count_observation_bytes(needs, shape, n, itemsize, hidden_size)
     return Estimate(
         prompt_tokens=n,
-        cells=costs,
+        cells=bytes_by_cell,
         layer=dense + observed,
         rows=min(rows, answers * group.task.samples),
-        seconds=_seconds_left(todo, samples),
+        seconds=_estimate_seconds(todo, samples),
     )
 
 
-def _dense_bytes(shape: Shape, n: int, itemsize: int) -> int:
+def _count_dense_bytes(shape: Shape, n: int, itemsize: int) -> int:
     """Return the bytes of the layers that are held whole at a time while a prompt of n tokens is read."""
     # a layer of the kind that methods compress, before it is compressed
     compressed = shape.layer_bytes(n, itemsize)
@@ -166,25 +171,28 @@ def cache_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     return shape.full_bytes(n, itemsize, heads)
 
 
-def _observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
+def _count_observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, hidden_size: int) -> int:
     """Return the bytes of the observations that stages need of one layer, for a prompt of n tokens.
 
     They are queries, column sums in fp32, and hidden states of ``hidden_size`` numbers a token.
     """
     queries = min(needs.last_q, n) + min(needs.first_q, n)
-    # one sum [Hq, n] over exact keys if it is needed, and one for each bit width of quantised keys
+    query_bytes = queries * shape.head_dim * itemsize
+    # one sum [Hq, n] over exact keys if it is needed, and one for each bit width of quantised keys, in fp32
     sums = int(needs.colsums) + len(needs.colsums_bits)
-    observed = shape.query_heads * (queries * shape.head_dim * itemsize + sums * n * 4)
+    sum_bytes = sums * n * 4
+    observed = shape.query_heads * (query_bytes + sum_bytes)
     if needs.hidden:
         observed += n * hidden_size * itemsize
     return observed
 
 
-def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
+def _estimate_seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
     """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
     if not todo:
         return 0.0
-    answer_s: dict[str, float] = {}  # mean seconds of an answer, by cell
+    # the mean seconds of an answer, by cell
+    answer_s: dict[str, float] = {}
     prefill_times: list[float] = []
     for cell_id, samples_of_cell in samples.items():
         timings = [sample.timing for sample in samples_of_cell.values()]
@@ -193,13 +201,14 @@ def _seconds_left(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapp
             answer_s[cell_id] = fmean(t.compress_s + t.decode_s for t in timings)
     if not answer_s:
         return None
-    typical_s = fmean(answer_s.values())  # cells without an answer yet are assumed to take this time
-    prefills, answers_s = 0, 0.0
+    # cells without an answer yet are assumed to take this time
+    typical_s = fmean(answer_s.values())
+    prefills, all_answers_s = 0, 0.0
     for cells in todo.values():
         # methods with equal keys share a prefill
         prefills += len({cell.chain.prefill_key for cell in cells})
-        answers_s += sum(answer_s.get(cell.id, typical_s) for cell in cells)
-    return prefills * fmean(prefill_times) + answers_s
+        all_answers_s += sum(answer_s.get(cell.id, typical_s) for cell in cells)
+    return prefills * fmean(prefill_times) + all_answers_s
 
 
 def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
@@ -212,8 +221,10 @@ def keeps_everything(chain: Chain, n: int, answer: int) -> bool:
     if chain.is_full or any(s.role not in ("selector", "modifier") for s in chain.stages):
         return False
     capacity = chain.capacity(n)
-    # without a user's budget the data decide, and a capacity is only an upper limit
-    if capacity is None or capacity.tokens < n or chain.selector is None or chain.selector.nominal(n) is None:
+    if capacity is None or capacity.tokens < n:
+        return False
+    # without a user's budget the data decide what stays, and a capacity is only an upper limit
+    if chain.selector is None or chain.selector.nominal(n) is None:
         return False
     # a method that does not choose while decoding keeps all new tokens
     return chain.evictor is None or _holds_answer(chain, n, answer, prompt_budget=capacity.tokens)
@@ -227,10 +238,10 @@ def _holds_answer(chain: Chain, n: int, answer: int, prompt_budget: int) -> bool
     """
     evictor, selector = chain.evictor, chain.selector
     assert evictor is not None
-    # it chooses again after every so many tokens, so never in an answer that is not longer
+    # the method chooses again after every ``every`` tokens: never in an answer that is not longer
     if evictor.every and answer <= evictor.every:
         return True
-    # not every selector has the knobs of decoding
+    # decode_ratio=: the budget as a fraction of all tokens. Only some selectors have the options of decoding
     ratio = getattr(selector, "decode_ratio", None)
     if ratio is not None:
         return bool(ratio == 1)

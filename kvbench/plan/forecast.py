@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvbench.engine import memory, precision
@@ -33,9 +33,13 @@ class GroupForecast(GroupTodo):
 
 @dataclass(frozen=True)
 class Forecast:
-    """The work that a run will do, group by group, with the bytes that its caches may take, and notes.
+    """The work that a run will do. Its fields are the keys of ``run --plan --json``.
 
-    Its fields are the keys of ``run --plan --json``.
+    memory: the bytes that caches may take.
+    device: the device that will hold the model.
+    dtype: the model's number type, with the reason for it.
+    groups: the remaining work of each group.
+    notes: notes on the run's settings.
     """
 
     memory: int
@@ -48,45 +52,53 @@ class Forecast:
 def forecast_run(plan: RunPlan) -> Forecast:
     """Return the remaining work, with the memory and time of each group and the memory limit."""
     device = load.resolve_device(plan.cfg.device)
-    cache_memory = _cache_memory(plan)
+    cache_memory = _limit_cache_memory(plan)
     estimates = {g.column: plan.estimate(g) for g in plan.groups}
-    parts_of, shared_prefills = _divide_groups(plan, estimates, cache_memory)
+    parts_by_column, shared_prefills = _divide_groups(plan, estimates, cache_memory)
     groups = []
     for group, todo in zip(plan.groups, plan.todo(), strict=True):
-        estimate, parts = estimates[group.column], parts_of[group.column]
+        parts = parts_by_column[group.column]
         # each part reads its prompts again; contexts that another group reads are not read here
         prefills = plan.count_prefills(group, parts) - shared_prefills[group.column]
         # every prompt that is read once more is one less that is saved
         prefills_saved = todo.prefills_saved - (prefills - todo.prefills)
         todo = replace(todo, prefills=prefills, prefills_saved=prefills_saved)
-        too_large = []
-        for part in parts:
-            too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
-        forecast = GroupForecast(
-            **vars(todo),
-            prompt_tokens=estimate.prompt_tokens,
-            bytes=max((estimate.bytes(part.cells, cache_memory) for part in parts), default=0),
-            parts=[labels(part) for part in parts],
-            too_large=too_large,
-            seconds=estimate.seconds,
-        )
-        groups.append(forecast)
+        groups.append(_forecast_group(todo, estimates[group.column], parts, cache_memory))
     return Forecast(
         memory=cache_memory,
         device=str(device),
         dtype=precision.explain_dtype(plan.cfg.model.dtype, plan.dtype, device),
         groups=groups,
-        notes=plan.advice() + plan.drawn() + plan.cuts(),
+        notes=plan.advice() + plan.note_drawn_answers() + plan.note_cut_prompts(),
     )
 
 
-def _cache_memory(plan: RunPlan) -> int:
+def _forecast_group(
+    todo: GroupTodo, estimate: Estimate, parts: Sequence[Group], cache_memory: int
+) -> GroupForecast:
+    """Return the remaining work of one group with its memory and time, if it runs in ``parts``."""
+    too_large = []
+    for part in parts:
+        too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]
+    # parts run one after the other, so the largest one counts
+    peak_bytes = max((estimate.bytes(part.cells, cache_memory) for part in parts), default=0)
+    return GroupForecast(
+        **vars(todo),
+        prompt_tokens=estimate.prompt_tokens,
+        bytes=peak_bytes,
+        parts=[labels(part) for part in parts],
+        too_large=too_large,
+        seconds=estimate.seconds,
+    )
+
+
+def _limit_cache_memory(plan: RunPlan) -> int:
     """Return the bytes that caches may take: the configured number, or the devices' memory minus the weights."""
-    limit = memory.cache_limit(plan.cfg.memory, plan.devices())
+    limit = memory.cache_limit(plan.cfg.memory, plan.share_layers())
     # memory= is for caches alone
     if plan.cfg.memory is not None:
         return limit
-    # no weights are loaded yet, so the devices' free memory still includes their room
+    # the limit is a part of the devices' free memory, and no weights are loaded yet: take off the same part of them
     weights = int(memory.USED_SHARE * load.weight_bytes(plan.source))
     return max(0, limit - weights)
 
@@ -95,18 +107,19 @@ def _divide_groups(
     plan: RunPlan, estimates: Mapping[str, Estimate], cache_memory: int
 ) -> tuple[dict[str, list[Group]], dict[str, int]]:
     """Return (the parts in which each group runs, the number of its contexts that another group reads), by column."""
-    parts_of: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
-    shared_prefills = dict.fromkeys(parts_of, 0)
-    for together in rounds(plan.groups):
-        for pair in pair_by_question(together):
+    parts_by_column: dict[str, list[Group]] = {g.column: [] for g in plan.groups}
+    shared_prefills = dict.fromkeys(parts_by_column, 0)
+    for groups_of_round in rounds(plan.groups):
+        for pair in pair_by_question(groups_of_round):
             parts_of_pair = [estimates[g.column].parts(g, cache_memory) for g in pair]
             for group, parts in zip(pair, parts_of_pair, strict=True):
-                parts_of[group.column] += parts
-            if len(pair) == 2 and all(len(parts) == 1 for parts in parts_of_pair):
-                # both groups fit into memory whole: one pass reads each prompt with its question in view and withheld
+                parts_by_column[group.column] += parts
+            both_are_whole = all(len(parts) == 1 for parts in parts_of_pair)
+            if len(pair) == 2 and both_are_whole:
+                # one pass reads each prompt with its question in view and withheld
                 seen, withheld = pair
                 shared_prefills[withheld.column] += _count_shared(plan, seen, withheld)
-    return parts_of, shared_prefills
+    return parts_by_column, shared_prefills
 
 
 def _count_shared(plan: RunPlan, seen: Group, withheld: Group) -> int:

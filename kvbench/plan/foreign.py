@@ -37,7 +37,7 @@ def find_failures_on_prompts(
     """Return, by label, why foreign methods cannot say their budgets and bytes on prompts of a run's groups."""
     if not any(entry.chain.foreign for entry in cfg.chains):
         return {}
-    lengths = _prompt_lengths(groups, cfg, tokenizer, context)
+    lengths = _find_prompt_lengths(groups, cfg, tokenizer, context)
     return _find_failures(cfg.chains, partial(_ask_for_budgets, shape=shape, lengths=lengths))
 
 
@@ -56,7 +56,8 @@ def _find_failures(chains: Sequence[ChainConfig], ask: Callable[[Chain], None]) 
             with contained(entry.chain.name, seed=0):
                 ask(entry.chain)
         except Refused:
-            continue  # the runner meets this refusal again on a prompt, and marks the cell as refused
+            # the runner meets this refusal again on a prompt, and marks the cell as refused
+            continue
         except Exception as error:
             reasons[entry.label] = locate_error(error, entry.chain.name)
     return reasons
@@ -83,14 +84,17 @@ def _ask_for_budgets(chain: Chain, shape: Shape, lengths: Collection[int]) -> No
         keeps_everything(chain, n, answer=1)
 
 
-def _prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
+def _find_prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
     """Return the lengths in tokens of the first and of the longest prompt of each group."""
     lengths = set()
     for group in groups:
-        by_length = sorted(group.examples, key=Example.size)
-        # slices, since a group may have no example in this shard
-        for example in group.examples[:1] + tuple(by_length[-1:]):
-            with suppress(Exception):  # the runner meets a prompt that cannot be encoded again, and reports it
+        # a group may have no example in this shard
+        if not group.examples:
+            continue
+        first, longest = group.examples[0], sorted(group.examples, key=Example.size)[-1]
+        for example in (first, longest):
+            # the runner meets a prompt that cannot be encoded again, and reports it
+            with suppress(Exception):
                 if example.scored is not None:
                     lengths.add(len(example.scored.ids))
                 else:

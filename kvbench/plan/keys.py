@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from kvbench.base.errors import UsageError, unknown
 class Key:
     """One key of a verb.
 
+    name: the key.
     default: the text that is read if the user does not give the key. If it is None, the value is None, too.
     read: a function from a text to its value. It raises ValueError for a text that is not allowed.
     allowed: the allowed values in words, for the message to the user.
@@ -73,7 +75,14 @@ def choice(name: str, choices: Sequence[str]) -> Key:
 
 def optional(key: Key) -> Key:
     """Return the key with ``null`` as an allowed text and as its default. It stands for None."""
-    return Key(key.name, "null", lambda text: None if text == "null" else key.read(text), key.allowed)
+
+    def read(text: str) -> Any:
+        """Return None for ``null``, and otherwise what the key itself reads."""
+        if text == "null":
+            return None
+        return key.read(text)
+
+    return Key(key.name, "null", read, key.allowed)
 
 
 def whole_number(text: str, least: int) -> int:
@@ -98,19 +107,18 @@ def parse_pairs(arguments: Iterable[str], example: str = "method=snapkv+think or
 
     Raises UsageError for an argument of another form, and for a key given twice.
     """
-    texts: list[tuple[str, str]] = []
+    keys_and_texts: list[tuple[str, str]] = []
     for argument in arguments:
         key, sign, text = argument.partition("=")
         if not sign or not key:
             raise UsageError(f"{argument!r} is not key=value, as in {example}")
         if "\0" in argument:
             raise UsageError(f"{argument!r} is not possible: it holds a NUL character")
-        texts.append((key.strip(), text.strip()))
-    keys = [key for key, _ in texts]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise UsageError(f"{key}= is given {keys.count(key)} times: give it once, with a comma list for a grid")
-    return dict(texts)
+        keys_and_texts.append((key.strip(), text.strip()))
+    for key, times in Counter(key for key, _ in keys_and_texts).items():
+        if times > 1:
+            raise UsageError(f"{key}= is given {times} times: give it once, with a comma list for a grid")
+    return dict(keys_and_texts)
 
 
 def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -118,4 +126,10 @@ def divide(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     Raises UsageError as ``parse_pairs`` does.
     """
-    return [a for a in arguments if "=" not in a], parse_pairs(a for a in arguments if "=" in a)
+    words, pairs = [], []
+    for argument in arguments:
+        if "=" in argument:
+            pairs.append(argument)
+        else:
+            words.append(argument)
+    return words, parse_pairs(pairs)

@@ -7,7 +7,7 @@ own, followed by its source.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ class Setting:
     """One value of a preset.
 
     key: the full key, such as ``method.snapkv.window``.
+    value: the value as YAML reads it.
     source: where the paper or its code states the value.
     model: the entry of conf/model that the value is for; '' for every model without a value of its own.
     """
@@ -60,16 +61,15 @@ def settings(name: str) -> tuple[Setting, ...]:
     if root is None:
         return ()
     settings_of_file = []
-    for path, node in _value_nodes(root):
+    for path, node in _find_values(root):
+        model = ""
         # models, the name of the model, then the key
-        if path[:1] == ("models",):
-            model, key = path[1], ".".join(path[2:])
-        else:
-            model, key = "", ".".join(path)
+        if path[:1] == ["models"]:
+            _, model, *path = path
         # the source is the comment behind the value, and the value is read from its own piece of the text
-        source = lines[node.end_mark.line].partition(" #")[2].strip()
+        _, _, comment = lines[node.end_mark.line].partition(" #")
         value = yaml.safe_load(text[node.start_mark.index : node.end_mark.index])
-        settings_of_file.append(Setting(key, value, source, model))
+        settings_of_file.append(Setting(".".join(path), value, comment.strip(), model))
     return tuple(settings_of_file)
 
 
@@ -91,7 +91,10 @@ def untouched(name: str, model: str, methods: Iterable[str]) -> list[str]:
 
 
 def explain(error: UsageError, name: str | None) -> UsageError:
-    """Return the error, with the preset ``name`` added as the source if the error names a knob that it sets."""
+    """Return the error, with the preset ``name`` added as the source if the error names a knob that it sets.
+
+    Return the error as it is if no preset was asked for, that is, if ``name`` is None.
+    """
     if name is None:
         return error
     for setting in settings(name):
@@ -109,10 +112,10 @@ def _read_text(name: str) -> str:
     return (conf_dir() / "preset" / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _value_nodes(node: yaml.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], yaml.Node]]:
-    """Yield (path of keys, node) of every value below a node. A mapping written in braces counts as one value."""
+def _find_values(node: yaml.Node, path: Sequence[str] = ()) -> Iterator[tuple[Sequence[str], yaml.Node]]:
+    """Yield (keys down to the value, node) of every value below a node. A mapping in braces counts as one value."""
     if not isinstance(node, yaml.MappingNode) or node.flow_style:
         yield path, node
         return
     for key, value in node.value:
-        yield from _value_nodes(value, path + (key.value,))
+        yield from _find_values(value, [*path, key.value])

@@ -47,6 +47,7 @@ class GroupTodo:
     task: the group's column.
     methods, cells: the labels and the ids of the group's cells.
     examples, of: the number of the task's examples in this run, and in all.
+    answers_to_do, answers_done: the number of answers to decode, and of answers in the store.
     prefills: the prompts to read.
     prefills_saved: the answers that share the prefill of another answer.
     calibrations: a text for each calibration to compute before any answer.
@@ -70,8 +71,13 @@ class RunPlan:
 
     The run's configuration, data, checkpoint and results folder were found good.
 
+    cfg: the run's configuration.
     source: the checkpoint's configuration, folder and fingerprint.
+    tokenizer: the checkpoint's tokenizer.
+    groups: the groups of cells, one for each task.
     context: the tokens that the model can read; None if unknown.
+    dtype: the model's number type, by PyTorch's name.
+    store: the store of results.
     session: reads and computes the calibrations of this model.
     matched: the chains whose kv_size was chosen for equal memory.
     model: a model that the user has loaded; None if the checkpoint's weights are loaded.
@@ -92,9 +98,9 @@ class RunPlan:
 
     def left(self, group: Group) -> dict[str, list[Cell]]:
         """Return the cells that still need each example, by example id. Leave out examples that no cell needs."""
-        return pending(self.usable(group), self.store)
+        return pending(self.drop_damaged(group), self.store)
 
-    def usable(self, group: Group) -> Group:
+    def drop_damaged(self, group: Group) -> Group:
         """Return the group without the cells with damaged files. Such cells are neither read nor measured."""
         return replace(group, cells=tuple(c for c in group.cells if self.store.damage(c.id) is None))
 
@@ -104,23 +110,23 @@ class RunPlan:
         model = traits.of_config(self.source.config)
         notes = [note for note in (model.note, model.shape.note) if note]
         calibration_keys = [f"{key}=" for key in ("calibration", "calibration_text") if getattr(self.cfg, key)]
-        if calibration_keys and not any(self.session.requests(e.chain) for e in self.cfg.chains):
+        if calibration_keys and not any(self.session.requests(entry.chain) for entry in self.cfg.chains):
             verb = "are" if len(calibration_keys) > 1 else "is"
             keys = " and ".join(calibration_keys)
             notes.append(f"{keys} {verb} not read: no method of this run is calibrated.")
         notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)
         notes += about_ignored(self.cfg, tasks)
-        notes += self._unreached()
+        notes += self._note_unreached_budgets()
         return notes
 
-    def drawn(self) -> list[str]:
+    def note_drawn_answers(self) -> list[str]:
         """Return the note that the answers drawn for one prompt count as one; [] if a prompt has one answer."""
         count = max((group.task.samples for group in self.groups), default=1)
         if count == 1:
             return []
         return [f"The {count} answers drawn for a prompt (samples_per_prompt=) are counted as one answer."]
 
-    def cuts(self) -> list[str]:
+    def note_cut_prompts(self) -> list[str]:
         """Return a note for each task whose first prompt will be cut to a small part of its tokens."""
         notes = []
         for group in self.groups:
@@ -128,16 +134,20 @@ class RunPlan:
             first = next((e for e in group.examples if not e.scored), None)
             if first is None:
                 continue
-            encoded = self._encoded(first, group)
-            if encoded is None or len(encoded) >= LITTLE_LEFT * (len(encoded) + encoded.cut):
+            encoded = self._encode(first, group)
+            if encoded is None:
                 continue
-            notes.append(
-                f"{group.column}: the first prompt is cut to {len(encoded):,} of {len(encoded) + encoded.cut:,} tokens "
-                "(the model's context or max_length=): what is asked for may be cut out, and scores may say nothing."
-            )
+            tokens_left = len(encoded)
+            all_tokens = tokens_left + encoded.cut
+            if tokens_left < LITTLE_LEFT * all_tokens:
+                notes.append(
+                    f"{group.column}: the first prompt is cut to {tokens_left:,} of {all_tokens:,} tokens "
+                    "(the model's context or max_length=): what is asked for may be cut out, and scores may say "
+                    "nothing."
+                )
         return notes
 
-    def _encoded(self, example: Example, group: Group) -> Encoded | None:
+    def _encode(self, example: Example, group: Group) -> Encoded | None:
         """Return a prompt as token ids, or None if it cannot be encoded. The runner meets and reports that error."""
         try:
             return encode_prompt(self.tokenizer, example, group.task, self.cfg.prompt, self.context)
@@ -145,7 +155,7 @@ class RunPlan:
         except Exception:
             return None
 
-    def _unreached(self) -> list[str]:
+    def _note_unreached_budgets(self) -> list[str]:
         """Return a note for each method whose budget exceeds every prompt of a task with its answer."""
         columns_by_label: dict[str, list[str]] = {}
         for group in self.groups:
@@ -168,7 +178,7 @@ class RunPlan:
             return self.model
         return load.load_weights(self.cfg.model, self.source, load.resolve_device(self.cfg.device))
 
-    def devices(self) -> dict[torch.device, float]:
+    def share_layers(self) -> dict[torch.device, float]:
         """Return the devices that will hold the model, each with its share of the layers.
 
         If ``device_map`` decides, all GPUs of this machine get equal shares.
@@ -194,15 +204,17 @@ class RunPlan:
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
-        def tokens(example: Example) -> int:
+        def count_tokens(example: Example) -> int:
             """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
             if example.scored is not None:
                 return len(example.scored.ids)
-            return len(self._encoded(example, group) or ())
+            return len(self._encode(example, group) or ())
 
-        group = self.usable(group)
+        group = self.drop_damaged(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}
         shape = traits.shape_of(config)
+        # foreign methods are asked for needs and budgets here, outside their isolation, and their code may replace
+        # functions that other methods compute with: remember these functions, and put them back
         functions = Functions()
         try:
             return estimate(
@@ -213,7 +225,7 @@ class RunPlan:
                 itemsize=dtype.itemsize,
                 hidden_size=int(config.hidden_size),
                 rows=self.cfg.batch_rows or default_rows(device),
-                prompt_tokens=tokens,
+                prompt_tokens=count_tokens,
             )
         finally:
             # methods were asked for needs and budgets here, outside the isolation of foreign code, which may have
@@ -242,10 +254,10 @@ class RunPlan:
     def records(self) -> list[CellRecord]:
         """Return the records of this run's cells that have an answer in the store."""
         records = []
-        for cell in self._cells():
+        for cell in self._list_cells():
             if self.store.damage(cell.id) is not None:
                 continue
-            # a file's size tells this without reading it
+            # a file's size tells whether it has answers, without reading it
             sample_files = self.store.folder(cell.id).glob("samples-*.jsonl")
             if not any(file.stat().st_size for file in sample_files):
                 continue
@@ -254,7 +266,7 @@ class RunPlan:
                 records.append(record)
         return records
 
-    def _cells(self) -> Iterator[Cell]:
+    def _list_cells(self) -> Iterator[Cell]:
         """Yield the cells of all groups."""
         for group in self.groups:
             yield from group.cells
@@ -264,33 +276,37 @@ class RunPlan:
         todos = []
         for group in self.groups:
             remaining = self.left(group)
-            answers = sum(len(cells) for cells in remaining.values())
-            # in each round, methods with other code read the prompts again; a round of one group is a tuple of one
+            answers_to_do = sum(len(cells) for cells in remaining.values())
+            # each round reads the prompts again; here a round has one group
             prefills = self.count_prefills(group, [part for (part,) in rounds([group])])
-            # several methods may need the same calibration, which is computed once
-            missing: dict[str, Request] = {}
-            for cells in remaining.values():
-                for cell in cells:
-                    missing |= {request.key: request for request in self.session.missing(cell.chain)}
-            calibrations = []
-            for request in missing.values():
-                recipe = request.recipe
-                size = f"{recipe.samples} samples of {recipe.tokens} tokens"
-                calibrations.append(f"{recipe.kind} ({size}, {request.text})")
             todo = GroupTodo(
                 task=group.column,
                 methods=labels(group),
                 cells=[c.id for c in group.cells],
                 examples=len(group.examples),
                 of=len(group.task.examples),
-                answers_to_do=answers,
-                answers_done=len(group.cells) * len(group.examples) - answers,
+                answers_to_do=answers_to_do,
+                answers_done=len(group.cells) * len(group.examples) - answers_to_do,
                 prefills=prefills,
-                prefills_saved=answers - prefills,
-                calibrations=calibrations,
+                prefills_saved=answers_to_do - prefills,
+                calibrations=self._describe_calibrations(remaining),
             )
             todos.append(todo)
         return todos
+
+    def _describe_calibrations(self, remaining: Mapping[str, Sequence[Cell]]) -> list[str]:
+        """Return a text for each calibration that is missing for the ``remaining`` cells, which stand by example id."""
+        # several methods may need the same calibration, which is computed once
+        missing: dict[str, Request] = {}
+        for cells in remaining.values():
+            for cell in cells:
+                missing |= {request.key: request for request in self.session.missing(cell.chain)}
+        texts = []
+        for request in missing.values():
+            recipe = request.recipe
+            size = f"{recipe.samples} samples of {recipe.tokens} tokens"
+            texts.append(f"{recipe.kind} ({size}, {request.text})")
+        return texts
 
     def bound(self, groups: Sequence[Group], model: PreTrainedModel, quiet: bool) -> tuple[Group, ...]:
         """Return groups with every chain bound to its calibration. Compute missing calibrations first.
@@ -329,7 +345,7 @@ def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
     tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
     plan = plan_run(cfg, source, tokenizer, store)
     if not reading:
-        for cell in plan._cells():
+        for cell in plan._list_cells():
             damage = store.damage(cell.id)
             if damage is not None:
                 say(f"{cell.label} on {cell.column} is left out: {damage}")
@@ -349,7 +365,8 @@ def plan_run(
     Raises KvbenchError if no method is left.
     """
     if cfg.data_root:
-        data_root(cfg.data_root)  # refuse a missing folder even if no dataset reads it
+        # refuse a missing folder even if no dataset reads it
+        data_root(cfg.data_root)
     identity = identify(cfg, source, load.resolve_device(cfg.device))
     context = traits.context_length(source.config, cfg.model.context)
     shape = traits.shape_of(source.config)
@@ -367,9 +384,10 @@ def plan_run(
     cfg = _without(cfg, failed)
     # cells were made before methods were tried on prompts
     groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
+    has_methods = any(group.cells for group in groups)
     for label, why in failed.items():
         # a run without any method left is an error, not a note
-        if not any(group.cells for group in groups):
+        if not has_methods:
             raise KvbenchError(f"{label}: {why}")
         say(f"{label} is left out: {why}")
     return RunPlan(
@@ -416,7 +434,11 @@ def identify(cfg: RunConfig, source: load.ModelSource, device: torch.device) -> 
 
 
 def open_session(cfg: RunConfig, identity: Mapping[str, object], tokenizer: Tokenizer, context: int | None) -> Session:
-    """Return the session that reads and computes the calibrations of this run's model."""
+    """Return the session that reads and computes the calibrations of this run's model.
+
+    identity: the facts about the model that decide numbers.
+    context: the tokens that the model can read; None if unknown.
+    """
     return Session(
         folder=Path(cfg.calibration or Path(cfg.results) / DEFAULT_FOLDER).expanduser(),
         identity=identity,

@@ -47,6 +47,7 @@ class RunRequest:
     methods, tasks: as typed; empty if none were typed.
     knobs: values of the methods' knobs by key (``kv_size``, ``method.snapkv.window``).
     values: all other values by full key (``limit``, ``model.dtype``).
+    preset: the name of the preset; None without one.
     preset_values: the values of the preset for this run's model by full key; {} without a preset.
     sweep: under -m, the Hydra overrides that cut the run into shards and set up the launcher.
     """
@@ -84,25 +85,20 @@ def request(settings: Mapping[str, object]) -> RunRequest:
 
 def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tuple[RunRequest, ...]:
     """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed."""
-    settings = _with_plain_keys(settings)
+    settings = _replace_fidelity(settings)
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
         if group in texts and not texts[group]:
             raise UsageError(f"{group}= is empty: name one, as in {group}={example}")
-    # conf/config.yaml supplies every key that is not typed
-    methods, tasks = read_config()["chains"], read_config()["tasks"]
-    # a request has only what was typed, but knobs are looked for among the methods and datasets that will run
-    typed_methods: tuple[str, ...] = ()
-    typed_tasks: tuple[str, ...] = ()
-    if "method" in texts:
-        methods = split_list(texts["method"])
-        typed_methods = tuple(methods)
-    if "dataset" in texts:
-        tasks = split_list(texts["dataset"])
-        typed_tasks = tuple(tasks)
-    groups = _chosen_groups(texts)
-    knobs, values = _read_settings(settings, methods, _dataset_names(tasks), multirun)
-    sweep = _sweep_overrides(texts, multirun)
+    # a request has only the methods and tasks that were typed
+    typed_methods = tuple(split_list(texts["method"])) if "method" in texts else ()
+    typed_tasks = tuple(split_list(texts["dataset"])) if "dataset" in texts else ()
+    # but knobs are looked for among those that will run: conf/config.yaml supplies the ones that are not typed
+    methods = typed_methods or read_config()["chains"]
+    tasks = typed_tasks or read_config()["tasks"]
+    groups = _read_groups(texts)
+    knobs, values = _read_settings(settings, methods, _list_datasets(tasks), multirun)
+    sweep = _build_sweep_overrides(texts, multirun)
     preset = texts.get("preset")
     runs = []
     for model in split_list(texts.get("model", "tiny")):
@@ -117,13 +113,13 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
         if "prompt" in preset_values:
             run_groups["prompt"] = str(preset_values["prompt"])
         run = RunRequest(
-            words=_words_of_run(texts, model, sharded=bool(sweep)),
+            words=_select_words(texts, model, sharded=bool(sweep)),
             # typed entries win over the preset's
             groups=run_groups | groups,
             methods=typed_methods,
             tasks=typed_tasks,
             knobs=knobs,
-            values=run_values | values | _matching_kind(texts, preset_values),
+            values=run_values | values | _read_match(texts, preset_values),
             preset=preset,
             preset_values=preset_values,
             sweep=tuple(sweep),
@@ -132,35 +128,35 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
     return tuple(runs)
 
 
-def _with_plain_keys(settings: Mapping[str, object]) -> Mapping[str, object]:
+def _replace_fidelity(settings: Mapping[str, object]) -> Mapping[str, object]:
     """Return the settings with ``fidelity``, a key of earlier versions, replaced by today's keys.
 
     ``fidelity=true`` becomes ``kl=true``, ``fidelity=through_cache`` becomes ``kl_mode=through_cache``, and a number
     becomes ``kl_tokens``. Whoever sets ``kl_tokens`` or ``kl_mode`` wants the comparison, so ``kl=true`` is added.
     """
-    plain = {key: value for key, value in settings.items() if key != "fidelity"}
+    new_settings = {key: value for key, value in settings.items() if key != "fidelity"}
     if "fidelity" in settings:
-        new_keys = [key for key in KL_KEYS if key in plain]
-        if new_keys:
-            raise UsageError(
-                f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {new_keys[0]}="
-            )
+        for key in KL_KEYS:
+            if key in new_settings:
+                raise UsageError(
+                    f"fidelity= is the old name of kl=, kl_tokens= and kl_mode=: leave it out beside {key}="
+                )
         value = settings["fidelity"]
         # typed on the command line, not given in Python
         if isinstance(value, str):
             value = value_of(value)
         if isinstance(value, bool):
-            plain["kl"] = value
+            new_settings["kl"] = value
         elif value == "through_cache":
-            plain["kl_mode"] = value
+            new_settings["kl_mode"] = value
         else:
-            plain["kl_tokens"] = value
-    if "kl" not in plain and ("kl_tokens" in plain or "kl_mode" in plain):
-        plain["kl"] = True
-    return plain
+            new_settings["kl_tokens"] = value
+    if "kl" not in new_settings and ("kl_tokens" in new_settings or "kl_mode" in new_settings):
+        new_settings["kl"] = True
+    return new_settings
 
 
-def _chosen_groups(texts: Mapping[str, str]) -> dict[str, str]:
+def _read_groups(texts: Mapping[str, str]) -> dict[str, str]:
     """Return the entries of conf/prompt and conf/logger that were typed. Raises UsageError for unknown ones."""
     groups = {}
     for group, kind in (("prompt", "prompt policy"), ("logger", "logger")):
@@ -181,19 +177,21 @@ def _read_settings(
     knobs: dict[str, object] = {}
     values: dict[str, object] = {}
     for key, value in settings.items():
-        swept = multirun and key in ("shard", "shards")
-        if key in GROUPS or key in ("preset", "match") or swept or key.startswith(LAUNCHER_KEYS):
-            continue  # other functions read these keys
+        is_swept = multirun and key in ("shard", "shards")
+        # other functions read these keys
+        if key in GROUPS or key in ("preset", "match") or is_swept or key.startswith(LAUNCHER_KEYS):
+            continue
         for full_key, read_value in _parse_argument(key, value, methods, datasets).items():
             # a bare key that conf/config.yaml does not have is a knob of every method that owns it
-            if full_key.startswith("method.") or ("." not in full_key and full_key not in top_level()):
+            is_bare_knob = "." not in full_key and full_key not in top_level()
+            if full_key.startswith("method.") or is_bare_knob:
                 knobs[full_key] = read_value
             else:
                 values[full_key] = read_value
     return knobs, values
 
 
-def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
+def _select_words(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
     """Return the arguments of one run: those typed, with the run's own model, without a launcher's keys.
 
     sharded: whether a sweep sets the keys of shards. They are left out then, too.
@@ -202,25 +200,25 @@ def _words_of_run(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[
     if "model" in texts:
         words.append(f"model={model}")
     for key, text in texts.items():
-        swept = sharded and key in ("shard", "shards")
-        if key != "model" and not swept and not key.startswith(LAUNCHER_KEYS):
+        is_swept = sharded and key in ("shard", "shards")
+        if key != "model" and not is_swept and not key.startswith(LAUNCHER_KEYS):
             words.append(f"{key}={text}")
     return tuple(words)
 
 
-def _sweep_overrides(texts: Mapping[str, str], multirun: bool) -> list[str]:
+def _build_sweep_overrides(texts: Mapping[str, str], multirun: bool) -> list[str]:
     """Return the Hydra overrides under -m: the shards' overrides, then the launcher's.
 
     Raises UsageError where -m has nothing to sweep or several models, and for a launcher's keys without -m.
     """
-    launcher = [_launcher_override(key, text) for key, text in texts.items() if key.startswith(LAUNCHER_KEYS)]
+    launcher = [_write_launcher_override(key, text) for key, text in texts.items() if key.startswith(LAUNCHER_KEYS)]
     if not multirun:
         if launcher:
             raise UsageError(f"{launcher[0]} sets up a launcher and needs -m, as in: -m shard=0,1 {launcher[0]}")
         return []
     if not {"shard", "shards"} & texts.keys():
         raise UsageError("-m sweeps shards: give shard=0,1,2,3 or shards=4 (other comma lists are grids without -m)")
-    shards = _shard_overrides(texts)
+    shards = _build_shard_overrides(texts)
     models = split_list(texts.get("model", "tiny"))
     if len(models) > 1:
         raise UsageError(f"-m with {len(models)} models: run one model at a time, or leave out -m")
@@ -266,45 +264,50 @@ def value_of(text: str) -> Any:
         return int(text)
     if REAL.fullmatch(text):
         return float(text)
+    # the first and the last character, and the text between them
+    enclosing, inner = text[:1] + text[-1:], text[1:-1]
     # quotes keep a text a text: '12' is no number
-    if text[:1] + text[-1:] in ("''", '""') and len(text) > 1:
-        return text[1:-1].replace("\\" + text[0], text[0])
-    # the items between brackets or braces, if the text turns out to have them; [] and {} have none
-    inner: list[str] = split_list(text[1:-1]) if text[1:-1].strip() else []
-    if text[:1] + text[-1:] == "[]":
-        return [value_of(part) for part in inner]
-    if text[:1] + text[-1:] == "{}" and all(":" in part for part in inner):
+    if enclosing in ("''", '""') and len(text) > 1:
+        quote = text[0]
+        return inner.replace("\\" + quote, quote)
+    # [] and {} have no items
+    items: list[str] = split_list(inner) if inner.strip() else []
+    if enclosing == "[]":
+        return [value_of(item) for item in items]
+    if enclosing == "{}" and all(":" in item for item in items):
         mapping = {}
-        for part in inner:
-            key, _, value = part.partition(":")
+        for item in items:
+            key, _, value = item.partition(":")
             mapping[value_of(key.strip())] = value_of(value.strip())
         return mapping
     return text
 
 
-def _dataset_names(tasks: Sequence[str]) -> list[str]:
+def _list_datasets(tasks: Sequence[str]) -> list[str]:
     """Return the datasets of all ``tasks`` (``tiny`` for ``tiny/needle``), each once.
 
     Raises UsageError for an unknown dataset, and for a task that is cut off, such as ``tiny/``.
     """
-    cut_off = next((t for t in tasks if t.endswith("/") or t.startswith("/")), None)
-    if cut_off is not None:
-        name = cut_off.strip("/").partition("/")[0]
-        if name not in entries("dataset"):
-            name = "tiny"
-        raise UsageError(
-            f"dataset={cut_off} names no task: write {name} for a whole "
-            "dataset, or a task of it, as tiny/needle (kvbench list datasets)"
-        )
-    names = list(dict.fromkeys(t.partition("/")[0] for t in tasks))
-    for name in names:
+    for task in tasks:
+        if task.endswith("/") or task.startswith("/"):
+            example, _, _ = task.strip("/").partition("/")
+            if example not in entries("dataset"):
+                example = "tiny"
+            raise UsageError(
+                f"dataset={task} names no task: write {example} for a whole "
+                "dataset, or a task of it, as tiny/needle (kvbench list datasets)"
+            )
+    names: dict[str, None] = {}
+    for task in tasks:
+        name, _, _ = task.partition("/")
         if name not in entries("dataset"):
             hint = "A file of your own: dataset=file path=prompts.jsonl."
             raise unknown("dataset", name, entries("dataset"), hint, listed_by="kvbench list datasets")
-    return names
+        names[name] = None
+    return list(names)
 
 
-def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> dict[str, object]:
+def _read_match(texts: Mapping[str, str], preset: Mapping[str, object]) -> dict[str, object]:
     """Return {"match": kind of equal memory}, or {} if equal memory is not asked for.
 
     A typed kind wins. With match=true, or reference= alone, the preset's kind applies, or else bytes.
@@ -315,35 +318,39 @@ def _matching_kind(texts: Mapping[str, str], preset: Mapping[str, object]) -> di
         kind = "true"
     if kind in (None, "null", "false"):
         return {}
-    ratio = next((k for k in texts if k.rpartition(".")[2] == "kv_ratio"), None)
-    if ratio is not None:
-        raise UsageError(
-            f"{ratio}={texts[ratio]} is not possible with match={kind}: a fraction of each prompt is no fixed number "
-            "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
-        )
+    for key, text in texts.items():
+        # kv_ratio of all methods, or of one, as in method.snapkv.kv_ratio
+        _, _, knob = key.rpartition(".")
+        if knob == "kv_ratio":
+            raise UsageError(
+                f"{key}={text} is not possible with match={kind}: a fraction of each prompt is no fixed number "
+                "of bytes. Give the reference a kv_size, as in kv_size=128; that of the others is found"
+            )
     if kind == "true":
         return {"match": preset.get("match", "bytes")}
     return {"match": value_of(kind)}
 
 
-def _shard_overrides(texts: Mapping[str, str]) -> list[str]:
+def _build_shard_overrides(texts: Mapping[str, str]) -> list[str]:
     """Return the Hydra overrides that sweep all shards: shard=0,1,2,3 and shards=4. Users type one of them or both.
 
     Raises UsageError for too many shards, and if some shards are missing.
     """
+    # None if only shard= was typed
     count = keys.whole("shards", least=1).value(texts)
     if count is not None and count > MAX_SHARDS:
         raise UsageError(f"shards={count} is not possible: 1 to {MAX_SHARDS}")
-    value = texts.get("shard", ",".join(map(str, range(count or 0))))
-    parts = split_list(value)
-    consecutive = all(p.isdigit() for p in parts) and sorted(map(int, parts)) == list(range(len(parts)))
-    if not consecutive or count not in (None, len(parts)):
+    # shards=4 alone stands for shard=0,1,2,3
+    text = texts.get("shard", ",".join(map(str, range(count or 0))))
+    shards = split_list(text)
+    are_complete = all(s.isdigit() for s in shards) and sorted(map(int, shards)) == list(range(len(shards)))
+    if not are_complete or count not in (None, len(shards)):
         stated_count = f" of shards={count}" if count else ""
-        raise UsageError(f"shard={value}{stated_count} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
-    return [f"shard={','.join(parts)}", f"shards={len(parts)}"]
+        raise UsageError(f"shard={text}{stated_count} is not possible: all shards from 0 on, as in -m shard=0,1,2,3")
+    return [f"shard={','.join(shards)}", f"shards={len(shards)}"]
 
 
-def _launcher_override(key: str, value: str) -> str:
+def _write_launcher_override(key: str, value: str) -> str:
     """Return a launcher's option as a Hydra override. ``++`` is needed: the launcher's schema lacks some options."""
     plain_key = key.lstrip("+")
     if plain_key.startswith("hydra.launcher."):
@@ -354,17 +361,17 @@ def _launcher_override(key: str, value: str) -> str:
 def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
     """Return a key with its value, typed text or Python value, as {full key: value}.
 
-    Raises UsageError for a key or a value that is not possible.
-
     A knob typed without its owner gets the owner's key. A knob of methods keeps its bare key, as ``window``, which
     stands for all methods that have it.
+
+    Raises UsageError for a key or a value that is not possible.
     """
     # Hydra's ``+key`` adds a key and ``++key`` overrides one; both mean ``key`` here
     plain_key = key.lstrip("+")
     text = text_of(value)
     if "${" in text:
         raise UsageError(f"{key}={text} is not possible: write the value itself, interpolations are not read here")
-    if any(text.count(a) != text.count(b) for a, b in ("[]", "{}", "()")):
+    if any(text.count(opening) != text.count(closing) for opening, closing in ("[]", "{}", "()")):
         raise UsageError(f"{key}={text} is not possible: its brackets do not match")
     if plain_key == "shard" and len(split_list(text)) > 1:
         raise UsageError(f"shard={text} is a sweep: add -m, as in: run -m shard={text}")
@@ -375,37 +382,52 @@ def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequ
         return {plain_key: _read_grid(value, top_level()[plain_key])}
     if plain_key == "data.root":
         return {plain_key: _read_grid(value, None)}
-    group, _, rest = plain_key.partition(".")
-    if not rest:
+    group, _, option = plain_key.partition(".")
+    if not option:
         return _parse_plain_knob(plain_key, value, methods, datasets)
     if group in registry.available() or registry.of_kvpress(group):
         # snapkv.window is short for method.snapkv.window
-        group, rest = "method", plain_key
+        group, option = "method", plain_key
     if group not in GROUPS:
         names = list(top_level())
         names.append("data.root")
         names += [f"{known_group}.…" for known_group in GROUPS]
         raise unknown("key", key, names, listed_by="kvbench run --help keys")
-    return _parse_full_key(group, rest, value, methods, datasets)
-
-
-def _parse_full_key(
-    group: str, rest: str, value: Any, methods: Sequence[str], datasets: Sequence[str]
-) -> dict[str, object]:
-    """Return {full key: value} for the key ``group.rest``. Raises UsageError for a key that this run does not have."""
-    text = text_of(value)
-    # groups such as model have their options directly; method and dataset have a name before the option
+    # the entries of these groups have their options directly, as in model.dtype
     if group in LISTED:
-        # LISTED names the entry of each group that lists all options
-        known = entries(group)[LISTED[group]]
-        name, _, inner = rest.partition(".")
-        if name not in known or (inner and not isinstance(known[name], dict)):
-            raise unknown(f"option of the {group}", rest, known, listed_by="kvbench run --help keys")
-        return {f"{group}.{rest}": _read_grid(value, known[name])}
-    owner, _, knob = rest.partition(".")
+        return _parse_option(group, option, value)
+    return _parse_owned_option(group, option, value, methods, datasets)
+
+
+def _parse_option(group: str, option: str, value: Any) -> dict[str, object]:
+    """Return {full key: value} for the key ``group.option`` of a group such as ``model``.
+
+    Raises UsageError for an option that the group does not have.
+    """
+    # LISTED names the entry of each group that lists all options
+    known = entries(group)[LISTED[group]]
+    # a mapping has options of its own, as in model.prompt_limits.think
+    name, _, inner_name = option.partition(".")
+    if name not in known or (inner_name and not isinstance(known[name], dict)):
+        raise unknown(f"option of the {group}", option, known, listed_by="kvbench run --help keys")
+    return {f"{group}.{option}": _read_grid(value, known[name])}
+
+
+def _parse_owned_option(
+    group: str, option: str, value: Any, methods: Sequence[str], datasets: Sequence[str]
+) -> dict[str, object]:
+    """Return {full key: value} for the key ``group.option``, where group is ``method`` or ``dataset``.
+
+    option: the owner of the option, and its name: ``snapkv.window``.
+
+    Raises UsageError for an option that this run does not have.
+    """
+    text = text_of(value)
+    owner, _, knob = option.partition(".")
     if not knob:
         raise UsageError(
-            f"{group}.{rest}={text} names no option: write {group}.{rest}.OPTION={text} (kvbench run --help {rest})"
+            f"{group}.{option}={text} names no option: write {group}.{option}.OPTION={text} "
+            f"(kvbench run --help {option})"
         )
     if group == "method":
         used = stages_of(methods)
@@ -413,11 +435,11 @@ def _parse_full_key(
     else:
         used, known = list(datasets), entries("dataset").get(owner, {})
     if owner not in used:
-        raise UsageError(f"{group}.{rest}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
+        raise UsageError(f"{group}.{option}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
     # names with _ in front are internal to an entry, such as the loader of a dataset
     if knob not in known or knob.startswith("_"):
-        names = [name for name in known if not name.startswith("_")]
-        raise unknown(f"option of {group} {owner}", knob, names, listed_by=f"kvbench run --help {owner}")
+        public_names = [name for name in known if not name.startswith("_")]
+        raise unknown(f"option of {group} {owner}", knob, public_names, listed_by=f"kvbench run --help {owner}")
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
@@ -437,16 +459,12 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
     Raises UsageError if no owner has the knob, or if owners in several groups have it.
     """
     text = text_of(value)
-    stages = stages_of(methods)
-    # every owner of knobs, each with its knobs and their plain values
-    holders: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
-    # the entries hf and plain list all knobs of models and of prompts
-    holders["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
-    holders["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
-    holders |= {f"method.{stage}": registry.defaults(stage) for stage in stages}
-    owners = [owner for owner, known in holders.items() if knob in known and not knob.startswith("_")]
-    if len({o.partition(".")[0] for o in owners}) > 1:
-        raise UsageError(f"{knob}={text} could mean {' or '.join(f'{o}.{knob}' for o in owners)}: write the full key")
+    known_knobs = _list_knobs(methods, datasets)
+    owners = [owner for owner, knobs in known_knobs.items() if knob in knobs and not knob.startswith("_")]
+    groups = {owner.partition(".")[0] for owner in owners}
+    if len(groups) > 1:
+        full_keys = [f"{owner}.{knob}" for owner in owners]
+        raise UsageError(f"{knob}={text} could mean {' or '.join(full_keys)}: write the full key")
     if not owners:
         # other commands have the key paper=
         if knob == "paper":
@@ -456,14 +474,25 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
                 f"preset={name} sets what its tables were made with"
             )
         names = {"preset"} | set(GROUPS) | set(top_level())
-        for known in holders.values():
-            names |= {name for name in known if not name.startswith("_")}
+        for knobs in known_knobs.values():
+            names |= {name for name in knobs if not name.startswith("_")}
         raise registry.explain_unknown_knob(knob, value, names, methods)
-    default = holders[owners[0]][knob]
-    if owners[0].startswith("method."):
+    # the first owner's default stands for all: it only tells whether the knob takes a list
+    default = known_knobs[owners[0]][knob]
+    if groups == {"method"}:
         # resolve decides which stages take it
         return {knob: _read_grid(value, default)}
     return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
+
+
+def _list_knobs(methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Mapping[str, object]]:
+    """Return the knobs and their defaults by owner: the run's datasets and stages, its model and its prompt policy."""
+    knobs: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
+    # the entries hf and plain list all knobs of models and of prompts
+    knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
+    knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
+    knobs |= {f"method.{stage}": registry.defaults(stage) for stage in stages_of(methods)}
+    return knobs
 
 
 def _read_grid(value: Any, default: Any) -> Any:

@@ -64,7 +64,7 @@ class Display:
         # if everything is measured, the notes stand below the table
         if not self.times:
             return
-        for note in prepared.advice() + prepared.drawn() + prepared.cuts():
+        for note in prepared.advice() + prepared.note_drawn_answers() + prepared.note_cut_prompts():
             say(note)
         # bars that redraw themselves would fill a log file
         if self.console is None and sys.stderr.isatty():

@@ -147,7 +147,7 @@ def _measure_groups(prepared: RunPlan, quiet: bool, broadcast: Listeners) -> Ite
         # (pair of groups, its cells that another process measures): wait for these last
         unfinished_pairs: list[tuple[tuple[Group, ...], list[Cell]]] = []
         for pair in pair_by_question(prepared.bound(groups, measurement.host.model, quiet)):
-            busy = measurement.measure_pair([prepared.usable(group) for group in pair])
+            busy = measurement.measure_pair([prepared.drop_damaged(group) for group in pair])
             if busy:
                 unfinished_pairs.append((pair, busy))
             else:
