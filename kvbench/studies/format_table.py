@@ -32,6 +32,7 @@ from kvbench.tasks.metrics.stats import Interval, in_percent, mean_over_tasks
 class TableEntry(TypedDict):
     """A table in format_tables.yaml.
 
+    title: the table's title.
     blocks: by heading, the rows of a block. A row holds ``method``, its knobs, and ``label`` for another name.
     """
 
@@ -86,7 +87,7 @@ class Line:
 
     def scores_by_task(self, dataset: str) -> list[list[float]]:
         """Return the scores in [0, 1] of a dataset, a list for each of its tasks."""
-        return [list(scores.values()) for task, scores in self.answers.items() if _dataset_of_task(task) == dataset]
+        return [list(scores.values()) for task, scores in self.answers.items() if _find_dataset(task) == dataset]
 
     def interval(self, dataset: str) -> Interval | None:
         """Return the 95 % interval of a dataset's score in per cent."""
@@ -109,11 +110,11 @@ def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = co
         settings["kl_mode"] = kl_mode
     cfg = config.configure(settings)
     # two rows of a table may be the same chain; a run measures it once
-    config_by_chain = {chain_config.chain: chain_config for _, chain_config in rows_of_table(name)}
+    config_by_chain = {chain_config.chain: chain_config for _, chain_config in read_rows(name)}
     return run_plan.prepare(replace(cfg, chains=tuple(config_by_chain.values())))
 
 
-def rows_of_table(name: str) -> list[tuple[str, ChainConfig]]:
+def read_rows(name: str) -> list[tuple[str, ChainConfig]]:
     """Return (heading of the row's block, the row's chain with its label) for each row of a table, in order."""
     chains = []
     for block, rows in TABLES[name]["blocks"].items():
@@ -126,12 +127,12 @@ def rows_of_table(name: str) -> list[tuple[str, ChainConfig]]:
     return chains
 
 
-def lines_of_rows(name: str, run: RunPlan, report: Report) -> list[Line]:
+def read_lines_of_table(name: str, run: RunPlan, report: Report) -> list[Line]:
     """Return the measured rows of a table from the stored results, the full cache first."""
     # the same chain has the same index in the cells of every task
     index_by_chain = {cell.chain: i for i, cell in enumerate(run.groups[0].cells)}
     rows = [("", ChainConfig(Chain(), "full"))]
-    rows += rows_of_table(name)
+    rows += read_rows(name)
     measured_lines = []
     for block, cfg in rows:
         line = _read_line(cfg.label, block, run, report, row=index_by_chain[cfg.chain])
@@ -142,7 +143,13 @@ def lines_of_rows(name: str, run: RunPlan, report: Report) -> list[Line]:
 
 @dataclass(frozen=True)
 class MeasuredCell:
-    """A row's cell on one task, with its stored result and the summary of its samples."""
+    """A row's cell on one task that has stored answers.
+
+    group: the cells of the task.
+    cell: the row's cell.
+    result: the cell's stored result.
+    summary: the summary of its samples.
+    """
 
     group: Group
     cell: Cell
@@ -161,7 +168,6 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
             cells.append(MeasuredCell(group, group.cells[row], result, result.summary))
     if not cells:
         return None
-
     # a kind of text has no summary if no task was compared on it
     texts = {}
     fidelity = {}
@@ -170,39 +176,46 @@ def _read_line(label: str, block: str, run: RunPlan, report: Report, row: int) -
         text_summary = summarise_texts(list(texts[kind].values()))
         if text_summary is not None:
             fidelity[kind] = text_summary
-
     # tasks of long texts have no scores; they are compared with the full cache
-    scores_by_dataset: dict[str, list[float]] = {}
-    scored_tasks = set()
-    for cell in cells:
-        task = cell.group.task
-        if not task.fidelity and cell.summary.score is not None:
-            scores_by_dataset.setdefault(_dataset_of_task(task.id), []).append(cell.summary.score)
-            scored_tasks.add(task.id)
-
-    # add up the bytes over all prompts: a summary holds means over its n prompts
-    payload16 = sum(cell.summary.n * cell.summary.payload16 for cell in cells)
-    overhead16 = sum(cell.summary.n * cell.summary.overhead16 for cell in cells)
-    full16 = sum(cell.summary.n * cell.summary.full16 for cell in cells)
+    scored_cells = [cell for cell in cells if not cell.group.task.fidelity and cell.summary.score is not None]
+    scored_tasks = {cell.group.task.id for cell in scored_cells}
     compress_ms = 1000 * fmean(cell.summary.timing.compress_s for cell in cells)
     decode_ms = 1000 * fmean(cell.summary.timing.decode_s_per_token for cell in cells)
     return Line(
         label=label,
         block=block,
-        bytes=share(payload16, overhead16, full16),
+        bytes=_compute_share(cells),
         fidelity=fidelity,
         texts=texts,
-        # a dataset's score is the mean over its tasks, whatever their sizes
-        scores={dataset: fmean(scores) for dataset, scores in scores_by_dataset.items()},
+        scores=_compute_scores(scored_cells),
         answers={task: scores for task, scores in run.answers(row).items() if task in scored_tasks},
         times=(compress_ms, decode_ms),
         unchanged=all(cell.result.unchanged for cell in cells),
     )
 
 
-def _dataset_of_task(task: str) -> str:
+def _compute_share(cells: Sequence[MeasuredCell]) -> float | None:
+    """Return the bytes of all prompts in per cent of the full cache's, at 16 bits. Long prompts count for more."""
+    # a summary holds means over its n prompts
+    payload16 = sum(cell.summary.n * cell.summary.payload16 for cell in cells)
+    overhead16 = sum(cell.summary.n * cell.summary.overhead16 for cell in cells)
+    full16 = sum(cell.summary.n * cell.summary.full16 for cell in cells)
+    return share(payload16, overhead16, full16)
+
+
+def _compute_scores(scored_cells: Sequence[MeasuredCell]) -> dict[str, float]:
+    """Return the score of each dataset: the mean over its tasks, whatever their sizes."""
+    scores_by_dataset: dict[str, list[float]] = {}
+    for cell in scored_cells:
+        if cell.summary.score is not None:
+            scores_by_dataset.setdefault(_find_dataset(cell.group.task.id), []).append(cell.summary.score)
+    return {dataset: fmean(scores) for dataset, scores in scores_by_dataset.items()}
+
+
+def _find_dataset(task: str) -> str:
     """Return the dataset of a task's id, for example "ruler" of "ruler/vt/1024"."""
-    return task.partition("/")[0]
+    dataset, _, _ = task.partition("/")
+    return dataset
 
 
 def _read_divergences(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) -> dict[str, TextFidelity]:
@@ -224,18 +237,18 @@ def _read_divergences(run: RunPlan, cells: Sequence[MeasuredCell], kind: str) ->
     return divergences
 
 
-def sheet(rows: Sequence[Line]) -> Table:
+def build_table(rows: Sequence[Line]) -> Table:
     """Return the table of the rows, with a heading above each block."""
     # a dataset's column stands where the first row with its scores puts it
     datasets: list[str] = []
     for line in rows:
         datasets += [dataset for dataset in line.scores if dataset not in datasets]
     heads = ["method", "bytes\n%", "KL,\nreference", "KL,\nanswer", "same\nchoice %", "perplexity\nratio"]
-    texts = tuple(_row_texts(line, datasets) for line in rows)
-    return Table(tuple(heads + datasets), texts, headings=headings(rows))
+    texts = tuple(_write_row(line, datasets) for line in rows)
+    return Table(tuple(heads + datasets), texts, headings=find_headings(rows))
 
 
-def headings(rows: Sequence[Line]) -> dict[int, str]:
+def find_headings(rows: Sequence[Line]) -> dict[int, str]:
     """Return the heading of each block by the index of its first row."""
     heading_by_index: dict[int, str] = {}
     for i, line in enumerate(rows):
@@ -244,29 +257,29 @@ def headings(rows: Sequence[Line]) -> dict[int, str]:
     return heading_by_index
 
 
-def _row_texts(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
+def _write_row(line: Line, datasets: Sequence[str]) -> tuple[str, ...]:
     """Return the texts of a row in the order of the table's heads."""
     byte_text = f"{line.bytes:.1f}" if line.bytes is not None else "—"
     reference = line.fidelity.get("reference")
     answer = line.fidelity.get("greedy")
     # choices and perplexity belong to the reference; a run without one shows the answer's
-    shown = reference or answer
+    summary = reference or answer
     ratio_text = "—"
-    if shown is not None:
-        ratio_text = f"{shown.ppl_ratio:.4f}" + interval_below(shown.ppl_ratio_ci, ".4f")
+    if summary is not None:
+        ratio_text = f"{summary.ppl_ratio:.4f}" + write_interval(summary.ppl_ratio_ci, ".4f")
     texts = [
         line.label.replace(" ", "\n", 1),
         byte_text,
-        nats_text(reference),
-        nats_text(answer),
-        same_choice(shown),
+        write_nats(reference),
+        write_nats(answer),
+        write_same_choice(summary),
         ratio_text,
     ]
-    texts += [_score_text(line, dataset) for dataset in datasets]
+    texts += [_write_score(line, dataset) for dataset in datasets]
     return tuple(texts)
 
 
-def _score_text(line: Line, dataset: str) -> str:
+def _write_score(line: Line, dataset: str) -> str:
     """Return the text of a dataset's score in per cent, with its interval below it."""
     if dataset not in line.scores:
         return "—"
@@ -275,7 +288,7 @@ def _score_text(line: Line, dataset: str) -> str:
     return with_interval(line.scores[dataset], line.interval(dataset))
 
 
-def nats_text(summary: FidelitySummary | None) -> str:
+def write_nats(summary: FidelitySummary | None) -> str:
     """Return the text of a mean divergence in nats, with its interval below it."""
     if summary is None:
         return "—"
@@ -284,17 +297,17 @@ def nats_text(summary: FidelitySummary | None) -> str:
         if not summary.kl_max:
             return "0"
         return "≤ rounding"
-    return f"{summary.kl_mean:.3g}" + interval_below(summary.ci, ".2g")
+    return f"{summary.kl_mean:.3g}" + write_interval(summary.ci, ".2g")
 
 
-def same_choice(summary: FidelitySummary | None) -> str:
+def write_same_choice(summary: FidelitySummary | None) -> str:
     """Return the text of equal first choices in per cent, with the interval below it."""
     if summary is None:
         return "—"
-    return f"{summary.top1:.1f}" + interval_below(summary.top1_ci, ".1f")
+    return f"{summary.top1:.1f}" + write_interval(summary.top1_ci, ".1f")
 
 
-def interval_below(ci: Interval | None, form: str) -> str:
+def write_interval(ci: Interval | None, form: str) -> str:
     """Return the text of an interval on a line of its own, or "" without one. ``form`` is a format, such as ".2f"."""
     if ci is None:
         return ""
@@ -326,12 +339,19 @@ class Pair:
     @property
     def apart(self) -> bool:
         """True if the interval of divergences tells the rows apart."""
-        return self.ci is not None and self.ci[1] < 0
+        if self.ci is None:
+            return False
+        _, high = self.ci
+        # the rows are in the order of their divergences: they are apart if the ratio is surely below 1
+        return high < 0
 
     @property
     def scored_apart(self) -> bool:
         """True if the interval of scores tells the rows apart, in either direction."""
-        return self.points_ci is not None and (self.points_ci[0] > 0 or self.points_ci[1] < 0)
+        if self.points_ci is None:
+            return False
+        low, high = self.points_ci
+        return low > 0 or high < 0
 
     @property
     def scores_higher(self) -> bool:
@@ -344,35 +364,39 @@ class Pair:
         return self.points is not None and self.points < 0
 
 
-def pairs_in_blocks(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
-    """Return all pairs of rows within each block. Rows of a block are in the order of their divergence.
+def compare_pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
+    """Return the comparisons of all pairs of rows within each block. A block's rows are sorted by divergence before.
 
     kind: the kind of text on which divergence is measured, ``reference`` or ``greedy``.
     """
     block_pairs = []
     for block in dict.fromkeys(line.block for line in rows):
-        block_lines = _comparable_lines(rows, block, kind)
+        block_lines = _select_comparable(rows, block, kind)
         for (i, near), (j, far) in combinations(enumerate(block_lines), 2):
-            near_texts = near.texts[kind]
-            far_texts = far.texts[kind]
-            prompts = sorted(near_texts.keys() & far_texts.keys())
-            log_ratio, ci = log_ratio_of_means([near_texts[t] for t in prompts], [far_texts[t] for t in prompts])
-            points, points_ci = _points_apart(near, far)
-            pair = Pair(
-                nearer=near.label,
-                farther=far.label,
-                log_ratio=log_ratio,
-                ci=ci,
-                points=points,
-                points_ci=points_ci,
-                # rows are sorted by divergence, so neighbours have successive indices
-                neighbours=j == i + 1,
-            )
-            block_pairs.append(pair)
+            # rows are sorted by divergence, so neighbours have successive indices
+            block_pairs.append(_compare_lines(near, far, kind, are_neighbours=j == i + 1))
     return block_pairs
 
 
-def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]:
+def _compare_lines(near: Line, far: Line, kind: str, are_neighbours: bool) -> Pair:
+    """Return the comparison of two rows on the prompts that both have, with the nearer row first."""
+    near_texts, far_texts = near.texts[kind], far.texts[kind]
+    # sort, since the interval's last digit depends on the order of prompts
+    prompts = sorted(near_texts.keys() & far_texts.keys())
+    log_ratio, ci = log_ratio_of_means([near_texts[p] for p in prompts], [far_texts[p] for p in prompts])
+    points, points_ci = _compare_scores(near, far)
+    return Pair(
+        nearer=near.label,
+        farther=far.label,
+        log_ratio=log_ratio,
+        ci=ci,
+        points=points,
+        points_ci=points_ci,
+        neighbours=are_neighbours,
+    )
+
+
+def _select_comparable(rows: Sequence[Line], block: str, kind: str) -> list[Line]:
     """Return the rows of a block in the order of their divergence on texts of ``kind``, the smallest first."""
     block_lines = []
     for line in rows:
@@ -382,26 +406,21 @@ def _comparable_lines(rows: Sequence[Line], block: str, kind: str) -> list[Line]
         if not line.fidelity[kind].at_floor and not line.unchanged:
             block_lines.append(line)
 
-    def divergence(line: Line) -> float:
-        return line.fidelity[kind].kl_mean
-
-    block_lines.sort(key=divergence)
-    return block_lines
+    return sorted(block_lines, key=lambda line: line.fidelity[kind].kl_mean)
 
 
-def _points_apart(a: Line, b: Line) -> tuple[float | None, Interval | None]:
-    """Return the difference ``a - b`` of two rows' scores in points, and its interval over paired examples.
+def _compare_scores(near: Line, far: Line) -> tuple[float | None, Interval | None]:
+    """Return the difference ``near - far`` of two rows' scores in points, and its interval over paired examples.
 
     The difference is a mean over tasks. It is None if the rows share no example.
     """
     differences_by_task = []
     # sort, since the interval's last digit depends on the order of tasks and examples
-    for task in sorted(a.answers.keys() & b.answers.keys()):
-        scores_a = a.answers[task]
-        scores_b = b.answers[task]
-        examples = sorted(scores_a.keys() & scores_b.keys())
+    for task in sorted(near.answers.keys() & far.answers.keys()):
+        near_scores, far_scores = near.answers[task], far.answers[task]
+        examples = sorted(near_scores.keys() & far_scores.keys())
         if examples:
-            differences_by_task.append(np.array([scores_a[i] - scores_b[i] for i in examples]))
+            differences_by_task.append(np.array([near_scores[i] - far_scores[i] for i in examples]))
     if not differences_by_task:
         return None, None
     # a difference of two scores in [0, 1] lies in [-1, 1]
@@ -409,12 +428,13 @@ def _points_apart(a: Line, b: Line) -> tuple[float | None, Interval | None]:
     return 100 * mean, in_percent(ci)
 
 
-def notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
+def write_notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
     """Return the notes below a table: units, numbers of texts, and the pairs that divergence and scores tell apart."""
     text_counts: list[str] = []
     score_counts: list[str] = []
-    # all rows are measured on the same texts, so the last one gives the numbers; without rows there are none
-    for line in rows[-1:]:
+    if rows:
+        # all rows are measured on the same texts, so any one gives the numbers
+        line = rows[-1]
         for kind, summary in line.fidelity.items():
             text_counts.append(f"n = {summary.n} texts, {summary.n_tokens} tokens ({kind})")
         for dataset in line.scores:
@@ -426,22 +446,22 @@ def notes(rows: Sequence[Line], pairs: Sequence[Pair]) -> list[str]:
     floor_text = ""
     if floors:
         floor_text = f" The floor is at most {max(floors):.1g} nats where new tokens stay exact. {CODED}"
-    # n is 0 if no dataset has scores
+    # without scores, n is printed as 0
     note_texts = [
         "Bytes after the prompt, in per cent of the full cache's at 16 bits. KL: mean divergence of the next-token "
         "distribution from the full cache's in nats, on the text's own continuation (reference) and on the full "
         "cache's own greedy answer; same choice and perplexity ratio on the reference. [95 % intervals over prompts.] "
         f"Scores are means over a dataset's tasks, n = {', '.join(score_counts) or 0} examples. "
         f"{'; '.join(text_counts)}.{floor_text}",
-        _agreement_note(pairs),
+        _note_agreement(pairs),
     ]
-    note_texts += _divergence_notes(pairs)
+    note_texts += _note_divergences(pairs)
     if any(line.unchanged for line in rows):
         note_texts.append(UNCHANGED_NOTE)
     return note_texts
 
 
-def _agreement_note(pairs: Sequence[Pair]) -> str:
+def _note_agreement(pairs: Sequence[Pair]) -> str:
     """Return the sentence with the numbers of pairs that divergence and scores tell apart, and where they agree."""
     apart = [pair for pair in pairs if pair.apart]
     by_scores = [pair for pair in pairs if pair.scored_apart]
@@ -462,7 +482,7 @@ def _agreement_note(pairs: Sequence[Pair]) -> str:
     )
 
 
-def _divergence_notes(pairs: Sequence[Pair]) -> list[str]:
+def _note_divergences(pairs: Sequence[Pair]) -> list[str]:
     """Return the notes below the table on the pairs of formats that KL divergence tells apart.
 
     The first note lists the pairs that only KL tells apart, not the scores. One note follows for each pair of
@@ -486,12 +506,12 @@ def _divergence_notes(pairs: Sequence[Pair]) -> list[str]:
             low, high = pair.ci
             texts.append(
                 f"{pair.nearer} is nearer to the full cache than {pair.farther}: "
-                f"ln ratio {pair.log_ratio:.2f} [{low:.2f}, {high:.2f}]{_points_text(pair)}."
+                f"ln ratio {pair.log_ratio:.2f} [{low:.2f}, {high:.2f}]{_write_points(pair)}."
             )
     return texts
 
 
-def _points_text(pair: Pair) -> str:
+def _write_points(pair: Pair) -> str:
     """Return the clause with a pair's difference of scores in points, or "" where it has none."""
     if pair.points is None:
         return ""

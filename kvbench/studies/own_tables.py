@@ -44,16 +44,17 @@ def read_own_table(name: str, runs: Sequence[RunPlan], reports: Sequence[Report]
     if name == through_cache.NAME:
         comparisons = through_cache.compare_formats(runs, reports)
         return OwnTable(
-            sheets=through_cache.sheets(comparisons),
-            notes=through_cache.notes(comparisons),
-            plain=through_cache.records(comparisons),
+            sheets=through_cache.build_tables(comparisons),
+            notes=through_cache.write_notes(comparisons),
+            plain=through_cache.make_records(comparisons),
         )
     # the other table has one run
-    rows = format_table.lines_of_rows(name, runs[0], reports[0])
+    (run,), (report,) = runs, reports
+    rows = format_table.read_lines_of_table(name, run, report)
     # compare pairs on the reference, not on the full cache's own answer
-    pairs = format_table.pairs_in_blocks(rows)
+    pairs = format_table.compare_pairs(rows)
     return OwnTable(
-        sheets=[format_table.sheet(rows)],
-        notes=format_table.notes(rows, pairs),
+        sheets=[format_table.build_table(rows)],
+        notes=format_table.write_notes(rows, pairs),
         plain={"rows": [row.record() for row in rows], "pairs": [vars(pair) for pair in pairs]},
     )

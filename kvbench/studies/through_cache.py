@@ -52,8 +52,8 @@ def prepare(model: str, options: Mapping[str, str]) -> list[RunPlan]:
     """Plan the two runs behind the table: prompts read exactly, then prompts read through the cache."""
     keys = {"dataset": DATASETS.get(model, DATASETS[""])}
     keys.update(options)
-    # both runs score the second half of each window, so that they compare the same tokens;
-    # ``second_half`` reads the first half exactly, and THROUGH_CACHE has the windows of llama.cpp set for it
+    # both runs score the second half of each window, so that they compare the same tokens. ``second_half`` reads the
+    # first half exactly, and a run with THROUGH_CACHE chooses the windows of llama.cpp itself
     exact_run = format_table.prepare(NAME, model, keys | {"windows": "second_half"})
     through_run = format_table.prepare(NAME, model, keys, THROUGH_CACHE)
     return [exact_run, through_run]
@@ -79,7 +79,8 @@ def compare_formats(runs: Sequence[RunPlan], reports: Sequence[Report]) -> list[
 
 def _read_compared_lines(run: RunPlan, report: Report) -> dict[str, Line]:
     """Return the rows that were compared with the full cache on the reference, by label."""
-    return {line.label: line for line in format_table.lines_of_rows(NAME, run, report) if REFERENCE in line.fidelity}
+    lines = format_table.read_lines_of_table(NAME, run, report)
+    return {line.label: line for line in lines if REFERENCE in line.fidelity}
 
 
 def _compare_rows(exact: Line, through: Line) -> FormatComparison:
@@ -88,15 +89,14 @@ def _compare_rows(exact: Line, through: Line) -> FormatComparison:
     through_texts = through.texts[REFERENCE]
     # sort, since the interval's last digit depends on the order of windows
     windows = sorted(through_texts.keys() & exact_texts.keys())
-    log_ratio = None
-    ci = None
     # incomplete runs may share no window
-    if windows:
-        log_ratio, ci = log_ratio_of_means([through_texts[w] for w in windows], [exact_texts[w] for w in windows])
+    if not windows:
+        return FormatComparison(exact, through, log_ratio=None, ci=None)
+    log_ratio, ci = log_ratio_of_means([through_texts[w] for w in windows], [exact_texts[w] for w in windows])
     return FormatComparison(exact, through, log_ratio, ci)
 
 
-def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
+def build_tables(comparisons: Sequence[FormatComparison]) -> list[Table]:
     """Return the table, alone in a list: a row for each format, with its divergence for both ways to read a prompt."""
     heads = (
         "method",
@@ -110,28 +110,28 @@ def sheets(comparisons: Sequence[FormatComparison]) -> list[Table]:
     for comparison in comparisons:
         row = (
             comparison.exact.label.replace(" ", "\n", 1),
-            format_table.nats_text(comparison.exact_summary),
-            format_table.nats_text(comparison.through_summary),
-            _ratio_text(comparison),
-            format_table.same_choice(comparison.exact_summary),
-            format_table.same_choice(comparison.through_summary),
+            format_table.write_nats(comparison.exact_summary),
+            format_table.write_nats(comparison.through_summary),
+            _write_ratio(comparison),
+            format_table.write_same_choice(comparison.exact_summary),
+            format_table.write_same_choice(comparison.through_summary),
         )
         rows.append(row)
-    headings = format_table.headings([comparison.exact for comparison in comparisons])
+    headings = format_table.find_headings([comparison.exact for comparison in comparisons])
     return [Table(heads, tuple(rows), headings=headings)]
 
 
-def _ratio_text(comparison: FormatComparison) -> str:
+def _write_ratio(comparison: FormatComparison) -> str:
     """Return the text of the log ratio, with its interval below it."""
     if comparison.log_ratio is None:
         return "—"
-    return f"{comparison.log_ratio:.2f}" + format_table.interval_below(comparison.ci, ".2f")
+    return f"{comparison.log_ratio:.2f}" + format_table.write_interval(comparison.ci, ".2f")
 
 
-def notes(comparisons: Sequence[FormatComparison]) -> list[str]:
+def write_notes(comparisons: Sequence[FormatComparison]) -> list[str]:
     """Return the note below the table: units, both ways to read a prompt, and the number of windows."""
     count_text = ""
-    # all formats are measured on the same windows, so any of them gives the number
+    # all formats are measured on the same windows, so any one gives the number
     if comparisons:
         summary = comparisons[-1].through_summary
         count_text = f"n = {summary.n} windows, {summary.n_tokens} tokens"
@@ -143,7 +143,7 @@ def notes(comparisons: Sequence[FormatComparison]) -> list[str]:
     ]
 
 
-def records(comparisons: Sequence[FormatComparison]) -> dict[str, object]:
+def make_records(comparisons: Sequence[FormatComparison]) -> dict[str, object]:
     """Return the table as ``--json`` prints it."""
     rows = []
     for comparison in comparisons:

@@ -6,8 +6,8 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.studies.imports.base import ImportedAnswer, Predictions
 from kvbench.studies.imports.scoring import Scored
-from kvbench.studies.imports.table import notes, task_records
-from kvbench.studies.imports.verdict import PredictionSource, judge_published, published_means, verdict_text
+from kvbench.studies.imports.table import write_notes, build_records
+from kvbench.studies.imports.verdict import PredictionSource, judge_published, read_published_means, write_verdict
 
 
 def test_the_tables_are_complete():
@@ -75,7 +75,7 @@ def test_flags_are_carried_and_marked(tmp_path, monkeypatch):
     judged = judge_published(PredictionSource("llama2-7b-chat", "full", prompt="think"), files, "levenshtein")[
         ("think", "99")
     ]
-    assert [verdict_text(judged[i]) for i in range(3)] == ["20.00? inside", "— no interval", "80.00~ no interval"]
+    assert [write_verdict(judged[i]) for i in range(3)] == ["20.00? inside", "— no interval", "80.00~ no interval"]
     assert judged[0]["flag"] == "suspect:does not add up" and not judged[0]["indicative"]
 
 
@@ -101,7 +101,7 @@ def test_when_a_verdict_is_only_indicative(prompt, dataset, extended, code_sim, 
     assert judged["because"] == reasons
     assert judged["indicative"] == bool(reasons)
     assert judged["verdict"] == "inside"
-    assert verdict_text(judged).endswith("inside*" if reasons else "inside")
+    assert write_verdict(judged).endswith("inside*" if reasons else "inside")
 
 
 def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_row_with_a_setting_that_was_not_given_is_indicative(tmp_path, monkeyp
     assert judged("full")["because"] == []
     files = [scored(0, 1)]
     published_values = judge_published(PredictionSource("m", "h2o", "window=8", "think"), files, "levenshtein")
-    text = notes(task_records(files, published_values), published_values)
+    text = write_notes(build_records(files, published_values), published_values)
     assert any("2 rows match; shown is table 99, kv_size=64;window=8" in line for line in text)
 
 
@@ -137,14 +137,14 @@ def test_the_ends_of_the_interval_are_inside(tmp_path, monkeypatch):
 
 
 def test_published_means_and_those_of_their_cells(tmp_path, monkeypatch):
-    published_values = published_means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
+    published_values = read_published_means(PredictionSource("llama2-7b-chat", "full"), [scored(0, 1)])
     assert published_values[("think", "12")] == {"stated": 33.37, "of_cells": 33.37}
     assert published_values[("vatp", "1")] == {"stated": None, "of_cells": 32.66}
     from kvbench.tasks.longbench import task_names
 
     rows = [f"think,99,m,full,,{name},f1,{i}.00,pct,1," for i, name in enumerate(task_names("en"))]
     table(tmp_path, monkeypatch, *rows, "think,99,m,full,,avg,mean,9.00,pct,1,suspect:not that of its cells")
-    assert published_means(PredictionSource("m", "full"), [scored(0, 1)]) == {
+    assert read_published_means(PredictionSource("m", "full"), [scored(0, 1)]) == {
         ("think", "99"): {"stated": 9.0, "of_cells": 7.5}
     }
 

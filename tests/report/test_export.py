@@ -133,7 +133,7 @@ def test_answers_are_scored_as_kvpress_scores_them_and_score_reads_them_again(tm
     for predictions in imports.read_predictions(folder / "predictions.csv"):
         name = scoring.choose_metric(predictions, "levenshtein", None)
         scored = scoring.score_file(predictions, name)
-        assert scoring.printed_mean(name, scored.scores) == metrics[predictions.dataset]["string_match"]
+        assert scoring.compute_printed_mean(name, scored.scores) == metrics[predictions.dataset]["string_match"]
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import sha256
 from kvbench.studies.imports import layouts
-from kvbench.studies.imports.base import ImportedAnswer, Predictions, dataset_of
+from kvbench.studies.imports.base import ImportedAnswer, Predictions, split_task_name
 from kvbench.tasks.longbench import TASKS
 
 LAYOUTS = "<dataset>.jsonl of LongBench, predictions.csv of kvpress, samples_*.jsonl of lm-evaluation-harness"
@@ -22,17 +22,17 @@ def find_files(path: Path) -> list[Path]:
     Raises UsageError if there are none, or ``path`` does not exist, cannot be read or has an unknown layout.
     """
     if path.is_file():
-        if _layout_of(path) is None:
+        if _find_layout(path) is None:
             raise UsageError(f"{path} is not a file of predictions ({LAYOUTS})")
         return [path]
     if not path.is_dir():
         raise UsageError(f"there is no folder or file {path}")
     try:
-        files_here = _files_in(path)
+        files_here = _list_files(path)
         # kvpress and lm-evaluation-harness write a folder for each run
         files_below: list[Path] = []
         for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
-            files_below += _files_in(folder)
+            files_below += _list_files(folder)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     paths = files_here or files_below
@@ -41,9 +41,9 @@ def find_files(path: Path) -> list[Path]:
     return paths
 
 
-def _files_in(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """Return the prediction files in a folder, but not those in its subfolders, sorted by name."""
-    return sorted(path for path in folder.iterdir() if path.is_file() and _layout_of(path) is not None)
+    return sorted(path for path in folder.iterdir() if path.is_file() and _find_layout(path) is not None)
 
 
 def read_predictions(path: Path) -> list[Predictions]:
@@ -51,7 +51,7 @@ def read_predictions(path: Path) -> list[Predictions]:
 
     Raises UsageError, with file, line and reason, if the file cannot be read.
     """
-    layout = _layout_of(path)
+    layout = _find_layout(path)
     # ``find_files`` returns no files of other layouts
     assert layout is not None
     try:
@@ -68,7 +68,7 @@ def read_predictions(path: Path) -> list[Predictions]:
     in_extended_folder = layout is layouts.LONGBENCH and path.parent.parent.name == "pred_e"
     predictions = []
     for task, answers in answers_by_task.items():
-        dataset, has_extended_name = dataset_of(task)
+        dataset, has_extended_name = split_task_name(task)
         predictions.append(
             Predictions(
                 dataset=dataset,
@@ -97,23 +97,30 @@ def settle_split(predictions: Sequence[Predictions], split: str) -> list[Predict
         spec = TASKS.get(file.dataset)
         if spec is not None and spec.extended and len(file.answers) > spec.size:
             extended_folders.add(file.path.parent)
-
-    def is_extended(file: Predictions) -> bool:
-        """Return True if a file's answers belong to LongBench-E."""
-        if file.dataset not in TASKS or not TASKS[file.dataset].extended:
-            return False
-        if split != "auto":
-            return split == "e"
-        if file.extended:
-            return True
-        # LongBench-E reports scores by length, so its answers have lengths
-        has_lengths = all(answer.length is not None for answer in file.answers)
-        return file.path.parent in extended_folders and has_lengths
-
-    return [replace(file, extended=is_extended(file)) for file in predictions]
+    return [replace(file, extended=_is_extended(file, split, extended_folders)) for file in predictions]
 
 
-def _layout_of(path: Path) -> layouts.Layout | None:
+def _is_extended(file: Predictions, split: str, extended_folders: Collection[Path]) -> bool:
+    """Return True if a file's answers belong to LongBench-E.
+
+    split: ``standard``, ``e`` or ``auto``.
+    extended_folders: the folders with a file that has more answers than the standard split has examples.
+    """
+    if file.dataset not in TASKS or not TASKS[file.dataset].extended:
+        return False
+    if split != "auto":
+        return split == "e"
+    if file.extended:
+        return True
+    # LongBench-E reports scores by length, so its answers have lengths
+    has_lengths = all(answer.length is not None for answer in file.answers)
+    return file.path.parent in extended_folders and has_lengths
+
+
+def _find_layout(path: Path) -> layouts.Layout | None:
     """Return the layout of a file by its name, or None if it is no file of predictions."""
-    # take the first that matches: LongBench's *.jsonl would match lm-evaluation-harness's files, too
-    return next((layout for layout in layouts.LAYOUTS if layout.matches(path)), None)
+    # LAYOUTS are in an order that matters: LongBench's *.jsonl would match lm-evaluation-harness's files, too
+    for layout in layouts.LAYOUTS:
+        if layout.matches(path):
+            return layout
+    return None

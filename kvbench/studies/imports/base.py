@@ -39,7 +39,9 @@ class Predictions:
 
     dataset: LongBench's name of the task, or the tool's name for other benchmarks.
     extended: whether the file says that it belongs to LongBench-E.
+    path: the file.
     layout: the tool whose format the file has.
+    answers: the answers in the file's order.
     sha256: the digest of the whole file.
     """
 
@@ -51,7 +53,7 @@ class Predictions:
     sha256: str
 
 
-def dataset_of(name: str) -> tuple[str, bool]:
+def split_task_name(name: str) -> tuple[str, bool]:
     """Split a tool's task name into LongBench's name and whether the task belongs to LongBench-E.
 
     ``longbench_qasper_e`` becomes (qasper, True). The name of another benchmark's task stays as it is.
@@ -79,7 +81,7 @@ def read_texts(row: FileRow, key: str) -> tuple[str, ...]:
     """
     value = row.value(key)
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
-        value = _printed_list(row, key, value)
+        value = _parse_printed_list(row, key, value)
     # True and False are ints for Python
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         value = [value]
@@ -103,25 +105,25 @@ def read_length(row: FileRow) -> int | None:
     value = row.values.get("length")
     if value in (None, ""):
         return None
-    # -1, which is refused below, stays for a value that is no number
-    number = -1
+    number = None
+    # True and False are ints for Python
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         # pandas writes whole numbers of a column with gaps as 1024.0; int() fails on nan and on infinity
         with suppress(ValueError, OverflowError):
             number = int(float(value))
-    if number < 0:
+    if number is None or number < 0:
         raise row.wrong(f"'length' must be a whole number, got {describe_value(value)}")
     return number
 
 
-def _printed_list(row: FileRow, key: str, value: str) -> str | list[str]:
+def _parse_printed_list(row: FileRow, key: str, value: str) -> str | list[str]:
     """Parse a printed list of texts: Python's ``['a', 'b']``, or numpy's ``['a' 'b']``, which Python reads as one text.
 
     A value in brackets that is no such list is returned as the text that it is.
     """
     content = value[1:-1]
+    # the characters outside quotes: only spaces and commas stand between the texts of a list
     between = _LITERAL.sub("", content)
-    # only spaces and commas stand between the texts of a list
     if not between.replace(",", " ").strip():
         return [ast.literal_eval(literal) for literal in _LITERAL.findall(content)]
     # numpy prints only the ends of a long list, so its other texts are lost

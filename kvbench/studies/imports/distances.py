@@ -32,6 +32,7 @@ ENDINGS = (".log", ".txt", ".out", ".json")
 # "Mean    KLD:   0.001241 ±   0.000030", "99.9%   KLD:   0.072012", "Same top p: 98.561 ± 0.122 %"
 _NUMBER = r"(-?\d+(?:\.\d+)?)"
 _LINE = re.compile(rf"^\s*(.+?)\s*:\s*{_NUMBER}\s*%?\s*(?:±\s*{_NUMBER}\s*%?)?\s*$", re.MULTILINE)
+"""A line of statistics: (name, value, standard error, or '' without one)."""
 _WINDOWS = re.compile(r"computing over (\d+) chunks, n_ctx=(\d+)")
 """The line that states the number of windows, and the tokens of a window."""
 _TYPE_K = re.compile(r"(?:--cache-type-k|-ctk)[ =](\S+)")
@@ -84,7 +85,7 @@ def find_files(path: Path) -> list[Path]:
         paths = sorted(entry for entry in path.iterdir() if entry.is_file())
     else:
         return []
-    return [entry for entry in paths if entry.suffix in ENDINGS and _program_of(_read_text(entry))]
+    return [entry for entry in paths if entry.suffix in ENDINGS and _find_program(_read_text(entry))]
 
 
 def _read_text(path: Path) -> str:
@@ -95,7 +96,7 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _program_of(content: str) -> str:
+def _find_program(content: str) -> str:
     """Return the program that wrote a file's text, LLAMA or REFRACT; '' for any other text."""
     if STATISTICS in content:
         return LLAMA
@@ -108,7 +109,7 @@ def read_divergence(path: Path) -> ImportedDistance:
     """Return the divergence in a file that ``find_files`` returned. Raises UsageError if the file is damaged."""
     content = _read_text(path)
     digest = hashlib.sha256(content.encode()).hexdigest()
-    if _program_of(content) == REFRACT:
+    if _find_program(content) == REFRACT:
         return _read_refract(path, content, digest)
     return _read_llama_log(path, content, digest)
 
@@ -118,28 +119,13 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
 
     Its statistics stand at the end, one ``name: number`` a line. ``content`` is the log's text, ``digest`` its SHA-256.
     """
-    # the log's statistics stand below its first heading, such as ====== Perplexity statistics ======
-    statistics_text = content[content.index("====== ") :]
-    statistics = {}
-    for name, value, error in _LINE.findall(statistics_text):
-        # error is "" if the line has none; names are padded with spaces, which are removed below
-        standard_error = float(error) if error else None
-        statistics[" ".join(name.split())] = (float(value), standard_error)
-    if "Mean KLD" not in statistics:
+    values, errors = _read_statistics(content)
+    if "Mean KLD" not in values:
         raise UsageError(f"{path}: there is no line 'Mean KLD' below {STATISTICS!r}; the program may have been stopped")
-    mean, error = statistics["Mean KLD"]
     percentiles = {}
-    for name, (value, _) in statistics.items():
+    for name, value in values.items():
         if name.endswith(" KLD") and name != "Mean KLD":
             percentiles[name.removesuffix(" KLD")] = value
-    k, v = _TYPE_K.search(content), _TYPE_V.search(content)
-    # if the shell echoed the command into the log, its cache types name the row; otherwise the file's name does
-    label = path.stem
-    if k or v:
-        # a type that is not named is llama.cpp's default
-        types = [match.group(1) if match else "f16" for match in (k, v)]
-        # keys and values of one type are named once: q8_0 instead of q8_0/q8_0
-        label = "/".join(dict.fromkeys(types))
     chunks, context = None, None
     windows = _WINDOWS.search(content)
     if windows is not None:
@@ -147,24 +133,48 @@ def _read_llama_log(path: Path, content: str, digest: str) -> ImportedDistance:
     return ImportedDistance(
         path=str(path),
         program=LLAMA,
-        label=label,
-        kl_mean=mean,
-        error=error,
+        # if the shell echoed the command into the log, its cache types name the row; otherwise the file's name does
+        label=_find_cache_types(content) or path.stem,
+        kl_mean=values["Mean KLD"],
+        error=errors.get("Mean KLD"),
         percentiles=percentiles,
-        top1=_value(statistics, "Same top p"),
-        ppl=_value(statistics, "Mean PPL(Q)"),
-        ppl_ratio=_value(statistics, "Mean PPL(Q)/PPL(base)"),
+        top1=values.get("Same top p"),
+        ppl=values.get("Mean PPL(Q)"),
+        ppl_ratio=values.get("Mean PPL(Q)/PPL(base)"),
         chunks=chunks,
         context=context,
         sha256=digest,
     )
 
 
-def _value(statistics: Mapping[str, tuple[float, float | None]], name: str) -> float | None:
-    """Return a statistic without its standard error; None if the log lacks it."""
-    if name not in statistics:
-        return None
-    return statistics[name][0]
+def _read_statistics(content: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (values, standard errors) of the statistics in a log of llama-perplexity, by name.
+
+    A statistic without a standard error is missing among the errors.
+    """
+    # the statistics stand below the log's first heading, such as ====== Perplexity statistics ======
+    statistics_text = content[content.index("====== ") :]
+    values: dict[str, float] = {}
+    errors: dict[str, float] = {}
+    for padded_name, value, error in _LINE.findall(statistics_text):
+        name = " ".join(padded_name.split())
+        values[name] = float(value)
+        # if a name is repeated, its last line counts, with its error or without
+        errors.pop(name, None)
+        if error:
+            errors[name] = float(error)
+    return values, errors
+
+
+def _find_cache_types(content: str) -> str:
+    """Return the types of keys and values that llama.cpp's options in a log name, such as ``q8_0/f16``; '' for none."""
+    k, v = _TYPE_K.search(content), _TYPE_V.search(content)
+    if k is None and v is None:
+        return ""
+    # a type that is not named is llama.cpp's default
+    types = [match.group(1) if match else "f16" for match in (k, v)]
+    # keys and values of one type are named once: q8_0 instead of q8_0/q8_0
+    return "/".join(dict.fromkeys(types))
 
 
 def _read_refract(path: Path, content: str, digest: str) -> ImportedDistance:
@@ -189,7 +199,7 @@ def _read_refract(path: Path, content: str, digest: str) -> ImportedDistance:
     )
 
 
-def sheet(distances: Sequence[ImportedDistance]) -> Table:
+def build_table(distances: Sequence[ImportedDistance]) -> Table:
     """Return the table of imported divergences."""
     heads = ("row", "program", "KL, nats a token", "99.9 %", "same first choice, %", "perplexity", "of the reference's")
     rows = []
@@ -205,16 +215,16 @@ def sheet(distances: Sequence[ImportedDistance]) -> Table:
                 distance.label,
                 distance.program,
                 kl,
-                _number_text(highest, ".3g"),
-                _number_text(distance.top1, ".2f"),
-                _number_text(distance.ppl, ".4f"),
-                _number_text(distance.ppl_ratio, ".4f"),
+                _write_number(highest, ".3g"),
+                _write_number(distance.top1, ".2f"),
+                _write_number(distance.ppl, ".4f"),
+                _write_number(distance.ppl_ratio, ".4f"),
             )
         )
     return Table(heads, tuple(rows), left=2)
 
 
-def _number_text(value: float | None, form: str) -> str:
+def _write_number(value: float | None, form: str) -> str:
     """Return a number in a format such as ``.2f``; a dash for None."""
     if value is None:
         return "—"
@@ -247,34 +257,12 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
         "sha256": distance.sha256,
     }
     cell = hash_identity(identity)
-    ci = None
-    if distance.error is not None:
-        half = NORMAL_95 * distance.error
-        ci = [distance.kl_mean - half, distance.kl_mean + half]
-    divergence = {
-        "kl_mean": distance.kl_mean,
-        "ci": ci,
-        "top1": distance.top1,
-        "ppl_ratio": distance.ppl_ratio,
-        "floor": None,
-        "at_floor": None,
-    }
-    metrics = {
-        "status": KIND,
-        "metric": "perplexity",
-        # the windows behind a file's numbers are not known, so the result has one sample for all of them
-        "n": 1,
-        "of": 1,
-        "unscored": int(distance.ppl is None),
-        "score": distance.ppl,
-        "ci": None,
-        "fidelity": {"reference": divergence},
-    }
     folder = store.folder(cell)
     folder.mkdir(parents=True, exist_ok=True)
+    # the windows behind a file's numbers are not known, so the result has one sample for all of them
     sample: dict[str, object] = {"id": "00000", "prediction": "", "score": distance.ppl, "answers": []}
     (folder / "samples-0.jsonl").write_text(format_line(sample), encoding="utf-8")
-    store.write_metrics(cell, metrics)
+    store.write_metrics(cell, _summarise_distance(distance))
     # write the record last, since a result exists once it has a record
     record = {
         "id": cell,
@@ -289,6 +277,32 @@ def _store_cell(store: ResultStore, distance: ImportedDistance, model: str) -> s
     return cell
 
 
-def records(distances: Sequence[ImportedDistance]) -> list[dict[str, object]]:
+def _summarise_distance(distance: ImportedDistance) -> dict[str, object]:
+    """Return a divergence in the form in which the store has summaries, as one sample."""
+    ci = None
+    if distance.error is not None:
+        half_width = NORMAL_95 * distance.error
+        ci = [distance.kl_mean - half_width, distance.kl_mean + half_width]
+    divergence = {
+        "kl_mean": distance.kl_mean,
+        "ci": ci,
+        "top1": distance.top1,
+        "ppl_ratio": distance.ppl_ratio,
+        "floor": None,
+        "at_floor": None,
+    }
+    return {
+        "status": KIND,
+        "metric": "perplexity",
+        "n": 1,
+        "of": 1,
+        "unscored": int(distance.ppl is None),
+        "score": distance.ppl,
+        "ci": None,
+        "fidelity": {"reference": divergence},
+    }
+
+
+def make_records(distances: Sequence[ImportedDistance]) -> list[dict[str, object]]:
     """Return the divergences as ``--json`` prints them."""
     return [asdict(distance) | {"imported": True} for distance in distances]

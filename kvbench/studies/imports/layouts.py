@@ -16,9 +16,10 @@ of objects, or columns as ``DataFrame.to_json`` writes them. Files of early vers
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.files import check_ends
@@ -74,15 +75,20 @@ def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
             references = read_texts(doc_row, "answers")
         else:
             references = read_texts(row, "target")
-        # a filter returns a text, or a list of texts for several samples of one document, of which the first is read
-        response = row.value("filtered_resps")
-        while isinstance(response, list) and response:
-            response = response[0]
-        if not isinstance(response, str):
-            raise row.wrong(
-                f"'filtered_resps' must hold a generated text, got {describe_value(row.value('filtered_resps'))}"
-            )
-        yield task, _make_answer(doc_row, response, references, row.place)
+        yield task, _make_answer(doc_row, _read_response(row), references, row.place)
+
+
+def _read_response(row: FileRow) -> str:
+    """Return the generated text in a line of lm-evaluation-harness. Raises UsageError if there is none."""
+    response = row.value("filtered_resps")
+    # a filter returns a text, or a list of texts for several samples of one document, of which the first is read
+    while isinstance(response, list) and response:
+        response = response[0]
+    if not isinstance(response, str):
+        raise row.wrong(
+            f"'filtered_resps' must hold a generated text, got {describe_value(row.value('filtered_resps'))}"
+        )
+    return response
 
 
 def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
@@ -91,7 +97,7 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``, or for a data set of
     one task ``dataset__model__press__ratio``. In a folder of another name, the file's name does.
     """
-    folder_task = _task_of_folder(path.parent.name) or path.stem
+    folder_task = _parse_folder_name(path.parent.name) or path.stem
     for row in _read_records(path):
         # datasets with several references have the column "answers", those with one have "answer"
         column = "answers" if "answers" in row.values else "answer"
@@ -99,13 +105,16 @@ def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
         yield str(row.values.get("task") or folder_task), _make_answer(row, prediction, references)
 
 
-def _task_of_folder(name: str) -> str:
+def _parse_folder_name(name: str) -> str:
     """Return the task in the name of a kvpress folder, '' for a folder of another name."""
     parts = name.split("__")
     if len(parts) <= 3:
         return ""
+    dataset, task, _, ratio_or_press = parts[:4]
     # a data set of one task has no part for it, and the ratio then follows in the fourth place
-    return parts[0] if _RATIO.fullmatch(parts[3]) else parts[1]
+    if _RATIO.fullmatch(ratio_or_press):
+        return dataset
+    return task
 
 
 def _is_longbench(path: Path) -> bool:
@@ -186,12 +195,9 @@ def _read_json(path: Path) -> Iterator[FileRow]:
     """Yield the records of a JSON file: a list of objects, or columns. Raises UsageError for anything else."""
     content = parse_json(path, place="", text=_read_text(path))
     records = content
+    # DataFrame.to_json writes {column: {index: value}}
     if isinstance(content, dict) and content and all(isinstance(column, dict) for column in content.values()):
-        # DataFrame.to_json writes {column: {index: value}}, and all columns have the same indices
-        first_column = next(iter(content.values()))
-        records = []
-        for index in first_column:
-            records.append({name: column[index] for name, column in content.items() if index in column})
+        records = _transpose_columns(content)
     if not isinstance(records, list) or not all(isinstance(r, dict) for r in records):
         raise UsageError(f"{path}: must hold a list of objects, or columns, got {describe_value(content)}")
     for number, record in enumerate(records, start=1):
@@ -199,3 +205,12 @@ def _read_json(path: Path) -> Iterator[FileRow]:
         if record.get(PREDICTION, "") is None:
             record[PREDICTION] = ""
         yield FileRow(path, f"entry {number}", record)
+
+
+def _transpose_columns(columns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a record for each index of the first column, with the values that the columns have there."""
+    first_column, *_ = columns.values()
+    records = []
+    for index in first_column:
+        records.append({name: column[index] for name, column in columns.items() if index in column})
+    return records

@@ -43,6 +43,7 @@ class Bucket:
     """The scores of the answers in one of LongBench-E's ranges of length.
 
     name: the range, one of longbench.BUCKETS.
+    scores: the scores of its answers.
     interval: the 95 % interval of the mean, in [0, 1]; None for too few scores.
     """
 
@@ -97,13 +98,13 @@ def score_file(predictions: Predictions, name: str) -> Scored:
         predictions=predictions,
         metric=name,
         scores=scores,
-        interval=_interval_of_mean(scores),
-        buckets=tuple(_buckets(predictions, scores)),
+        interval=_compute_interval(scores),
+        buckets=tuple(_divide_by_length(predictions, scores)),
         seconds=seconds,
     )
 
 
-def printed_mean(name: str, scores: Sequence[Score]) -> Score:
+def compute_printed_mean(name: str, scores: Sequence[Score]) -> Score:
     """Return the mean of the known scores in the printed units of the metric ``name``; None if no score is known.
 
     Adding, scaling and dividing follow the order of LongBench's evaluator, so that the second digit rounds as there.
@@ -111,7 +112,7 @@ def printed_mean(name: str, scores: Sequence[Score]) -> Score:
     known = [value for value in scores if value is not None]
     if not known:
         return None
-    # round(100 * total / n, 2) as in LongBench's eval.py: (100 * total) / n and 100 * (total / n) differ in a last bit
+    # (100 * total) / n as in LongBench's eval.py: 100 * (total / n) can differ from it in the last bit
     return metric(name).scale * sum(known) / len(known)
 
 
@@ -133,7 +134,7 @@ def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
     return score(name, text, example)
 
 
-def _interval_of_mean(scores: Sequence[Score]) -> tuple[float, float] | None:
+def _compute_interval(scores: Sequence[Score]) -> tuple[float, float] | None:
     """Return the 95 % interval of the mean score in [0, 1]; None for fewer than FEWEST scores."""
     known = [value for value in scores if value is not None]
     if len(known) < FEWEST:
@@ -141,12 +142,14 @@ def _interval_of_mean(scores: Sequence[Score]) -> tuple[float, float] | None:
     return stats.mean_interval(known)
 
 
-def _buckets(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Bucket]:
+def _divide_by_length(predictions: Predictions, scores: Sequence[Score]) -> Iterator[Bucket]:
     """Yield the scores in each of LongBench-E's ranges of length; nothing for other predictions."""
     if not predictions.extended:
         return
     # ``check_answers`` has refused answers of LongBench-E without a length, so the 0 is never taken
     ranges = [longbench.length_bucket(answer.length or 0) for answer in predictions.answers]
     for name, _ in longbench.BUCKETS:
-        values = tuple(value for value, range_name in zip(scores, ranges, strict=True) if range_name == name)
-        yield Bucket(name, values, _interval_of_mean(values))
+        scores_in_range = tuple(
+            score for score, range_name in zip(scores, ranges, strict=True) if range_name == name
+        )
+        yield Bucket(name, scores_in_range, _compute_interval(scores_in_range))

@@ -10,8 +10,8 @@ from kvbench.base.visible import one_line
 from kvbench.papers.spec import catalogue
 from kvbench.report import writers
 from kvbench.report.table import Table
-from kvbench.studies.imports.scoring import Score, Scored, printed_mean
-from kvbench.studies.imports.verdict import Judgement, PublishedMean, verdict_text
+from kvbench.studies.imports.scoring import Score, Scored, compute_printed_mean
+from kvbench.studies.imports.verdict import Judgement, PublishedMean, write_verdict
 from kvbench.tasks.longbench import BUCKETS, TASKS, task_names
 from kvbench.tasks.metrics import metric
 
@@ -63,6 +63,7 @@ class ScoreNumbers(TypedDict):
 class TaskRecord(TypedDict, total=False):
     """The scores of one file's answers to one dataset, as ``--json`` prints them.
 
+    dataset: LongBench's name of the task, or the tool's name for other benchmarks.
     split: ``standard`` or ``e`` (LongBench-E); None for a dataset of another benchmark.
     metric: the name of the metric that scored the answers.
     score, ci, n, unscored: as in ``ScoreNumbers``.
@@ -89,15 +90,15 @@ class TaskRecord(TypedDict, total=False):
     cell: str
 
 
-def task_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
+def build_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecord]:
     """Return a record per file and dataset, with scores and intervals in printed units, rounded to two digits."""
     records = []
     for i, file in enumerate(scored):
-        numbers = _printed_numbers(file.metric, file.scores, file.interval)
+        numbers = _compute_numbers(file.metric, file.scores, file.interval)
         # the keys stand in the order in which JSON prints them
         record: TaskRecord = {
             "dataset": file.predictions.dataset,
-            "split": _split_of(file),
+            "split": _find_split(file),
             "metric": file.metric,
             "score": numbers["score"],
             "ci": numbers["ci"],
@@ -106,7 +107,7 @@ def task_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecor
         }
         if file.buckets:
             record["buckets"] = {
-                bucket.name: _printed_numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
+                bucket.name: _compute_numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
             }
         record["published"] = [judgements[i] for judgements in verdicts.values() if i in judgements]
         record["file"] = str(file.predictions.path)
@@ -116,7 +117,7 @@ def task_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskRecor
     return records
 
 
-def _split_of(file: Scored) -> str | None:
+def _find_split(file: Scored) -> str | None:
     """Return the split of LongBench that a file answers, or None for a dataset of another benchmark."""
     if file.predictions.extended:
         return "e"
@@ -125,9 +126,9 @@ def _split_of(file: Scored) -> str | None:
     return None
 
 
-def _printed_numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:
+def _compute_numbers(name: str, scores: Sequence[Score], interval: tuple[float, float] | None) -> ScoreNumbers:
     """Return the mean of scores in [0, 1] by the metric ``name``, with its interval, in printed units."""
-    score = printed_mean(name, scores)
+    score = compute_printed_mean(name, scores)
     if score is not None:
         score = round(score, 2)
     ci = None
@@ -137,7 +138,7 @@ def _printed_numbers(name: str, scores: Sequence[Score], interval: tuple[float, 
     return {"score": score, "ci": ci, "n": len(scores), "unscored": sum(value is None for value in scores)}
 
 
-def english_mean(records: Sequence[TaskRecord]) -> float | None:
+def compute_english_mean(records: Sequence[TaskRecord]) -> float | None:
     """Return the mean score over LongBench's 16 English tasks.
 
     Return None if a task is missing or has no score, or if any dataset occurs twice.
@@ -167,14 +168,14 @@ def as_csv(records: Sequence[TaskRecord]) -> str:
     for record in records:
         score_line: dict[str, object] = {"kind": "score"}
         score_line |= record
-        score_line |= _interval_columns(record["ci"])
+        score_line |= _split_interval(record["ci"])
         lines.append(score_line)
         for name, numbers in record.get("buckets", {}).items():
             bucket_line: dict[str, object] = dict(record)
             bucket_line |= {"kind": "bucket", "bucket": name}
             # the range's own score and counts in place of the dataset's
             bucket_line |= numbers
-            bucket_line |= _interval_columns(numbers["ci"])
+            bucket_line |= _split_interval(numbers["ci"])
             lines.append(bucket_line)
         for judgement in record["published"]:
             published_line: dict[str, object] = dict(record)
@@ -186,25 +187,26 @@ def as_csv(records: Sequence[TaskRecord]) -> str:
     return writers.csv(CSV_FIELDS, lines)
 
 
-def _interval_columns(ci: Sequence[float] | None) -> dict[str, float]:
+def _split_interval(ci: Sequence[float] | None) -> dict[str, float]:
     """Return the columns of an interval, {} without one."""
     if not ci:
         return {}
-    return {"ci_low": ci[0], "ci_high": ci[1]}
+    low, high = ci
+    return {"ci_low": low, "ci_high": high}
 
 
-def sheets(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
+def build_tables(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
     """Return the tables to print: the scores, and a second table if papers print values of this model and method.
 
     times: True for a column with the seconds that scoring took.
     """
-    tables = [_score_table(records, times)]
+    tables = [_build_score_table(records, times)]
     if verdicts:
-        tables.append(_published_table(records, verdicts, means))
+        tables.append(_build_published_table(records, verdicts, means))
     return tables
 
 
-def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
+def _build_score_table(records: Sequence[TaskRecord], times: bool) -> Table:
     """Return the table of scores; with ``times``, its last column is the seconds that scoring took."""
     headers = ["dataset", "metric", "score", "95 % interval", "n", "unscored"]
     # if any record has LongBench-E's ranges of length, the table has a column for each range
@@ -223,53 +225,54 @@ def _score_table(records: Sequence[TaskRecord], times: bool) -> Table:
         texts = [
             label,
             record["metric"],
-            _score_text(record["score"]),
+            _write_score(record["score"]),
             interval,
             str(record["n"]),
             str(record["unscored"]),
         ]
+        buckets = record.get("buckets", {})
         for name in ranges:
-            buckets = record.get("buckets", {})
-            texts.append(_score_text(buckets[name]["score"]) if name in buckets else "—")
+            texts.append(_write_score(buckets[name]["score"]) if name in buckets else "—")
         if times:
             texts.append(f"{record['seconds']:.2f}")
         rows.append(tuple(texts))
-    mean = english_mean(records)
+    mean = compute_english_mean(records)
     if mean is not None:
         texts = ["mean of the 16", "", f"{mean:.2f}"]
+        # the other columns stay empty
         texts += [""] * (len(headers) - len(texts))
         rows.append(tuple(texts))
     return Table(tuple(headers), tuple(rows))
 
 
-def _published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means) -> Table:
+def _build_published_table(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means) -> Table:
     """Return the table of scores beside published values, a column for each paper's table."""
     headers = ["dataset", "score"]
-    headers += [_title_of_table(paper, table) for paper, table in verdicts]
+    headers += [_write_title(paper, table) for paper, table in verdicts]
     rows = []
     for i, (label, record) in enumerate(zip(_label_records(records), records, strict=True)):
         # a dataset that no paper prints has no line
         if not any(i in judgements for judgements in verdicts.values()):
             continue
-        texts = [label, _score_text(record["score"])]
+        texts = [label, _write_score(record["score"])]
         for judgements in verdicts.values():
-            texts.append(verdict_text(judgements[i]) if i in judgements else "—")
+            texts.append(write_verdict(judgements[i]) if i in judgements else "—")
         rows.append(tuple(texts))
     # papers end a row with the mean of its 16 tasks: print it beside ours if we have all of them
-    mean = english_mean(records)
+    mean = compute_english_mean(records)
     if mean is not None:
         texts = ["mean of the 16", f"{mean:.2f}"]
-        texts += [_mean_text(means[place]) for place in verdicts]
+        texts += [_write_mean(means[place]) for place in verdicts]
         rows.append(tuple(texts))
     return Table(tuple(headers), tuple(rows))
 
 
-def _title_of_table(paper: str, table: str) -> str:
+def _write_title(paper: str, table: str) -> str:
     """Return a paper's table in the usual form, such as ``ThinK table 2``."""
     return f"{catalogue.read_paper(paper).called} table {table}"
 
 
-def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
+def write_notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
     """Return the notes below these tables, a sentence each."""
     lines = ["[a, b]: 95 % interval over examples. unscored: answers whose references cannot be scored."]
     incomplete = []
@@ -287,13 +290,13 @@ def notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
             "?: the value is suspect, ~: repaired (kvbench/papers)."
         )
     for (paper, table), judgements in verdicts.items():
-        lines += _notes_of_table(paper, table, list(judgements.values()))
+        lines += _note_table(paper, table, list(judgements.values()))
     return lines
 
 
-def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
+def _note_table(paper: str, table: str, judgements: Sequence[Judgement]) -> list[str]:
     """Return the notes on a paper's table: why verdicts are indicative, which row is shown, and flags on values."""
-    title = _title_of_table(paper, table)
+    title = _write_title(paper, table)
     lines = []
     # most reasons hold for all tasks: print each once, with the number of its tasks
     counts: Counter[str] = Counter()
@@ -305,21 +308,21 @@ def _notes_of_table(paper: str, table: str, judgements: Sequence[Judgement]) -> 
     # the values of one paper's table come from one row, so the first judgement has the setting of all
     first = judgements[0]
     if first["matching"] > 1:
-        shown = f"table {table}, {first['setting'] or 'no setting'}"
-        called = catalogue.read_paper(paper).called
-        lines.append(f"{called}: {first['matching']} rows match; shown is {shown} (setting= chooses).")
+        shown_row = f"table {table}, {first['setting'] or 'no setting'}"
+        paper_name = catalogue.read_paper(paper).called
+        lines.append(f"{paper_name}: {first['matching']} rows match; shown is {shown_row} (setting= chooses).")
     lines += [f"{title}, {judgement['flag']}" for judgement in judgements if judgement["flag"]]
     return lines
 
 
-def _mean_text(mean: PublishedMean) -> str:
+def _write_mean(mean: PublishedMean) -> str:
     """Return a published average as text: ``33.37``, or ``9.00, cells 7.50`` if its cells give another mean."""
     stated, of_cells = mean["stated"], mean["of_cells"]
     if of_cells is None:
-        return _score_text(stated)
+        return _write_score(stated)
     if stated is not None and abs(stated - of_cells) <= ROUNDING:
-        return _score_text(stated)
-    return f"{_score_text(stated)}, cells {of_cells:.2f}"
+        return _write_score(stated)
+    return f"{_write_score(stated)}, cells {of_cells:.2f}"
 
 
 def _label_records(records: Sequence[TaskRecord]) -> list[str]:
@@ -334,12 +337,12 @@ def _label_records(records: Sequence[TaskRecord]) -> list[str]:
             labels.append(dataset)
         else:
             # the last two parts of the path: the run's folder and the file
-            file = "/".join(record["file"].rsplit("/", 2)[-2:])
-            labels.append(f"{dataset}\n{one_line(file)}")
+            short_path = "/".join(record["file"].rsplit("/", 2)[-2:])
+            labels.append(f"{dataset}\n{one_line(short_path)}")
     return labels
 
 
-def _score_text(value: float | None) -> str:
+def _write_score(value: float | None) -> str:
     """Return a score as text; a dash for None."""
     if value is None:
         return "—"

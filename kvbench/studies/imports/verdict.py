@@ -26,6 +26,8 @@ WHOLE = ("full", "n/a", "1.0")
 class PredictionSource:
     """The source of imported answers, as the user states it; None for anything unstated.
 
+    model: the model that made the answers.
+    method: the method that made the answers.
     setting: the method's settings as ``key=value;key=value``, '' for none.
     prompt: the entry of conf/prompt for the answers' prompts.
     """
@@ -44,6 +46,9 @@ class PredictionSource:
 class Judgement(TypedDict):
     """A published value with its verdict, as ``--json`` prints it.
 
+    paper: the paper's id.
+    table: the number of the paper's table.
+    setting: the setting of the paper's row.
     value: the published value; None if the cell has no number.
     certainty: the kind of the value's first flag: certain, suspect, repaired or missing.
     flag: the kind and the reason, such as ``suspect: ...``; '' for a certain value.
@@ -66,7 +71,11 @@ class Judgement(TypedDict):
 
 
 class PublishedMean(TypedDict):
-    """A paper's mean over LongBench's 16 English tasks: as it is ``stated``, and as the mean of its printed cells."""
+    """A paper's mean over LongBench's 16 English tasks; None if the table lacks it.
+
+    stated: the mean as the paper states it.
+    of_cells: the mean of the paper's printed cells.
+    """
 
     stated: float | None
     of_cells: float | None
@@ -97,7 +106,7 @@ def judge_published(
     code_sim: the backend of code similarity that scored the answers, levenshtein or difflib.
     """
     judgements: dict[tuple[str, str], dict[int, Judgement]] = {}
-    for paper, row in _rows_by_paper(source, scored).items():
+    for paper, row in _choose_rows(source, scored).items():
         for i, file in enumerate(scored):
             cell = row.cells.get(file.predictions.dataset)
             # papers print other datasets, too, and we do not know how their scores compare
@@ -107,20 +116,20 @@ def judge_published(
     return judgements
 
 
-def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
+def read_published_means(source: PredictionSource, scored: list[Scored]) -> dict[tuple[str, str], PublishedMean]:
     """Return the papers' means over LongBench's 16 English tasks by (paper, table).
 
     A mean is given as the paper states it and as the mean of its cells, since some printed averages do not follow from
     their cells. Either number is None if the table lacks it.
     """
     by_table: dict[tuple[str, str], PublishedMean] = {}
-    for paper, row in _rows_by_paper(source, scored).items():
+    for paper, row in _choose_rows(source, scored).items():
         values = []
         for name in task_names("en"):
             cell = row.cells.get(name)
             if cell is not None and cell.value is not None:
                 values.append(cell.value)
-        # no paper states the mean of only some of the 16 tasks
+        # a mean of only some of the 16 tasks could not be compared with the stated one
         of_cells = None
         if len(values) == len(task_names("en")):
             of_cells = round(sum(values) / len(values), 2)
@@ -129,7 +138,7 @@ def published_means(source: PredictionSource, scored: list[Scored]) -> dict[tupl
     return by_table
 
 
-def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
+def _choose_rows(source: PredictionSource, scored: list[Scored]) -> dict[str, MatchingRow]:
     """Return, by paper, the row of the source's model and method that shares most datasets with ``scored``.
 
     A paper is left out if none of its rows shares a dataset.
@@ -159,12 +168,13 @@ def _rows_by_paper(source: PredictionSource, scored: list[Scored]) -> dict[str, 
 
 def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
     """Judge whether a published value lies in the interval of our score, ends included, and return the judgement."""
-    reasons = _differences(cell, scored, source, code_sim)
+    reasons = _list_differences(cell, scored, source, code_sim)
     verdict = None
     if cell.value is not None and scored.interval is not None:
         # papers print LongBench's scores from 0 to 100
         low, high = (100 * end for end in scored.interval)
-        verdict = "inside" if low <= cell.value <= high else "outside"
+        is_inside = low <= cell.value <= high
+        verdict = "inside" if is_inside else "outside"
     return {
         "paper": cell.paper,
         "table": cell.table,
@@ -179,7 +189,7 @@ def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_
     }
 
 
-def _differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
+def _list_differences(cell: Published, scored: Scored, source: PredictionSource, code_sim: str) -> list[str]:
     """Return in words how the conditions of our score differ from those of the published value; [] if they agree."""
     dataset = scored.predictions.dataset
     prompt = catalogue.read_paper(cell.paper).prompt
@@ -189,7 +199,7 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
         reasons.append("prompt policy of the paper unknown")
     elif source.prompt is None:
         reasons.append("prompt policy of these answers unknown")
-    elif _policy_settings(prompt, source.model) != _policy_settings(source.prompt, source.model):
+    elif _read_policy(prompt, source.model) != _read_policy(source.prompt, source.model):
         reasons.append(f"prompt policy {source.prompt} here, {prompt} there")
     # some tables state no split and seem to come from LongBench-E, which has only some of LongBench's tasks
     if table_spec.load(cell.paper, cell.table).extended and TASKS[dataset].extended:
@@ -199,12 +209,12 @@ def _differences(cell: Published, scored: Scored, source: PredictionSource, code
     # LongBench's fuzzywuzzy falls back to difflib if python-Levenshtein is missing, and difflib gives other ratios
     if TASKS[dataset].metric == "code_sim" and code_sim != "levenshtein":
         reasons.append(f"code_sim by {code_sim} here, by levenshtein there")
-    if not source.setting and _has_choice(cell.setting):
+    if not source.setting and _leaves_choice(cell.setting):
         reasons.append(f"setting unknown: {cell.setting}")
     return reasons
 
 
-def _has_choice(setting: str) -> bool:
+def _leaves_choice(setting: str) -> bool:
     """Return True if a row's setting (``key=value;key=value``) has a value that other rows may set differently.
 
     A value in WHOLE, such as the whole cache, leaves nothing to choose.
@@ -217,23 +227,24 @@ def _has_choice(setting: str) -> bool:
 
 
 @cache
-def _policy_settings(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
+def _read_policy(name: str, model: str | None) -> tuple[tuple[str, object], ...]:
     """Return the settings of a prompt policy for a model, without its name, so that two policies can be compared."""
     policy = {key: value for key, value in entries("prompt")[name].items() if key != "name"}
-    # ``limits`` names one of the model's prompt_limits: two names with equal limits are one policy
     limits_by_model = {}
     for entry_name, entry in entries("model").items():
         limits_by_model[published.model_id(entry_name)] = entry.get("prompt_limits") or {}
+    # ``limits`` names one of the model's prompt_limits: replace the name by the limit, so that two names of one limit
+    # are equal
     limits = limits_by_model.get(published.model_id(model or ""), {})
     policy["limits"] = limits.get(policy["limits"], policy["limits"])
     return tuple(sorted(policy.items()))
 
 
-def verdict_text(judged: Judgement) -> str:
+def write_verdict(judgement: Judgement) -> str:
     """Return a published value with its verdict as tables show it: ``20.99 inside*``, ``31.77? outside``."""
-    value = f"{judged['value']:.2f}" if judged["value"] is not None else "—"
-    certainty = MARKS.get(judged["certainty"], "")
-    verdict = judged["verdict"] or "no interval"
-    if judged["indicative"]:
+    value = f"{judgement['value']:.2f}" if judgement["value"] is not None else "—"
+    certainty_mark = MARKS.get(judgement["certainty"], "")
+    verdict = judgement["verdict"] or "no interval"
+    if judgement["indicative"]:
         verdict += "*"
-    return f"{value}{certainty} {verdict}"
+    return f"{value}{certainty_mark} {verdict}"

@@ -101,9 +101,10 @@ def main(args: argparse.Namespace) -> int:
     read_at = time.perf_counter()
     scored = [scoring.score_file(predictions, name) for predictions, name in files]
     scored_at = time.perf_counter()
+    timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     verdicts = verdict.judge_published(source, scored, options.code_sim)
-    means = verdict.published_means(source, scored)
-    records = table.task_records(scored, verdicts)
+    means = verdict.read_published_means(source, scored)
+    records = table.build_records(scored, verdicts)
     cells = []
     if args.store and scored:
         # importing the same answers again changes nothing: a cell's id is a hash of them
@@ -111,13 +112,12 @@ def main(args: argparse.Namespace) -> int:
         cells = stored.store_cells(store, source, scored)
         for record, cell in zip(records, cells, strict=True):
             record["cell"] = cell
-    timing = {"read_s": round(read_at - start, 2), "score_s": round(scored_at - read_at, 2)}
     if args.json:
         content = {
             "path": args.path,
             "code_sim": options.code_sim,
             "tasks": records,
-            "mean": table.english_mean(records),
+            "mean": table.compute_english_mean(records),
             "published_means": [{"paper": paper, "table": name} | mean for (paper, name), mean in means.items()],
             "errors": errors,
             "timing": timing | {"total_s": round(time.perf_counter() - start, 2)},
@@ -126,10 +126,10 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "csv":
         print(table.as_csv(records), end="")
     elif scored:
-        notes = table.notes(records, verdicts)
+        notes = table.write_notes(records, verdicts)
         if cells:
             notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
-        print(writers.compose(table.sheets(records, verdicts, means, args.timing), notes, args.format), end="")
+        print(writers.compose(table.build_tables(records, verdicts, means, args.timing), notes, args.format), end="")
     # a program may read stdout, so times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
@@ -142,7 +142,7 @@ def main(args: argparse.Namespace) -> int:
     return 2
 
 
-def _print_distances(found: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
+def _print_distances(divergences: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
     """Print divergences that another program measured, and store them with --store. Return exit status 0."""
     from kvbench.report import writers
     from kvbench.store.store import ResultStore
@@ -151,15 +151,16 @@ def _print_distances(found: Sequence[ImportedDistance], options: ScoreOptions, a
     notes = [distances.NOTE]
     if args.store:
         # without model=, the model that the first file names stands for all
-        model = options.model or found[0].model
+        model = options.model or divergences[0].model
         if not model:
             raise UsageError("--store needs model=NAME: whose divergences these are")
-        cells = distances.store_cells(ResultStore(Path(options.results).expanduser()), found, model)
+        cells = distances.store_cells(ResultStore(Path(options.results).expanduser()), divergences, model)
         notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
     if args.json:
-        print(json.dumps({"path": args.path, "distances": distances.records(found)}, indent=1, ensure_ascii=False))
+        content = {"path": args.path, "distances": distances.make_records(divergences)}
+        print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
-        print(writers.compose([distances.sheet(found)], notes, args.format), end="")
+        print(writers.compose([distances.build_table(divergences)], notes, args.format), end="")
     return 0
 
 
@@ -184,11 +185,11 @@ def _read_predictions(
 ) -> tuple[list[tuple[Predictions, str]], list[dict[str, str]]]:
     """Read prediction files, and choose a metric for the answers to each dataset.
 
-    Return the predictions with the names of their metrics, and an error for each file that cannot be scored.
+    Return (predictions with the names of their metrics, an error for each file that cannot be scored). Datasets of
+    LongBench come first, in the order of its paper. Other datasets follow in the order of their files.
     """
     from kvbench.studies import imports
     from kvbench.studies.imports import layouts, scoring
-    from kvbench.tasks import longbench
 
     predictions: list[Predictions] = []
     errors = []
@@ -212,18 +213,19 @@ def _read_predictions(
             files.append((file, name))
         except UsageError as error:
             errors.append({"file": str(file.path), "error": str(error)})
-    # sort datasets of LongBench as its paper does; those of other benchmarks follow in the order of their files
-    order = list(longbench.TASKS)
-
-    def place(entry: tuple[Predictions, str]) -> int:
-        """Return the sort key of predictions with their metric."""
-        file, _ = entry
-        if file.dataset in order:
-            return order.index(file.dataset)
-        return len(order)
-
-    files.sort(key=place)
+    files.sort(key=_place_in_longbench)
     return files, errors
+
+
+def _place_in_longbench(entry: tuple[Predictions, str]) -> int:
+    """Return the index of predictions, given with their metric, in LongBench's paper; other datasets come last."""
+    from kvbench.tasks import longbench
+
+    predictions, _ = entry
+    order = list(longbench.TASKS)
+    if predictions.dataset in order:
+        return order.index(predictions.dataset)
+    return len(order)
 
 
 def _report_time(records: Sequence[TaskRecord], timing: dict[str, float], total: float) -> None:

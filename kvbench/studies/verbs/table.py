@@ -45,7 +45,8 @@ def main(args: argparse.Namespace) -> int:
     if args.table in REPLACED:
         raise UsageError(f"there is no table {args.table} any more: use `{REPLACED[args.table]} method=...`")
     refuse_fixed(options, "the paper's table")
-    if args.table != "all" and args.table.partition("/")[0] not in catalogue.paper_ids():
+    paper, _, _ = args.table.partition("/")
+    if args.table != "all" and paper not in catalogue.paper_ids():
         names = ["all"]
         names += catalogue.papers_in_order()
         names += own_tables.NAMES
@@ -54,9 +55,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespace) -> int:
-    """Measure and print one of kvbench's own tables, which no paper has. Return the exit status.
+    """Measure and print one of kvbench's own tables, which no paper has.
 
-    ``options`` are the key=value arguments, and ``args`` the verb's other arguments.
+    Return the exit status: 1 if a row was refused or failed, or that of a stopped measurement.
+
+    options: the key=value arguments. ``model`` is taken out of them.
+    args: the verb's other arguments.
     """
     from kvbench.report import of_run, writers
     from kvbench.run import experiment
@@ -73,6 +77,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
         with stopping(runs, ["table", name] + args.overrides) as stop:
             for run in runs:
                 experiment.fill(run, quiet=args.json)
+        # the user interrupted the measurement
         if stop.status is not None:
             return stop.status
     reports = [of_run.report_run(run) for run in runs]

@@ -60,7 +60,7 @@ def test_a_list_that_numpy_shortened_is_refused(tmp_path):
     ],
 )
 def test_names_of_datasets(name, expected):
-    assert base.dataset_of(name) == expected
+    assert base.split_task_name(name) == expected
 
 
 def frame(task=("qasper", "trec")):
