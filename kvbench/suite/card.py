@@ -13,7 +13,7 @@ from kvbench.report.style import canvas, heat, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, QUICK, Suite
 from kvbench.suite.folder import PICTURE, Line
-from kvbench.suite.scores import BelowNegative, PartScore, RowScore, below_negative
+from kvbench.suite.scores import BelowNegative, PartScore, RowScore, find_below_negative
 
 NOTHING = "nothing was compressed"
 """The text in place of the score of a row that equals the full cache."""
@@ -29,7 +29,7 @@ FEW = 2
 """Up to this many methods have their lines above the table. More lines would push the table out of sight."""
 
 
-def line_of(suite: Suite, entry: RowScore) -> str:
+def write_line(suite: Suite, entry: RowScore) -> str:
     """Return a row as one line of text to quote: its mean, its parts, the worst part, its bytes and its free pages."""
     head = f"{suite.name} @1/{entry.budget}: "
     if entry.nothing_compressed:
@@ -41,15 +41,15 @@ def line_of(suite: Suite, entry: RowScore) -> str:
         if part.retained is not None:
             parts.append(f"{name} {score_text(part.retained)}")
     # whoever quotes the line must see that its mean is not over all parts
-    parts += [f"not {name}" for name in _parts_without(suite, entry)]
+    parts += [f"not {name}" for name in _list_absent_parts(suite, entry)]
     return (
-        f"{head}{entry.name} {_mean_text(suite, entry)} ({', '.join(parts)}), "
+        f"{head}{entry.name} {_write_mean(suite, entry)} ({', '.join(parts)}), "
         f"worst {entry.worst}; "
-        f"{entry.bytes:.1f} % of the bytes{_pages_freed(entry)}"
+        f"{entry.bytes:.1f} % of the bytes{_write_pages(entry)}"
     )
 
 
-def _pages_freed(entry: RowScore) -> str:
+def _write_pages(entry: RowScore) -> str:
     """Return the text on pages that an engine with one page table a layer could free, as kept tokens lie and compacted.
 
     It is '' if pages were not counted.
@@ -69,26 +69,32 @@ def interval_text(ci: tuple[float, float] | None) -> str:
     """Return an interval in brackets, with a space before them; '' without an interval."""
     if ci is None:
         return ""
-    return f" [{score_text(ci[0])}, {score_text(ci[1])}]"
+    low, high = ci
+    return f" [{score_text(low)}, {score_text(high)}]"
 
 
-def _parts_without(suite: Suite, entry: RowScore) -> list[str]:
+def _list_absent_parts(suite: Suite, entry: RowScore) -> list[str]:
     """Return the suite's parts that do not take the row: a method may refuse a budget while it decodes."""
     return [part.name for part in suite.parts if part.name not in entry.parts]
 
 
-def mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
+def build_mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of means: a row for each method and control, a column for each budget."""
-    methods, controls = _methods_and_controls(scored)
+    methods, controls = _list_methods_and_controls(scored)
+    heads = ["mean"]
+    heads += [f"at 1/{budget}" for budget in suite.budgets]
     rows = []
     for name in methods + controls:
-        means = {entry.budget: _mean_text(suite, entry) for entry in scored if entry.name == name}
-        rows.append((name, *(means.get(budget, "") for budget in suite.budgets)))
+        means = {entry.budget: _write_mean(suite, entry) for entry in scored if entry.name == name}
+        cells = [name]
+        cells += [means.get(budget, "") for budget in suite.budgets]
+        rows.append(tuple(cells))
+    # by the index of the row below: a line without text above the methods, and one above the controls
     headings = {0: "", len(methods): "controls"}
-    return Table(("mean", *(f"at 1/{budget}" for budget in suite.budgets)), tuple(rows), headings=headings)
+    return Table(tuple(heads), tuple(rows), headings=headings)
 
 
-def _methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[str]]:
+def _list_methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[str]]:
     """Return (the user's methods, the controls), each in the order of their first rows.
 
     Random tokens are left out, since their score is 0 by definition.
@@ -99,7 +105,7 @@ def _methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[s
     return methods, controls
 
 
-def _mean_text(suite: Suite, entry: RowScore) -> str:
+def _write_mean(suite: Suite, entry: RowScore) -> str:
     """Return a row's mean with its interval as text, or the text that stands in place of a missing mean.
 
     A mean over fewer parts than the suite has is marked.
@@ -108,11 +114,11 @@ def _mean_text(suite: Suite, entry: RowScore) -> str:
         return NOTHING
     if entry.mean is None:
         return UNMEASURABLE
-    mark = FEWER_PARTS if _parts_without(suite, entry) else ""
+    mark = FEWER_PARTS if _list_absent_parts(suite, entry) else ""
     return score_text(entry.mean) + mark + interval_text(entry.ci)
 
 
-def score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
+def build_score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
     """Return the table of all rows: a column for each part. A budget heads its block of rows, in Markdown each row.
 
     A reader of a page sorts and filters rows, and would part them from their heading.
@@ -121,26 +127,28 @@ def score_table(suite: Suite, scored: Sequence[RowScore], style: str) -> Table:
     heads += [part.name for part in suite.parts]
     heads += ["bytes %", "pages freed % in place, compacted"]
     rows: list[tuple[str, ...]] = []
-    budgets: list[str] = []
+    # by the index of a block's first row
     headings: dict[int, str] = {}
-    for budget in suite.budgets:
-        of_budget = [entry for entry in scored if entry.budget == budget]
-        if of_budget:
-            headings[len(rows)] = f"at 1/{budget}"
-        for entry in of_budget:
-            rows.append(_cells_of_row(suite, entry))
-            budgets.append(f"1/{budget}")
     if style == "md":
+        # one block without a heading, and a column for the budget
         heads.insert(1, "at")
-        rows = [(name, budget, *others) for (name, *others), budget in zip(rows, budgets, strict=True)]
-        return Table(tuple(heads), tuple(rows))
+        headings[0] = ""
+    for budget in suite.budgets:
+        entries = [entry for entry in scored if entry.budget == budget]
+        if entries and style != "md":
+            headings[len(rows)] = f"at 1/{budget}"
+        for entry in entries:
+            cells = _write_row(suite, entry)
+            if style == "md":
+                cells.insert(1, f"1/{budget}")
+            rows.append(tuple(cells))
     return Table(tuple(heads), tuple(rows), headings=headings)
 
 
-def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
+def _write_row(suite: Suite, entry: RowScore) -> list[str]:
     """Return the texts of a row of the table: name, rank, mean, each part, bytes and free pages."""
     rank = str(entry.rank) if entry.rank is not None else UNMEASURABLE
-    cells = [entry.name, rank, _mean_text(suite, entry)]
+    cells = [entry.name, rank, _write_mean(suite, entry)]
     for part in suite.parts:
         score = entry.parts.get(part.name)
         if score is None or score.retained is None or entry.nothing_compressed:
@@ -152,10 +160,10 @@ def _cells_of_row(suite: Suite, entry: RowScore) -> tuple[str, ...]:
     if entry.pages is not None:
         pages = f"{100 * entry.pages.united:.0f}, {100 * entry.pages.united_compacted:.0f}"
     cells += [f"{entry.bytes:.1f}", pages]
-    return tuple(cells)
+    return cells
 
 
-def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
+def write_notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return the notes below the table: the meaning of its columns, parts without a score, and rows to distrust."""
     lines = [
         "A score of 100 is as good as the full cache, and 0 is as good as random tokens at the same bytes, on the same "
@@ -166,12 +174,29 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         "pages freed: the share of a prompt's pages of 16 tokens that an engine with one page table a layer could give "
         "back, as the kept tokens lie (in place), and if each head's kept tokens are moved together (compacted).",
     ]
+    lines += _note_parts(suite, scored)
+    # random tokens have no interval by definition
+    if any(entry.mean is not None and entry.ci is None and entry.role != CHANCE for entry in scored):
+        lines.append(
+            "No brackets: in at least one part, every prompt scores what it scores with random tokens, so that there "
+            "is no spread to compute an interval from."
+        )
+    lines += _note_fewer_parts(suite, scored)
+    lines += _note_below_negative(scored)
+    if suite.edition == QUICK:
+        lines.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
+    return lines
+
+
+def _note_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
+    """Return the notes on each part: its prompts and the full cache's score, and whether it cannot be measured."""
     # random tokens are measured in every part, so that their row has each part's size and full score
     chance_parts: Mapping[str, PartScore] = {}
     for entry in scored:
         if entry.role == CHANCE:
             chance_parts = entry.parts
             break
+    lines = []
     for part in suite.parts:
         score = chance_parts.get(part.name)
         if score is None:
@@ -185,24 +210,15 @@ def notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
         lines.append(
             f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
         )
-    if any(entry.mean is not None and entry.ci is None and entry.role != CHANCE for entry in scored):
-        lines.append(
-            "No brackets: in at least one part, every prompt scores what it scores with random tokens, so that there "
-            "is no spread to compute an interval from."
-        )
-    lines += _notes_on_fewer_parts(suite, scored)
-    lines += _notes_below_negative(scored)
-    if suite.edition == QUICK:
-        lines.insert(0, "The quick edition is a first look with few prompts. No leaderboard takes it.")
     return lines
 
 
-def _notes_on_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
+def _note_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return a note that names the rows whose mean is over fewer parts than the suite has; none without such rows."""
-    # by the names of the absent parts; a dict of names keeps their order, and each name once
+    # by the names of the absent parts; the inner dictionary has each name once, in order
     names_by_parts: dict[str, dict[str, None]] = {}
     for entry in scored:
-        absent = ", ".join(_parts_without(suite, entry))
+        absent = ", ".join(_list_absent_parts(suite, entry))
         if absent and entry.mean is not None:
             names_by_parts.setdefault(absent, {})[entry.name] = None
     if not names_by_parts:
@@ -214,19 +230,20 @@ def _notes_on_fewer_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]
     ]
 
 
-def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
+def _note_below_negative(scored: Sequence[RowScore]) -> list[str]:
     """Return a note that names the rows below the negative control by part and budget; none without such rows."""
-    below: dict[tuple[str, int], list[BelowNegative]] = {}
-    for place in below_negative(scored):
+    rows_by_place: dict[tuple[str, int], list[BelowNegative]] = {}
+    for row in find_below_negative(scored):
         # random tokens are the zero of the score, and need no mark
-        if place.role in (METHOD, COMPARISON):
-            below.setdefault((place.part, place.budget), []).append(place)
-    if not below:
+        if row.role in (METHOD, COMPARISON):
+            rows_by_place.setdefault((row.part, row.budget), []).append(row)
+    if not rows_by_place:
         return []
     groups = []
-    for (part, budget), places in below.items():
-        names = ", ".join(f"{place.name} ({score_text(place.retained)})" for place in places)
-        control = f"{places[0].negative} ({score_text(places[0].negative_retained)})"
+    for (part, budget), rows in rows_by_place.items():
+        names = ", ".join(f"{row.name} ({score_text(row.retained)})" for row in rows)
+        # all rows of one part and budget are compared with one control
+        control = f"{rows[0].negative} ({score_text(rows[0].negative_retained)})"
         groups.append(f"{part} at 1/{budget}, {control}: {names}")
     return [
         "Some rows are worse than the first tokens alone, by intervals. These keep the text's beginning whole, with "
@@ -235,22 +252,22 @@ def _notes_below_negative(scored: Sequence[RowScore]) -> list[str]:
     ]
 
 
-def card_text(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
+def write_card(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     """Return the card as ``text`` or ``md``: the means by budget, the table of parts, and their notes.
 
     A line to quote for each row of the user's methods stands above them. Those of more than FEW methods stand below,
     and only in Markdown.
     """
-    methods, _ = _methods_and_controls(scored)
+    methods, _ = _list_methods_and_controls(scored)
     # the lines of one method stand together, and the methods in the order of their first rows
     lines = []
     for name in methods:
-        lines += [line_of(suite, entry) for entry in scored if entry.name == name]
+        lines += [write_line(suite, entry) for entry in scored if entry.name == name]
     title = f"{suite.name}: {suite.about}"
     if suite.edition == QUICK:
         title += " (quick edition, a first look)"
-    tables = [mean_table(suite, scored), score_table(suite, scored, style)]
-    above, below = [], notes(suite, scored)
+    tables = [build_mean_table(suite, scored), build_score_table(suite, scored, style)]
+    above, below = [], write_notes(suite, scored)
     if len(methods) <= FEW:
         above = lines
     elif style == "md":
@@ -269,14 +286,10 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
     The methods stand in the order of the table of means, and the controls below them. Without a measurable part no
     file is written.
     """
-    methods, controls = _methods_and_controls(scored)
+    methods, controls = _list_methods_and_controls(scored)
     names = methods + controls
     looks = looks_of(names)
-    parts = []
-    for part in suite.parts:
-        measured = [entry for entry in scored if part.name in entry.parts]
-        if any(entry.parts[part.name].retained is not None for entry in measured):
-            parts.append(part)
+    parts = [part for part in suite.parts if _is_measured(part.name, scored)]
     if not parts:
         return
     with styled():
@@ -286,7 +299,7 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         (axes,) = fig.subplots(1, len(parts), sharey=True, squeeze=False)
         budgets = [f"1/{budget}" for budget in suite.budgets]
         for ax, part in zip(axes, parts, strict=True):
-            image = heat(ax, _scores_of(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
+            image = heat(ax, _fill_scores(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
             # ``heat`` leaves out names of a long list, but here each row is a method that a reader looks for
             ax.set_yticks(range(len(names)), [looks[name].name for name in names])
             # a gap between the methods and the controls below them
@@ -301,7 +314,16 @@ def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
         fig.savefig(path, dpi=250, metadata={"Software": None})
 
 
-def _scores_of(part: str, names: Sequence[str], suite: Suite, scored: Sequence[RowScore]) -> np.ndarray:
+def _is_measured(part: str, scored: Sequence[RowScore]) -> bool:
+    """Return True if a row has a score in the part."""
+    for entry in scored:
+        score = entry.parts.get(part)
+        if score is not None and score.retained is not None:
+            return True
+    return False
+
+
+def _fill_scores(part: str, names: Sequence[str], suite: Suite, scored: Sequence[RowScore]) -> np.ndarray:
     """Return S of one part [names, the suite's budgets]; nan where nothing was measured or compressed."""
     scores = np.full((len(names), len(suite.budgets)), np.nan)
     for entry in scored:

@@ -35,6 +35,7 @@ quick: a few prompts for a first look. Leaderboards accept full runs only.
 class SuitePart:
     """One ability that a suite measures.
 
+    name: the part's name.
     about: its description for readers.
     measure: SCORE or KL.
     keys: the keys of `run` that choose the prompts.
@@ -52,6 +53,7 @@ class SuitePart:
 class Control:
     """A row that every run of a suite has beside the user's methods.
 
+    method: the method, without options.
     role: one of the roles above.
     options: the method's options other than its budget.
     """
@@ -70,6 +72,7 @@ class Control:
 class Suite:
     """One edition of a frozen suite.
 
+    name: the suite's name.
     edition: one of EDITIONS.
     about: its description for readers.
     model: the model in the closed division.
@@ -109,10 +112,11 @@ def load(name: str, edition: str = FULL) -> Suite:
     path = conf_dir() / FOLDER / f"{name}.yaml"
     content = read_yaml(path)
     try:
+        # every key that is read here leaves ``content``; the keys that stay are fields of Suite
         quick = content.pop("quick")
-        # every key that is read here leaves ``content``, whose rest are fields of Suite
-        full_budgets = content.pop("budgets")
-        budgets = quick["budgets"] if edition == QUICK else full_budgets
+        budgets = content.pop("budgets")
+        if edition == QUICK:
+            budgets = quick["budgets"]
         parts = []
         for part, fields in content.pop("parts").items():
             keys = dict(fields.pop("keys"))

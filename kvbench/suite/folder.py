@@ -20,7 +20,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.files import disk_error
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
-from kvbench.suite.plan import PartRun, SuiteRun, cells_of
+from kvbench.suite.plan import PartRun, SuiteRun, find_cells
 from kvbench.suite.rows import SuiteRow
 from kvbench.suite.scores import PartSamples, RowScore
 
@@ -38,7 +38,7 @@ DIGITS = 6
 """The decimal places of numbers in a row. Further places would differ between machines by rounding."""
 
 
-def lines_of_rows(
+def make_lines(
     run: SuiteRun,
     scored: Sequence[RowScore],
     samples: Mapping[tuple[str, int | None], Mapping[str, PartSamples]],
@@ -56,26 +56,32 @@ def lines_of_rows(
     # a method has a row at each budget, so its name alone does not identify a row
     rows_by_key = {(row.name, row.budget): row for row in run.rows}
     # all parts have the same model, dtype and store
+    plan = run.plans[0]
     head = {
         "suite": run.suite.name,
         "edition": run.suite.edition,
         "division": division,
-        "model": run.parts[0].run.cfg.model_name,
-        "dtype": run.parts[0].run.dtype,
+        "model": plan.cfg.model_name,
+        "dtype": plan.dtype,
         "contributor": contributor,
     }
-    full_cells = {part.part.name: _ids_of_results(part, row=None) for part in run.parts}
     # the full cache has no score of its own, but all scores are computed from its results, too
-    store = run.parts[0].run.store
-    full = head | {"name": "full", "role": "full", "results": full_cells}
-    result_lines = [full | {"answers": hash_answers(samples["full", None])} | versions_of(store, full_cells)]
+    full_cells = {part_run.part.name: _list_result_ids(part_run, row=None) for part_run in run.parts}
+    full_line = head | {"name": "full", "role": "full", "results": full_cells}
+    full_line |= {"answers": hash_answers(samples["full", None])}
+    full_line |= read_versions(plan.store, full_cells)
+    result_lines = [full_line]
     for entry in scored:
         row = rows_by_key[entry.name, entry.budget]
-        cells = {part.part.name: _ids_of_results(part, row) for part in run.parts if row in part.rows}
+        cells = {}
+        for part_run in run.parts:
+            if row in part_run.rows:
+                cells[part_run.part.name] = _list_result_ids(part_run, row)
         line = head | {"name": entry.name, "role": entry.role, "results": cells}
-        line |= rounded_numbers(entry) | {"label": row.config.label}
+        line |= round_numbers(entry) | {"label": row.config.label}
         line |= {"answers": hash_answers(samples[entry.name, entry.budget])}
-        result_lines.append(line | versions_of(store, cells))
+        line |= read_versions(plan.store, cells)
+        result_lines.append(line)
     return result_lines
 
 
@@ -93,24 +99,29 @@ def hash_answers(parts: Mapping[str, PartSamples]) -> str:
     return digest.hexdigest()[:16]
 
 
-def rounded_numbers(entry: RowScore) -> Line:
+def round_numbers(entry: RowScore) -> Line:
     """Return a row's scores in the form in which a line of results.jsonl has them, rounded to DIGITS places."""
     record = asdict(entry)
-    # ``lines_of_rows`` puts name and role in front
+    # ``make_lines`` puts name and role in front
     del record["name"], record["role"]
     # a property, which asdict leaves out
     record["nothing_compressed"] = entry.nothing_compressed
+
+    def round_number(text: str) -> float:
+        """Return the number that a text states, rounded to DIGITS places."""
+        return round(float(text), DIGITS)
+
     # JSON turns tuples into lists, at any depth, and its reader can round every number
-    rounded: Line = json.loads(json.dumps(record), parse_float=lambda text: round(float(text), DIGITS))
+    rounded: Line = json.loads(json.dumps(record), parse_float=round_number)
     return rounded
 
 
-def _ids_of_results(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
-    """Return the ids of a row's results in a part by column."""
-    return {column: cell.id for column, cell in cells_of(part_run, row).items()}
+def _list_result_ids(part_run: PartRun, row: SuiteRow | None) -> dict[str, str]:
+    """Return the ids of a row's results in a part by column. ``row=None`` stands for the full cache."""
+    return {column: cell.id for column, cell in find_cells(part_run, row).items()}
 
 
-def versions_of(store: ResultStore, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
+def read_versions(store: ResultStore, cells: Mapping[str, Mapping[str, str]]) -> dict[str, list[str]]:
     """Return the versions that measured a row: every commit, and every release of torch and transformers.
 
     cells: the ids of the row's results by part and column.
@@ -135,7 +146,7 @@ def write_folder(folder: Path, run: SuiteRun, rows: Sequence[Line], card: str) -
     for row in rows:
         for columns in row["results"].values():
             cells.update(columns.values())
-    store = run.parts[0].run.store
+    store = run.plans[0].store
     try:
         folder.mkdir(parents=True, exist_ok=True)
         archive.pack(store, cells, folder / SAMPLES)
@@ -155,7 +166,7 @@ def take_answers(folder: Path, run: SuiteRun) -> None:
     path = folder / SAMPLES
     if not path.exists():
         raise UsageError(f"from={folder}: it has no {SAMPLES}")
-    archive.unpack(path, run.parts[0].run.store)
+    archive.unpack(path, run.plans[0].store)
 
 
 def read_rows(folder: Path) -> list[Line]:
@@ -167,8 +178,9 @@ def read_rows(folder: Path) -> list[Line]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(text)
-            # keys that every reader needs; a line without them is damaged
-            rows.append(row | {key: row[key] for key in ("suite", "edition", "name", "role", "results")})
+            # every reader needs these keys: a line without one of them is damaged
+            needed = {key: row[key] for key in ("suite", "edition", "name", "role", "results")}
+            rows.append(row | needed)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
     if not rows:

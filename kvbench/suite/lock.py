@@ -49,14 +49,16 @@ LENGTH = 16
 """The number of hexadecimal digits that are kept of a hash."""
 
 
-def of_run(run: SuiteRun) -> Locked:
+def hash_run(run: SuiteRun) -> Locked:
     """Compute the hashes of a planned edition in the form in which a lock file has them."""
     parts: dict[str, dict[str, LockedColumn]] = {}
     for part_run in run.parts:
         columns: dict[str, LockedColumn] = {}
-        for group in part_run.run.groups:
-            prompts = {example.id: _hash_prompt(part_run.run, group, example) for example in group.examples}
-            columns[group.column] = {"protocol": hash_protocol(group.cells[0].identity), "prompts": prompts}
+        for group in part_run.plan.groups:
+            prompts = {example.id: _hash_prompt(part_run.plan, group, example) for example in group.examples}
+            # the cells of a group differ only in their method, which is no part of the protocol
+            identity = group.cells[0].identity
+            columns[group.column] = {"protocol": hash_protocol(identity), "prompts": prompts}
         parts[part_run.part.name] = columns
     return parts
 
@@ -91,8 +93,8 @@ def write_lock(suite: Suite, runs: Mapping[str, SuiteRun]) -> None:
     runs: the planned run of each edition, by the edition's name.
     """
     # all editions must use one checkpoint: unpacking fails if there are two
-    (checkpoint,) = {run.parts[0].run.source.fingerprint for run in runs.values()}
-    editions = {edition: of_run(run) for edition, run in runs.items()}
+    (checkpoint,) = {run.plans[0].source.fingerprint for run in runs.values()}
+    editions = {edition: hash_run(run) for edition, run in runs.items()}
     content: Lock = {"suite": suite.name, "checkpoint": checkpoint, "editions": editions}
     write_json(lock_path(suite.name), content)
 
@@ -105,31 +107,41 @@ def read_lock(suite: Suite) -> Lock:
     return {"suite": content["suite"], "checkpoint": content["checkpoint"], "editions": content["editions"]}
 
 
-def differences(suite: Suite, run: SuiteRun) -> list[str]:
+def list_differences(suite: Suite, run: SuiteRun) -> list[str]:
     """Return a sentence for each difference between a planned suite and its lock; [] if they agree."""
-    locked = read_lock(suite)
+    lock = read_lock(suite)
     problems = []
-    if run.parts[0].run.source.fingerprint != locked["checkpoint"]:
+    if run.plans[0].source.fingerprint != lock["checkpoint"]:
         problems.append(f"the checkpoint of {suite.model} is another one")
-    expected = locked["editions"][suite.edition]
-    for part, columns in of_run(run).items():
-        # a part that the lock lacks has no locked task
-        locked_columns = expected.get(part, {})
-        for column, planned in columns.items():
-            wanted = locked_columns.get(column)
-            if wanted is None:
+    planned, locked = hash_run(run), lock["editions"][suite.edition]
+    # the planned parts in their order, then the parts that stand only in the lock
+    for part in dict.fromkeys([*planned, *locked]):
+        planned_columns, locked_columns = planned.get(part, {}), locked.get(part, {})
+        for column, planned_column in planned_columns.items():
+            locked_column = locked_columns.get(column)
+            if locked_column is None:
                 problems.append(f"{part}: {column} is no task of the suite")
                 continue
-            # ids of examples: changed prompts are new or differ from the lock's, missing ones stand only in the lock
-            changed = [i for i, digest in planned["prompts"].items() if wanted["prompts"].get(i) != digest]
-            missing = [i for i in wanted["prompts"] if i not in planned["prompts"]]
-            if changed or missing:
-                names = ", ".join((changed + missing)[:3])
-                count = len(changed) + len(missing)
-                problems.append(f"{part}: {count} of {len(wanted['prompts'])} prompts of {column} are others ({names})")
-            elif planned["protocol"] != wanted["protocol"]:
-                problems.append(f"{part}: {column} is asked or scored in another way")
+            problem = _compare_column(column, planned_column, locked_column)
+            if problem:
+                problems.append(f"{part}: {problem}")
         for column in locked_columns:
-            if column not in columns:
+            if column not in planned_columns:
                 problems.append(f"{part}: {column} is missing")
     return problems
+
+
+def _compare_column(column: str, planned: LockedColumn, locked: LockedColumn) -> str:
+    """Return in words how the hashes of a task differ from the locked ones; '' if they agree."""
+    planned_prompts, locked_prompts = planned["prompts"], locked["prompts"]
+    # ids of examples: changed prompts are new or differ from the lock's, missing ones stand only in the lock
+    changed = [i for i, digest in planned_prompts.items() if locked_prompts.get(i) != digest]
+    missing = [i for i in locked_prompts if i not in planned_prompts]
+    differing = changed + missing
+    if differing:
+        # the first few ids are enough to find the reason
+        names = ", ".join(differing[:3])
+        return f"{len(differing)} of {len(locked_prompts)} prompts of {column} are others ({names})"
+    if planned["protocol"] != locked["protocol"]:
+        return f"{column} is asked or scored in another way"
+    return ""

@@ -22,11 +22,14 @@ from kvbench.suite.scores import PartSamples, RowSamples
 class PartRun:
     """The run of one part, with the rows that it measures.
 
-    A part with long answers leaves out the rows of methods without a budget while decoding.
+    part: the part.
+    plan: the plan of the run, over the full cache and all ``rows``.
+    rows: the rows that the part can measure. A part with long answers leaves out the rows of methods without a budget
+        while decoding.
     """
 
     part: SuitePart
-    run: RunPlan
+    plan: RunPlan
     rows: tuple[SuiteRow, ...]
 
 
@@ -34,6 +37,7 @@ class PartRun:
 class SuiteRun:
     """A suite with a user's methods, ready to be measured.
 
+    suite: the edition of the suite.
     rows: the rows of all parts, controls first.
     parts: the run of each part, in the suite's order.
     """
@@ -43,9 +47,9 @@ class SuiteRun:
     parts: tuple[PartRun, ...]
 
     @property
-    def runs(self) -> list[RunPlan]:
-        """The runs of all parts."""
-        return [part.run for part in self.parts]
+    def plans(self) -> list[RunPlan]:
+        """The plans of all parts. They have one model, one dtype and one store of results."""
+        return [part.plan for part in self.parts]
 
 
 def prepare(
@@ -62,26 +66,26 @@ def prepare(
 
     Raises UsageError for a method that the suite cannot measure, and for texts that are not on this machine.
     """
-    base = _base_keys(suite, settings)
+    shared_settings = _build_settings(suite, settings)
     suite_rows = tuple(list_rows(suite, methods, options, settings))
     parts = []
     for part in suite.parts:
-        cfg = config.configure(base | dict(part.keys))
+        cfg = config.configure(shared_settings | dict(part.keys))
         # a method without a budget while decoding has no row in parts with long answers
         measurable = tuple(row for row in suite_rows if row.config_in(part) is not None)
-        parts.append(PartRun(part=part, run=_plan_part(cfg, part, measurable), rows=measurable))
+        parts.append(PartRun(part=part, plan=_plan_part(cfg, part, measurable), rows=measurable))
     return SuiteRun(suite=suite, rows=suite_rows, parts=tuple(parts))
 
 
 def list_rows(
     suite: Suite, methods: Sequence[str], options: Mapping[str, object], settings: Mapping[str, object]
 ) -> list[SuiteRow]:
-    """Return the rows of a suite, its controls first. Only the config of the model's checkpoint is read."""
-    cfg = config.configure(_base_keys(suite, settings))
+    """Return the rows of a suite, its controls first. Of the model's checkpoint, only the configuration is read."""
+    cfg = config.configure(_build_settings(suite, settings))
     return make_rows(suite, methods, options, traits.shape_of(load.locate(cfg.model).config))
 
 
-def rows_of_name(suite: Suite, name: str, settings: Mapping[str, object]) -> list[SuiteRow]:
+def find_rows(suite: Suite, name: str, settings: Mapping[str, object]) -> list[SuiteRow]:
     """Return the rows that a method of this name has: at each budget that it can reach.
 
     name: as a row's ``name``, for example ``snapkv+think ratio=0.4``. Raises UsageError if no such method is here.
@@ -94,7 +98,7 @@ def rows_of_name(suite: Suite, name: str, settings: Mapping[str, object]) -> lis
     return [row for row in list_rows(suite, [method], options, settings) if row.name == name]
 
 
-def _base_keys(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
+def _build_settings(suite: Suite, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the keys of `run` that all parts have. The method is a placeholder, which the suite's rows replace."""
     return {"model": suite.model, "model.dtype": suite.dtype, "method": "full"} | dict(settings)
 
@@ -110,15 +114,16 @@ def _plan_part(cfg: config.RunConfig, part: SuitePart, part_rows: Sequence[Suite
     return run_plan.prepare(replace(cfg, chains=tuple(chains.values())))
 
 
-def cells_of(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
+def find_cells(part_run: PartRun, row: SuiteRow | None) -> dict[str, Cell]:
     """Return the cells of a row in a part, by the task's column. ``row=None`` stands for the full cache."""
-    chain = Chain()
-    if row is not None:
+    if row is None:
+        chain = Chain()
+    else:
         chain_config = row.config_in(part_run.part)
         assert chain_config is not None, "the part leaves out rows that it cannot measure"
         chain = chain_config.chain
     cells = {}
-    for group in part_run.run.groups:
+    for group in part_run.plan.groups:
         for cell in group.cells:
             if cell.chain == chain:
                 cells[group.column] = cell
@@ -133,7 +138,7 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
     """
     full: dict[str, PartSamples] = {}
     for part_run in run.parts:
-        samples = _samples_of_row(part_run, row=None)
+        samples = _read_samples(part_run, row=None)
         if samples is None:
             raise UsageError(f"{run.suite.name}: the full cache is not measured in the part {part_run.part.name}")
         full[part_run.part.name] = samples
@@ -142,7 +147,7 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
         parts: dict[str, PartSamples] = {}
         parts_of_row = [part_run for part_run in run.parts if row in part_run.rows]
         for part_run in parts_of_row:
-            samples = _samples_of_row(part_run, row)
+            samples = _read_samples(part_run, row)
             if samples is not None:
                 parts[part_run.part.name] = samples
         # a mean over only some of a row's parts could not be compared with other rows' means
@@ -151,15 +156,15 @@ def collect_samples(run: SuiteRun) -> tuple[list[RowSamples], dict[str, PartSamp
     return measured_rows, full
 
 
-def _samples_of_row(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
+def _read_samples(part_run: PartRun, row: SuiteRow | None) -> PartSamples | None:
     """Return a row's samples in a part by column and example; None unless every prompt has a sample.
 
     ``row=None`` stands for the full cache.
     """
-    cells = cells_of(part_run, row)
+    cells = find_cells(part_run, row)
     samples_by_column = {}
-    for group in part_run.run.groups:
-        samples = part_run.run.samples(group, cells[group.column])
+    for group in part_run.plan.groups:
+        samples = part_run.plan.samples(group, cells[group.column])
         if len(samples) < len(group.examples):
             return None
         samples_by_column[group.column] = samples

@@ -22,9 +22,10 @@ DECIMALS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteRow:
-    """One method at one budget, 1/``budget`` of the full cache's bytes.
+    """One method at one budget.
 
     name: the method as it is written, with its options other than the budget.
+    budget: the denominator d of the budget, 1/d of the full cache's bytes.
     role: the purpose of the row; ``definition`` lists the roles.
     config: the combination that is measured.
     decoding: the same combination with its budget while decoding, too; None if the method has no such budget.
@@ -54,13 +55,13 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
         entry: dict[str, object] = {"method": control.method}
         entry |= control.options
         (template,) = resolve([entry])
-        suite_rows += at_budgets(suite, control.name, control.role, template, shape)
+        suite_rows += make_rows_at_budgets(suite, control.name, control.role, template, shape)
     # a control that the user names, too, is measured once, and every run of a suite has the full cache already
     control_names = {row.name for row in suite_rows}
     for template in resolve(methods, options):
-        name = _name_without_budget(template)
+        name = _write_name(template)
         if template.chain.stages and name not in control_names:
-            reached = at_budgets(suite, name, METHOD, template, shape)
+            reached = make_rows_at_budgets(suite, name, METHOD, template, shape)
             if not reached:
                 # a suite names its budgets by denominators in rising order, so the first one allows most bytes
                 largest = suite.budgets[0]
@@ -71,14 +72,14 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
     return suite_rows
 
 
-def _name_without_budget(template: ChainConfig) -> str:
+def _write_name(template: ChainConfig) -> str:
     """Return a method's name as the user wrote it, with the options that are set, and without the budget."""
     # take the label, not the chain's name: the aliases q4_0_h and q4_0 name one chain with other options
     words = template.label.split()
     return " ".join(word for word in words if not word.startswith(("kv_ratio=", "kv_size=")))
 
 
-def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:
+def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape: Shape) -> list[SuiteRow]:
     """Return a method's rows: one for each budget of the suite that the method can reach.
 
     A method without a budget of tokens has one row, at the smallest budget that is as large as its cache. A method
@@ -87,51 +88,51 @@ def at_budgets(suite: Suite, name: str, role: str, template: ChainConfig, shape:
     template: the combination whose budget is replaced.
     shape: the shape of the model's cache, on which bytes are counted.
     """
-    count = payload_counter("bytes", shape, suite.tokens)
+    count_bytes = payload_counter("bytes", shape, suite.tokens)
     # the combination without stages is the full cache
-    full = count(Chain())
+    full_bytes = count_bytes(Chain())
     if not isinstance(template.chain.selector, Selector):
         # a storage format keeps all tokens, so it has one size, whatever the budget
-        payload = count(template.chain)
-        fitting = [budget for budget in suite.budgets if payload <= SLACK * full / budget]
+        payload = count_bytes(template.chain)
+        fitting = [budget for budget in suite.budgets if payload <= SLACK * full_bytes / budget]
         if not fitting:
             return []
+        # budgets are denominators, so the largest one allows the fewest bytes
         return [SuiteRow(name=name, budget=max(fitting), role=role, config=template, decoding=template)]
-    rows_by_budget = []
+    suite_rows = []
     for budget in suite.budgets:
-        share = _largest_share(template, full / budget, suite.tokens, shape)
+        share = _find_largest_share(template, full_bytes / budget, suite.tokens, shape)
         if share is None:
             continue
         config = with_options(template, {"kv_ratio": share})
-        rows_by_budget.append(
-            SuiteRow(name=name, budget=budget, role=role, config=config, decoding=_while_decoding(config, share))
-        )
-    return rows_by_budget
+        decoding = _set_decode_budget(config, share)
+        suite_rows.append(SuiteRow(name=name, budget=budget, role=role, config=config, decoding=decoding))
+    return suite_rows
 
 
-def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Shape) -> float | None:
+def _find_largest_share(template: ChainConfig, target: float, tokens: int, shape: Shape) -> float | None:
     """Return the largest ``kv_ratio`` whose payload after a prompt of ``tokens`` tokens fits ``target`` bytes.
 
     Return None if the method cannot hold so little, or if it holds so little without removing any token.
     """
-    count = payload_counter("bytes", shape, tokens)
+    count_bytes = payload_counter("bytes", shape, tokens)
 
-    def payload_at(size: int) -> float | None:
-        """Return the bytes of a cache of ``size`` of the prompt's tokens; None for a size that the method refuses."""
+    def payload_at(share: float) -> float | None:
+        """Return the bytes of a cache with this kv_ratio; None for a kv_ratio that the method refuses."""
         try:
-            return count(with_options(template, {"kv_ratio": size / tokens}).chain)
+            return count_bytes(with_options(template, {"kv_ratio": share}).chain)
         except UsageError:
             return None
 
-    # the payload grows with the size, and a method refuses only sizes that are too small. So halve the range between
-    # ``low``, which fits or is refused, and ``high``, which is too large
-    low, high = 0, tokens
-    everything = payload_at(tokens)
-    if everything is None or everything <= target:
+    payload = payload_at(1.0)
+    if payload is None or payload <= target:
         return None
+    # the payload grows with the tokens kept, and a method refuses only numbers that are too small. So halve the range
+    # between ``low`` tokens, which fit or are refused, and ``high`` tokens, which are too many
+    low, high = 0, tokens
     while high - low > 1:
         middle = (low + high) // 2
-        payload = payload_at(middle)
+        payload = payload_at(middle / tokens)
         if payload is None or payload <= target:
             low = middle
         else:
@@ -140,17 +141,14 @@ def _largest_share(template: ChainConfig, target: float, tokens: int, shape: Sha
     share = floor(low / tokens * 10**DECIMALS) / 10**DECIMALS
     if not share:
         return None
-    try:
-        payload = count(with_options(template, {"kv_ratio": share}).chain)
-    except UsageError:
-        return None
+    payload = payload_at(share)
     # a method with a window keeps at least its window, which can be more than the budget
-    if payload > SLACK * target:
+    if payload is None or payload > SLACK * target:
         return None
     return share
 
 
-def _while_decoding(config: ChainConfig, share: float) -> ChainConfig | None:
+def _set_decode_budget(config: ChainConfig, share: float) -> ChainConfig | None:
     """Return the combination with ``share`` as its budget while decoding, too; None if its selector has none."""
     try:
         return with_options(config, {"kv_ratio": share, "decode_ratio": share})

@@ -40,6 +40,7 @@ class RowSamples:
     """The stored samples of a row at one budget.
 
     name: the row's method with its options.
+    budget: the denominator d of the budget, 1/d of the full cache's bytes.
     role: the purpose of the row; ``definition`` lists the roles.
     parts: the samples by part. Parts that cannot measure the row are left out.
     """
@@ -74,6 +75,9 @@ class PartScore:
 class RowScore:
     """A row of the card.
 
+    name: the row's method with its options.
+    budget: the denominator d of the budget, 1/d of the full cache's bytes.
+    role: the purpose of the row; ``definition`` lists the roles.
     parts: the row's score in each part, by the part's name.
     mean: the mean of S over the measurable parts; None if no part is measurable.
     ci: the 95 % interval of ``mean``; None if a part has none.
@@ -82,7 +86,7 @@ class RowScore:
     unchanged: the share of prompts whose tokens, bytes and answers are the full cache's.
     pages: the shares of a prompt's pages that an engine could free.
     rank: 1 + the number of rows at the same budget that are better by an interval; None for a row without a mean, and
-    for one that compressed nothing.
+        for one that compressed nothing.
     """
 
     name: str
@@ -110,42 +114,49 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
 
     Raises UsageError if a budget has rows but no row of random tokens.
     """
-    # rows of two budgets have different random tokens, so that each budget is a table of its own
     scored: list[RowScore] = []
-    high = _scores_by_part(suite, full, is_full=True)
+    # rows of two budgets have different random tokens, so each budget is scored and ranked by itself
     for budget in suite.budgets:
-        of_budget = [row for row in rows if row.budget == budget]
-        if not of_budget:
-            continue
-        chance = next((row for row in of_budget if row.role == CHANCE), None)
-        if chance is None:
-            raise UsageError(f"the budget 1/{budget} has no row of random tokens, which every score is relative to")
-        low = _scores_by_part(suite, chance.parts)
-        own_scores = [_scores_by_part(suite, row.parts) for row in of_budget]
-        entries = []
-        # ranks compare rows in units of each part's gap, so that parts with other units weigh alike
-        scaled = []
-        for row, row_scores in zip(of_budget, own_scores, strict=True):
-            entry = _score_row(suite, row, full, own=row_scores, low=low, high=high)
-            entries.append(entry)
-            scaled.append(_in_gaps(entry, own=row_scores, low=low, high=high))
-        ranked = []
-        for gap_scores, entry in zip(scaled, entries, strict=True):
-            rank = None
-            if entry.mean is not None and not entry.nothing_compressed:
-                rank = 1 + _count_better(gap_scores, scaled, entries)
-            ranked.append(replace(entry, rank=rank))
-        scored += sorted(ranked, key=_ranking_key)
+        rows_of_budget = [row for row in rows if row.budget == budget]
+        if rows_of_budget:
+            scored += _score_budget(suite, rows_of_budget, full)
     return scored
 
 
-def _ranking_key(entry: RowScore) -> tuple[bool, int, float]:
+def _score_budget(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
+    """Return the scores of all rows of one budget, by rank and mean. Raises UsageError without random tokens."""
+    chance_rows = [row for row in rows if row.role == CHANCE]
+    if not chance_rows:
+        raise UsageError(
+            f"the budget 1/{rows[0].budget} has no row of random tokens, which every score is relative to"
+        )
+    # the ends of the scale: random tokens are S = 0, the full cache is S = 100
+    low = _compute_scores(suite, chance_rows[0].parts)
+    high = _compute_scores(suite, full, is_full=True)
+    entries = []
+    # ranks compare rows in units of each part's gap, so that parts with other units weigh alike
+    scaled_rows = []
+    for row in rows:
+        own = _compute_scores(suite, row.parts)
+        entry = _score_row(suite, row, full, own=own, low=low, high=high)
+        entries.append(entry)
+        scaled_rows.append(_scale_by_gaps(entry, own=own, low=low, high=high))
+    ranked = []
+    for scaled, entry in zip(scaled_rows, entries, strict=True):
+        rank = None
+        if entry.mean is not None and not entry.nothing_compressed:
+            rank = 1 + _count_better(scaled, scaled_rows, entries)
+        ranked.append(replace(entry, rank=rank))
+    return sorted(ranked, key=_rank_key)
+
+
+def _rank_key(entry: RowScore) -> tuple[bool, int, float]:
     """Return the sort key by rank, rows of one rank by mean, and rows without a meaningful mean last."""
     # zeros stand in for None, which cannot be compared with numbers
     return entry.rank is None, entry.rank or 0, -(entry.mean or 0.0)
 
 
-def _scores_by_part(
+def _compute_scores(
     suite: Suite, parts: Mapping[str, PartSamples], is_full: bool = False
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Return the score of each prompt by part, column and example. ``is_full`` says that the row is the full cache."""
@@ -173,27 +184,24 @@ def _score_row(
     high: the scores of the full cache, which are S = 100.
     """
     parts: dict[str, PartScore] = {}
+    # each sample of the row with the full cache's sample of the same prompt
     pairs: list[tuple[Sample, Sample]] = []
     for part in suite.parts:
-        if part.name not in row.parts:
+        name = part.name
+        if name not in row.parts:
             continue
-        for column, samples in row.parts[part.name].items():
+        parts[name] = score_part(own[name], low[name], high[name], divergence=part.measure == KL)
+        for column, samples in row.parts[name].items():
             for example_id, sample in samples.items():
-                pairs.append((sample, full[part.name][column][example_id]))
-        parts[part.name] = score_part(
-            own[part.name],
-            low[part.name],
-            high[part.name],
-            divergence=part.measure == KL,
-        )
+                pairs.append((sample, full[name][column][example_id]))
     # parts that cannot be measured with this model are left out of the mean
     retained = {name: entry.retained for name, entry in parts.items() if entry.retained is not None}
     mean = ci = None
     worst = ""
     if retained:
         mean = fmean(retained.values())
-        worst = min(retained, key=lambda name: retained[name])
-        ci = _interval_of_mean(mean, [parts[name] for name in retained])
+        worst = min(retained, key=retained.__getitem__)
+        ci = _compute_interval(mean, [parts[name] for name in retained])
     compressed = [sample for sample, _ in pairs]
     bytes16 = sum(sample.payload16 + sample.overhead16 for sample in compressed)
     return RowScore(
@@ -219,9 +227,9 @@ def by_prompt(
     divergence from itself, so its KL is the floor.
     """
     scores_by_column: dict[str, dict[str, float]] = {}
-    for column, of_column in samples.items():
+    for column, samples_by_example in samples.items():
         scores: dict[str, float] = {}
-        for example_id, sample in sorted(of_column.items()):
+        for example_id, sample in sorted(samples_by_example.items()):
             if part.measure == KL:
                 # the floor also keeps the logarithm finite: equal distributions have a divergence of 0
                 nats = floor if is_full else max(mean_divergence(sample), floor)
@@ -252,6 +260,7 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
     full: the scores of the full cache, which are S = 100.
     divergence: True if the scores are -ln KL.
     """
+    # arrays for each task: (score - random, full - random) of each prompt [n, 2], and full - random [n]
     pairs: list[NDArray[np.float64]] = []
     gaps: list[NDArray[np.float64]] = []
     for column, scores in row.items():
@@ -259,12 +268,15 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
         own_scores = np.array([scores[i] for i in shared])
         chance_scores = np.array([chance[column][i] for i in shared])
         full_scores = np.array([full[column][i] for i in shared])
-        # (score - random, full - random) of each prompt
         gap = full_scores - chance_scores
         pairs.append(np.stack([own_scores - chance_scores, gap], axis=1))
         gaps.append(gap)
-    # an empty share has neither S nor an interval
-    share = stats.ratio_of_means(pairs) if is_measurable(gaps) else stats.Share()
+    if is_measurable(gaps):
+        # S = mean(score - random) / mean(full - random), in per cent
+        share = stats.ratio_of_means(pairs)
+    else:
+        # an empty share has neither S nor an interval
+        share = stats.Share()
     return PartScore(
         retained=share.point,
         ci=share.ci,
@@ -287,35 +299,37 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
     if interval is None:
         # without an interval, all gaps are equal or there are too few of them; enough equal gaps above 0 are a gap
         return mean > 0 and sum(map(len, gaps)) >= stats.FEWEST
-    return interval[0] > 0
+    low, _ = interval
+    return low > 0
 
 
 def _mean_score(scores: Scores, divergence: bool) -> float:
     """Return the mean score over tasks in per cent, or with ``divergence`` the geometric mean of KL in nats."""
+    mean = fmean(fmean(scores_of_task.values()) for scores_of_task in scores.values())
     # a divergence's score is -ln KL, so that exp(-mean) is the geometric mean of KL
-    mean = fmean(fmean(of_task.values()) for of_task in scores.values())
     if divergence:
         return float(np.exp(-mean))
     return 100 * mean
 
 
-def _interval_of_mean(mean: float, parts: Sequence[PartScore]) -> Interval | None:
+def _compute_interval(mean: float, parts: Sequence[PartScore]) -> Interval | None:
     """Return the interval of the mean of S over parts, whose prompts are independent. None if a part has no interval.
 
     Its lower half width is sqrt(sum of (S_p - low_p)^2) / P over the P parts, and its upper one sqrt(sum of
     (high_p - S_p)^2) / P.
     """
     # the sides are added up separately, since the parts' intervals are asymmetric
-    below = above = 0.0
+    squares_below = squares_above = 0.0
     for entry in parts:
         if entry.ci is None or entry.retained is None:
             return None
-        below += (entry.retained - entry.ci[0]) ** 2
-        above += (entry.ci[1] - entry.retained) ** 2
-    return mean - sqrt(below) / len(parts), mean + sqrt(above) / len(parts)
+        low, high = entry.ci
+        squares_below += (entry.retained - low) ** 2
+        squares_above += (high - entry.retained) ** 2
+    return mean - sqrt(squares_below) / len(parts), mean + sqrt(squares_above) / len(parts)
 
 
-def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartScores) -> PartScores:
+def _scale_by_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartScores) -> PartScores:
     """Return a row's scores in its measurable parts, divided by each part's gap between full cache and random tokens.
 
     own: the row's scores.
@@ -326,8 +340,12 @@ def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartSco
     for name, part in entry.parts.items():
         if part.retained is None:
             continue
-        # full - random of the part, the unit of its scores; it is above 0, since the part is measurable
-        gap = fmean(fmean(high[name][column].values()) - fmean(low[name][column].values()) for column in own[name])
+        # full - random of each of the part's tasks
+        task_gaps = []
+        for column in own[name]:
+            task_gaps.append(fmean(high[name][column].values()) - fmean(low[name][column].values()))
+        # the unit of the part's scores; it is above 0, since the part is measurable
+        gap = fmean(task_gaps)
         scaled = {}
         for column, scores in own[name].items():
             scaled[column] = {i: value / gap for i, value in scores.items()}
@@ -335,15 +353,16 @@ def _in_gaps(entry: RowScore, *, own: PartScores, low: PartScores, high: PartSco
     return scaled_parts
 
 
-def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
+def _count_better(own: PartScores, all_rows: Sequence[PartScores], entries: Sequence[RowScore]) -> int:
     """Count the rows that are better than ``own`` by an interval, without rows that compressed nothing.
 
-    own: the row's scores in gaps (``_in_gaps``).
-    others: the scores of all rows of the budget in gaps, also those of the row itself, which is not better than itself.
-    entries: the rows of the budget, in the order of ``others``.
+    own: the row's scores in gaps (``_scale_by_gaps``).
+    all_rows: the scores of all rows of the budget in gaps, with those of the row itself, which is not better than
+        itself.
+    entries: the rows of the budget, in the order of ``all_rows``.
     """
     count = 0
-    for other, entry in zip(others, entries, strict=True):
+    for other, entry in zip(all_rows, entries, strict=True):
         if not entry.nothing_compressed and _is_ahead(other, own):
             count += 1
     return count
@@ -351,27 +370,31 @@ def _count_better(own: PartScores, others: Sequence[PartScores], entries: Sequen
 
 def _is_ahead(a: PartScores, b: PartScores) -> bool:
     """Return True if row ``a`` is better than row ``b`` by an interval, over the parts and prompts that both have."""
-    # the differences between both rows on each prompt, by part and task
-    parts = []
+    # a - b on each prompt, by part and task
+    differences_by_part = []
     for part in a:
         if part not in b:
             continue
-        tasks = []
-        for column, scores in a[part].items():
-            tasks.append([scores[i] - b[part][column][i] for i in scores if i in b[part][column]])
-        parts.append(tasks)
-    if not parts:
+        differences_by_task = []
+        for column, a_scores in a[part].items():
+            b_scores = b[part][column]
+            differences_by_task.append([a_scores[i] - b_scores[i] for i in a_scores if i in b_scores])
+        differences_by_part.append(differences_by_task)
+    if not differences_by_part:
         return False
-    _, interval = stats.mean_over_parts(parts)
-    return interval is not None and interval[0] > 0
+    _, interval = stats.mean_over_parts(differences_by_part)
+    if interval is None:
+        return False
+    low, _ = interval
+    return low > 0
 
 
-def problems_of_controls(scored: Sequence[RowScore]) -> list[str]:
+def list_control_problems(scored: Sequence[RowScore]) -> list[str]:
     """Return a message for each part and budget in which a control is worse than the negative control.
 
     Such a control shows that the measurement is broken.
     """
-    return [str(place) for place in below_negative(scored) if place.role == CONTROL]
+    return [str(place) for place in find_below_negative(scored) if place.role == CONTROL]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +403,8 @@ class BelowNegative:
 
     name: the row.
     role: the row's role.
+    part: the part.
+    budget: the denominator d of the budget, 1/d of the full cache's bytes.
     retained: the row's score S in the part.
     negative: the negative control.
     negative_retained: the negative control's score S in the part.
@@ -401,33 +426,43 @@ class BelowNegative:
         )
 
 
-def below_negative(scored: Sequence[RowScore]) -> list[BelowNegative]:
+def find_below_negative(scored: Sequence[RowScore]) -> list[BelowNegative]:
     """Return each part and budget in which a row is worse than the negative control, by their intervals.
 
-    The negative control keeps the first tokens alone.
-
-    A real method can be worse: the first tokens hold the attention sinks, and a method that drops them can lose more.
-    Parts that cannot be measured are left out.
+    The negative control keeps the first tokens alone. A real method can be worse: the first tokens hold the attention
+    sinks, and a method that drops them can lose more. Parts that cannot be measured are left out.
     """
     places = []
-    for control in (entry for entry in scored if entry.role == NEGATIVE):
+    for control in scored:
+        if control.role != NEGATIVE:
+            continue
         peers = [entry for entry in scored if entry.budget == control.budget and entry is not control]
-        for name, part in control.parts.items():
-            if part.retained is None or part.ci is None:
-                continue
+        for part in control.parts:
             for peer in peers:
-                other = peer.parts.get(name)
-                # a row counts as below the control only if the two intervals do not meet
-                if other is None or other.retained is None or other.ci is None or other.ci[1] >= part.ci[0]:
-                    continue
-                place = BelowNegative(
-                    name=peer.name,
-                    role=peer.role,
-                    part=name,
-                    budget=control.budget,
-                    retained=other.retained,
-                    negative=control.name,
-                    negative_retained=part.retained,
-                )
-                places.append(place)
+                place = _compare_with_negative(peer, control, part)
+                if place is not None:
+                    places.append(place)
     return places
+
+
+def _compare_with_negative(row: RowScore, control: RowScore, part: str) -> BelowNegative | None:
+    """Return the place if ``row`` is worse in a part than the negative control by their intervals, else None."""
+    row_score, control_score = row.parts.get(part), control.parts[part]
+    if row_score is None or row_score.retained is None or row_score.ci is None:
+        return None
+    if control_score.retained is None or control_score.ci is None:
+        return None
+    _, row_high = row_score.ci
+    control_low, _ = control_score.ci
+    # a row counts as below the control only if the two intervals do not meet
+    if row_high >= control_low:
+        return None
+    return BelowNegative(
+        name=row.name,
+        role=row.role,
+        part=part,
+        budget=control.budget,
+        retained=row_score.retained,
+        negative=control.name,
+        negative_retained=control_score.retained,
+    )

@@ -28,7 +28,7 @@ from kvbench.suite import lock, plan
 from kvbench.suite.definition import KL, Suite, load
 from kvbench.suite.folder import CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import PartSamples, RowSamples, problems_of_controls, score_rows
+from kvbench.suite.scores import PartSamples, RowSamples, list_control_problems, score_rows
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
@@ -38,7 +38,7 @@ Above 1 it is relative to the number.
 """
 MOST_BYTES = 1.1
 """The factor by which a row of a method that is not here may exceed its budget: scales and positions count, too."""
-MOST_SAID = 20
+MOST_LISTED = 20
 """The most problems that are listed one by one. The others are counted."""
 
 
@@ -60,6 +60,8 @@ class Checked:
 
 Groups = Mapping[str, Mapping[str, Group]]
 """The planned tasks by part and column, with the texts that answers are scored with."""
+RowKey = tuple[str, int | None]
+"""A row's name and budget; the full cache has no budget."""
 
 
 def verify_folder(place: Path, without_texts: bool = False) -> Checked:
@@ -76,30 +78,18 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
     if len(heads) != 1:
         checked.problems.append("its rows are of different suites, editions, divisions or models")
         return checked
-    suite = load(rows[0]["suite"], rows[0]["edition"])
+    # all rows have the suite, the edition, the division and the model of the first one
+    first = rows[0]
+    suite, is_closed = load(first["suite"], first["edition"]), first.get("division") == CLOSED
     # the samples go into a store of their own, so that results measured on this machine are not read in their place
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
         archive.unpack(place / SAMPLES, store)
-        settings = {"results": temporary, "model": rows[0]["model"]}
-        groups: dict[str, dict[str, Group]] = {}
-        try:
-            # without methods of a user, the suite's own controls plan all prompts
-            run = plan.prepare(suite, methods=[], options={}, settings=settings)
-        except MissingData:
-            # the open division has no lock: without texts nobody knows its prompts
-            if not without_texts or rows[0].get("division") != CLOSED:
-                raise
-            expected = lock.read_lock(suite)["editions"][suite.edition]
-        else:
-            for part in run.parts:
-                groups[part.part.name] = {group.column: group for group in part.run.groups}
-            expected = lock.of_run(run)
-            if rows[0].get("division") == CLOSED:
-                checked.problems += lock.differences(suite, run)
+        settings = {"results": temporary, "model": first["model"]}
+        expected, groups = _plan_prompts(suite, settings, is_closed, without_texts, checked)
         samples = []
         for row in rows:
-            samples.append(_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
+            samples.append(_read_row_samples(suite, row, expected, groups=groups, store=store, checked=checked))
         # if samples are missing or of another suite, the numbers computed from them would only repeat these problems
         if not checked.problems:
             controls = plan.list_rows(suite, methods=[], options={}, settings=settings)
@@ -111,7 +101,35 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
     return checked
 
 
-def _row_samples(
+def _plan_prompts(
+    suite: Suite, settings: Mapping[str, object], is_closed: bool, without_texts: bool, checked: Checked
+) -> tuple[lock.Locked, Groups]:
+    """Return (the hashes that results must have, the planned tasks with their texts) of a suite.
+
+    If texts are not on this machine and this is allowed, the hashes come from the suite's lock, and no task is planned.
+
+    is_closed: whether the division is closed. Differences between the planned prompts and the lock are then added to
+        the problems in ``checked``.
+
+    Raises MissingData if texts are missing and this is not allowed.
+    """
+    try:
+        # without methods of a user, the suite's own controls plan all prompts
+        run = plan.prepare(suite, methods=[], options={}, settings=settings)
+    except MissingData:
+        # the open division has no lock: without texts nobody knows its prompts
+        if not without_texts or not is_closed:
+            raise
+        return lock.read_lock(suite)["editions"][suite.edition], {}
+    if is_closed:
+        checked.problems += lock.list_differences(suite, run)
+    groups: dict[str, dict[str, Group]] = {}
+    for part_run in run.parts:
+        groups[part_run.part.name] = {group.column: group for group in part_run.plan.groups}
+    return lock.hash_run(run), groups
+
+
+def _read_row_samples(
     suite: Suite,
     row: Line,
     expected: lock.Locked,
@@ -137,7 +155,7 @@ def _row_samples(
             if cell_id is None:
                 checked.problems.append(f"{label}: no result is named")
                 continue
-            samples = _cell_samples(cell_id, label, locked, store, checked)
+            samples = _read_cell_samples(cell_id, label, locked, store, checked)
             columns[column] = samples
             if part.measure == KL:
                 continue
@@ -150,7 +168,7 @@ def _row_samples(
     return samples_by_part
 
 
-def _cell_samples(
+def _read_cell_samples(
     cell_id: str, label: str, locked: lock.LockedColumn, store: ResultStore, checked: Checked
 ) -> dict[str, Sample]:
     """Return a result's samples on the locked prompts, by example id.
@@ -235,36 +253,26 @@ def _check_methods(
     A row states its method with options, its budget and its role. The method of that name is planned again, and must be
     the method that the row's results were measured with.
     """
-    # the rows that the suite plans, by (name, budget); foreign has the names of methods that are not installed here
-    known: dict[tuple[str, int | None], SuiteRow] = {(row.name, row.budget): row for row in controls}
-    names = [row["name"] for row in rows if row["role"] != "full"]
-    foreign = set()
-    for name in dict.fromkeys(names):
-        if any(control.name == name for control in controls):
-            continue
-        try:
-            known |= {(row.name, row.budget): row for row in plan.rows_of_name(suite, name, settings)}
-        except UsageError:
-            foreign.add(name)
-    seen: set[tuple[str, int | None]] = set()
+    planned_rows, foreign = _plan_rows(suite, rows, controls, settings)
+    seen: set[RowKey] = set()
     for row in rows:
         key = (row["name"], row.get("budget"))
         label = f"{row['name']} at 1/{row.get('budget')}"
         if key in seen:
             checked.problems.append(f"{label}: there are two such rows")
         seen.add(key)
-        expected = known.get(key)
+        planned = planned_rows.get(key)
         if row["role"] == "full":
-            methods = {part.name: _method_of(Chain().identity()) for part in suite.parts}
+            methods = {part.name: _read_method(Chain().identity()) for part in suite.parts}
             _check_results(row, label, methods, store, checked)
-        elif expected is not None:
-            if row["role"] != expected.role:
-                checked.problems.append(f"{label}: its role is {row['role']}, and the suite says {expected.role}")
+        elif planned is not None:
+            if row["role"] != planned.role:
+                checked.problems.append(f"{label}: its role is {row['role']}, and the suite says {planned.role}")
             methods = {}
             for part in suite.parts:
-                config = expected.config_in(part)
+                config = planned.config_in(part)
                 if config is not None:
-                    methods[part.name] = _method_of(config.chain.identity())
+                    methods[part.name] = _read_method(config.chain.identity())
             _check_results(row, label, methods, store, checked)
         elif row["name"] in foreign:
             _check_foreign(row, label, store, checked)
@@ -272,7 +280,28 @@ def _check_methods(
             checked.problems.append(f"{label}: the method does not reach this budget, or reaches a smaller one")
 
 
-def _method_of(chain: Mapping[str, Any]) -> dict[str, Any]:
+def _plan_rows(
+    suite: Suite, rows: Sequence[Line], controls: Sequence[SuiteRow], settings: Mapping[str, object]
+) -> tuple[dict[RowKey, SuiteRow], set[str]]:
+    """Return (the rows that the suite plans for the methods in ``rows``, the names of methods that are not here).
+
+    Such a method is a contributor's own, or needs a package that is not installed.
+    """
+    planned_rows: dict[RowKey, SuiteRow] = {(row.name, row.budget): row for row in controls}
+    control_names = {control.name for control in controls}
+    names = [row["name"] for row in rows if row["role"] != "full"]
+    foreign = set()
+    for name in dict.fromkeys(names):
+        if name in control_names:
+            continue
+        try:
+            planned_rows |= {(row.name, row.budget): row for row in plan.find_rows(suite, name, settings)}
+        except UsageError:
+            foreign.add(name)
+    return planned_rows, foreign
+
+
+def _read_method(chain: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stages' ids and options and ``per`` of a chain's identity, as JSON has them.
 
     A later revision of a stage is no other method.
@@ -282,7 +311,7 @@ def _method_of(chain: Mapping[str, Any]) -> dict[str, Any]:
     return dict(json.loads(json.dumps({"stages": stages, "per": chain["per"]})))
 
 
-def _identities(row: Line, store: ResultStore) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _read_identities(row: Line, store: ResultStore) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Yield (part, column, identity) of each result of a row. All results must be in the store."""
     for part, columns in row["results"].items():
         for column, cell_id in columns.items():
@@ -299,8 +328,8 @@ def _check_results(
         checked.problems.append(
             f"{label}: it has results in {', '.join(row['results'])}, and not in {', '.join(methods)}"
         )
-    for part, column, identity in _identities(row, store):
-        if _method_of(identity["chain"]) != methods.get(part):
+    for part, column, identity in _read_identities(row, store):
+        if _read_method(identity["chain"]) != methods.get(part):
             checked.problems.append(f"{label} on {column}: the result is of another method or budget")
 
 
@@ -310,9 +339,11 @@ def _check_foreign(row: Line, label: str, store: ResultStore, checked: Checked) 
     Its bytes are a problem, too, if they are more than MOST_BYTES times the budget.
     """
     # a row's name is its stages' ids with plus signs between them, and then the options
-    named = sorted(row["name"].split(" ")[0].split("+"))
-    for _, column, identity in _identities(row, store):
-        if sorted(stage["id"] for stage in identity["chain"]["stages"]) != named:
+    method, *_ = row["name"].split(" ")
+    named_stages = sorted(method.split("+"))
+    for _, column, identity in _read_identities(row, store):
+        measured_stages = sorted(stage["id"] for stage in identity["chain"]["stages"])
+        if measured_stages != named_stages:
             checked.problems.append(f"{label} on {column}: the result is of another method")
     # JSON may hold nan, which is not above any number but must be refused, too
     if not row["bytes"] <= MOST_BYTES * 100 / row["budget"]:
@@ -332,10 +363,10 @@ def _check_facts(
         label = f"{row['name']} at 1/{row.get('budget')}"
         if folders.hash_answers(parts) != row.get("answers"):
             checked.problems.append(f"{label}: its answers are not those of its hash")
-        for key, versions in folders.versions_of(store, row["results"]).items():
+        for key, versions in folders.read_versions(store, row["results"]).items():
             if row.get(key) != versions:
                 checked.problems.append(f"{label}: {key} is {row.get(key)}, and its results have {versions}")
-        dtypes = {identity["model"]["dtype"] for _, _, identity in _identities(row, store)}
+        dtypes = {identity["model"]["dtype"] for _, _, identity in _read_identities(row, store)}
         if dtypes != {row.get("dtype")}:
             checked.problems.append(f"{label}: dtype is {row.get('dtype')}, and its results have {sorted(dtypes)}")
 
@@ -347,24 +378,26 @@ def _check_numbers(
 
     samples: the samples of each of ``rows``, by part.
     """
-    # ``_check_controls`` has found the row of the full cache, by which all other rows are scored
-    full = next(parts for row, parts in zip(rows, samples, strict=True) if row["role"] == "full")
+    full_samples = []
     measured = []
     for row, parts in zip(rows, samples, strict=True):
-        if row["role"] != "full":
+        if row["role"] == "full":
+            full_samples.append(parts)
+        else:
             measured.append(RowSamples(name=row["name"], budget=row["budget"], role=row["role"], parts=parts))
-    scored = score_rows(suite, measured, full)
+    # ``_check_controls`` has found the row of the full cache, by which all other rows are scored
+    scored = score_rows(suite, measured, full_samples[0])
     stored_by_key = {(row["name"], row.get("budget")): row for row in rows}
     for entry in scored:
         stored = stored_by_key[entry.name, entry.budget]
-        for key, value in folders.rounded_numbers(entry).items():
-            count, differing = _compare_values(value, stored.get(key))
+        for key, value in folders.round_numbers(entry).items():
+            count, differs = _compare_values(value, stored.get(key))
             checked.numbers += count
-            if differing:
+            if differs:
                 checked.problems.append(
                     f"{entry.name} at 1/{entry.budget}: {key} is {stored.get(key)}, samples give {value}"
                 )
-    checked.problems += problems_of_controls(scored)
+    checked.problems += list_control_problems(scored)
 
 
 def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
@@ -380,11 +413,17 @@ def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:
         if not isinstance(stored, list) or len(value) != len(stored):
             return 0, True
         return _add_up([_compare_values(a, b) for a, b in zip(value, stored, strict=True)])
-    # Python counts True and False as integers, but they must be equal like texts
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        is_number = isinstance(stored, (int, float)) and not isinstance(stored, bool)
-        return 1, not is_number or abs(value - stored) > TOLERANCE * max(1.0, abs(value))
-    return 0, value != stored
+    if not _is_number(value):
+        return 0, value != stored
+    if not _is_number(stored):
+        return 1, True
+    allowed_difference = TOLERANCE * max(1.0, abs(value))
+    return 1, abs(value - stored) > allowed_difference
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a number, but not for True and False, which Python counts as integers."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _add_up(results: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
@@ -404,13 +443,13 @@ def describe_findings(place: Path, checked: Checked) -> str:
             text += f" {checked.unscored:,} answers could not be scored again: their texts are not on this machine."
         return text
     lines = [f"{place}: NOT verified, {len(checked.problems)} problems"]
-    lines += [f"  {problem}" for problem in checked.problems[:MOST_SAID]]
-    if len(checked.problems) > MOST_SAID:
-        lines.append(f"  and {len(checked.problems) - MOST_SAID} more")
+    lines += [f"  {problem}" for problem in checked.problems[:MOST_LISTED]]
+    if len(checked.problems) > MOST_LISTED:
+        lines.append(f"  and {len(checked.problems) - MOST_LISTED} more")
     return "\n".join(lines)
 
 
-def check_place(place: Path) -> None:
-    """Raise UsageError unless a place is a folder."""
+def check_folder(place: Path) -> None:
+    """Raise UsageError unless ``place`` is a folder."""
     if not place.is_dir():
         raise UsageError(f"{place} is no folder: name the folder that `kvbench suite` wrote")

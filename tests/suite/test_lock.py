@@ -15,13 +15,15 @@ TASK = {"protocol": "p", "prompts": {"e0": "h0"}}
         ({"a": {"t": TASK}}, []),
         ({"a": {"t": TASK}, "b": {"t": TASK}}, ["b: t is no task of the suite"]),
         ({"a": {"u": TASK}}, ["a: u is no task of the suite", "a: t is missing"]),
+        ({}, ["a: t is missing"]),
+        ({"b": {"t": TASK}}, ["b: t is no task of the suite", "a: t is missing"]),
         ({"a": {"t": {**TASK, "protocol": "q"}}}, ["a: t is asked or scored in another way"]),
     ],
 )
 def test_each_difference_from_the_lock_is_a_sentence(planned, problems, monkeypatch):
     locked = {"suite": "s", "checkpoint": "c", "editions": {"quick": {"a": {"t": TASK}}}}
     monkeypatch.setattr(lock, "read_lock", lambda suite: locked)
-    monkeypatch.setattr(lock, "of_run", lambda run: planned)
-    part = SimpleNamespace(run=SimpleNamespace(source=SimpleNamespace(fingerprint="c")))
-    found = lock.differences(SimpleNamespace(model="tiny", edition="quick"), SimpleNamespace(parts=[part]))
+    monkeypatch.setattr(lock, "hash_run", lambda run: planned)
+    plan = SimpleNamespace(source=SimpleNamespace(fingerprint="c"))
+    found = lock.list_differences(SimpleNamespace(model="tiny", edition="quick"), SimpleNamespace(plans=[plan]))
     assert found == problems

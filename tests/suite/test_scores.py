@@ -124,13 +124,13 @@ def test_no_control_may_be_below_the_negative_one():
     rows = [row("random", CHANCE, [0.3, 0.31] * 10), row("first", NEGATIVE, spread), row("c", CONTROL, low)]
     rows.append(row("m", METHOD, low))
     scored = scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))
-    (problem,) = scores.problems_of_controls(scored)
+    (problem,) = scores.list_control_problems(scored)
     assert problem.startswith("p at 1/2: c (") and "below the negative control first" in problem
     # a method may be below it, and the card says so
-    assert {place.name for place in scores.below_negative(scored)} == {"c", "m"}
-    assert any("p at 1/2, first (" in note and "m (−" in note for note in card.notes(suite(), scored))
+    assert {place.name for place in scores.find_below_negative(scored)} == {"c", "m"}
+    assert any("p at 1/2, first (" in note and "m (−" in note for note in card.write_notes(suite(), scored))
     rows[1] = row("first", NEGATIVE, [0.0, 0.1] * (n // 2))
-    assert scores.problems_of_controls(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
+    assert scores.list_control_problems(scores.score_rows(suite(), rows, full([0.9, 1.0] * 10))) == []
 
 
 def test_a_budget_without_random_tokens_has_no_scores():
@@ -166,17 +166,17 @@ def test_means_stand_first_by_method_and_budget():
     rows = [row("random", CHANCE, base * 0.1), row("c", CONTROL, base * 0.9), row("a", METHOD, base * 0.5)]
     rows += [row("b", METHOD, base * 0.7), row("d", METHOD, base * 0.1)]
     scored = scores.score_rows(suite(), rows, full(base * 0.5 + 0.5))
-    table = card.mean_table(suite(), scored)
+    table = card.build_mean_table(suite(), scored)
     assert [cells[0] for cells in table.rows] == ["b", "a", "d", "c"], "methods from the best, then controls"
     assert table.headings == {0: "", 3: "controls"}
     by_name = {cells[0]: cells[1] for cells in table.rows}
     assert by_name["d"] == "0", "no interval: all its prompts score what random tokens score"
-    assert any(note.startswith("No brackets") for note in card.notes(suite(), scored))
+    assert any(note.startswith("No brackets") for note in card.write_notes(suite(), scored))
     # the lines of three methods would hide the table
-    text, markdown = (card.card_text(suite(), scored, style) for style in ("text", "md"))
+    text, markdown = (card.write_card(suite(), scored, style) for style in ("text", "md"))
     assert "worst p" not in text and markdown.index("worst p") > markdown.index("pages freed")
     few = [entry for entry in scored if entry.name != "d"]
-    assert "worst p" in card.card_text(suite(), few, "text").split("mean  ")[0]
+    assert "worst p" in card.write_card(suite(), few, "text").split("mean  ")[0]
 
 
 def test_the_picture_has_each_score_in_its_methods_row_and_budgets_column(tmp_path, monkeypatch):
@@ -209,6 +209,6 @@ def test_a_mean_over_fewer_parts_is_marked_and_ranked_by_the_parts_that_both_row
     scored = scores.score_rows(two, rows, {**exact, "q": exact["p"]})
     both, half, _ = scored
     assert (both.name, both.rank, half.name, half.rank) == ("both", 1, "half", 2) and half.mean > both.mean
-    text = card.card_text(two, scored, "text")
+    text = card.write_card(two, scored, "text")
     assert f"{half.mean:.0f}†" in text and f"{both.mean:.0f}†" not in text
-    assert "(without q: half)" in text.replace("\n", " ") and "(p 67, not q)" in card.line_of(two, half)
+    assert "(without q: half)" in text.replace("\n", " ") and "(p 67, not q)" in card.write_line(two, half)

@@ -227,7 +227,7 @@ def at_budgets(method, **options):
     suite = definition.load("tiny")
     shape = from_config(load.locate(config.configure({"model": "tiny"}).model).config)
     (template,) = resolve([{"method": method, **options}])
-    found = rows.at_budgets(suite, method, METHOD, template, shape)
+    found = rows.make_rows_at_budgets(suite, method, METHOD, template, shape)
     return {row.budget: row.config for row in found}
 
 

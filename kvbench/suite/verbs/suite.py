@@ -14,7 +14,7 @@ from kvbench.plan.keys import check_choice, parse_pairs
 from kvbench.plan.words import split_list, value_of
 from kvbench.run.console import print_plans, stopping
 from kvbench.suite import definition
-from kvbench.suite.definition import EDITIONS, FULL
+from kvbench.suite.definition import EDITIONS, FULL, Suite
 
 if TYPE_CHECKING:
     from kvbench.suite.plan import SuiteRun
@@ -41,21 +41,14 @@ def main(args: argparse.Namespace) -> int:
     """Measure a suite and print its card. Return the exit status."""
     if not args.suite or "=" in args.suite:
         raise UsageError(f"name a suite: kvbench suite {definition.suite_names()[0]} method=snapkv")
-    from kvbench.run import experiment
     from kvbench.suite import folder as folders
-    from kvbench.suite import lock, plan
+    from kvbench.suite import plan
 
     options = parse_pairs(args.overrides, example="method=snapkv or edition=quick")
     edition = check_choice("edition", EDITIONS, options.pop("edition", FULL))
     suite = definition.load(args.suite, edition)
     if args.lock:
-        planned_editions = {}
-        for name in EDITIONS:
-            edition_suite = definition.load(args.suite, name)
-            planned_editions[name] = plan.prepare(edition_suite, methods=[], options={}, settings={})
-        lock.write_lock(suite, planned_editions)
-        print(definition.lock_path(suite.name))
-        return 0
+        return _write_lock(suite)
     methods = split_list(options.pop("method", ""))
     output = options.pop("output", "")
     contributor = options.pop("contributor", "")
@@ -69,41 +62,66 @@ def main(args: argparse.Namespace) -> int:
     run = plan.prepare(suite, methods, knobs, settings | shard)
     # the lock and the card are about all prompts, even if only a shard of them is measured here
     whole = plan.prepare(suite, methods, knobs, settings) if shard else run
-    division = _division(whole, settings)
+    division = _choose_division(whole, settings)
     if source:
         folders.take_answers(Path(source), whole)
     if args.plan:
         if args.json:
-            return print_plans(run.runs, as_json=True)
-        print("\n".join(_plan_lines(run)))
+            return print_plans(run.plans, as_json=True)
+        print("\n".join(_describe_plan(run)))
         return 0
     if not args.stored:
-        with stopping(run.runs, ["suite", args.suite] + args.overrides) as stop:
-            for number, part_run in enumerate(run.parts, start=1):
-                # the progress lines that follow count this part alone
-                if not args.json:
-                    say(f"part {number} of {len(run.parts)}, {part_run.part.name}: {part_run.part.about}")
-                experiment.fill(part_run.run, quiet=args.json)
-        if stop.status is not None:
-            return stop.status
+        status = _measure_parts(run, ["suite", args.suite] + args.overrides, quiet=args.json)
+        if status is not None:
+            return status
         if shard:
             _check_shard(run)
             print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
             return 0
-    folder = Path(output) if output else _default_folder(run, settings)
+    folder = Path(output) if output else _choose_folder(run, settings)
     return _finish_suite(whole, folder, division, contributor, as_json=args.json)
+
+
+def _write_lock(suite: Suite) -> int:
+    """Write the lock of a suite with all its editions, and print its path. Return exit status 0."""
+    from kvbench.suite import lock, plan
+
+    planned_editions = {}
+    for name in EDITIONS:
+        edition_suite = definition.load(suite.name, name)
+        planned_editions[name] = plan.prepare(edition_suite, methods=[], options={}, settings={})
+    lock.write_lock(suite, planned_editions)
+    print(definition.lock_path(suite.name))
+    return 0
+
+
+def _measure_parts(run: SuiteRun, command: list[str], quiet: bool) -> int | None:
+    """Measure the missing answers of all parts. Return the exit status if the user stopped it, else None.
+
+    command: the words of the command line, for the message on how to go on.
+    quiet: True to show no progress.
+    """
+    from kvbench.run import experiment
+
+    with stopping(run.plans, command) as stop:
+        for number, part_run in enumerate(run.parts, start=1):
+            # the progress lines that follow count this part alone
+            if not quiet:
+                say(f"part {number} of {len(run.parts)}, {part_run.part.name}: {part_run.part.about}")
+            experiment.fill(part_run.plan, quiet=quiet)
+    return stop.status
 
 
 def _check_shard(run: SuiteRun) -> None:
     """Raise KvbenchError if answers of a measured shard are missing."""
     left = 0
     for part_run in run.parts:
-        left += sum(todo.answers_to_do for todo in part_run.run.todo())
+        left += sum(todo.answers_to_do for todo in part_run.plan.todo())
     if left:
         raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above; repeat the command")
 
 
-def _plan_lines(run: SuiteRun) -> Iterator[str]:
+def _describe_plan(run: SuiteRun) -> Iterator[str]:
     """Yield lines of text on a planned suite: its rows with their budgets, and each part's missing answers.
 
     The time left is added for parts whose speed is known from earlier answers.
@@ -119,19 +137,20 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
         yield f"  {name:{width}}  {' '.join(shares)}"
     total_seconds = 0.0
     is_total_known = True
-    for part in run.parts:
-        groups = forecast_run(part.run).groups
+    for part_run in run.parts:
+        groups = forecast_run(part_run.plan).groups
         done = sum(group.answers_done for group in groups)
         left = sum(group.answers_to_do for group in groups)
-        line = f"{part.part.name}: {len(groups)} tasks, {done:,} of {done + left:,} answers are measured"
-        seconds = [group.seconds for group in groups if group.answers_to_do]
+        line = f"{part_run.part.name}: {len(groups)} tasks, {done:,} of {done + left:,} answers are measured"
+        unfinished = [group for group in groups if group.answers_to_do]
+        known_seconds = [group.seconds for group in unfinished if group.seconds is not None]
         # a task without any answer has no measured speed, and then the sum is unknown
-        if any(value is None for value in seconds):
+        if len(known_seconds) < len(unfinished):
             is_total_known = False
         else:
-            part_seconds = sum(value for value in seconds if value is not None)
+            part_seconds = sum(known_seconds)
             total_seconds += part_seconds
-            if seconds:
+            if unfinished:
                 line += f", about {describe_duration(part_seconds)} left"
         yield line
     if is_total_known and total_seconds:
@@ -140,7 +159,7 @@ def _plan_lines(run: SuiteRun) -> Iterator[str]:
         yield "The time left is known once each task has a few answers: run the suite, stop it, and ask again."
 
 
-def _division(run: SuiteRun, settings: Mapping[str, object]) -> str:
+def _choose_division(run: SuiteRun, settings: Mapping[str, object]) -> str:
     """Return the division of a run: open if it names a model, else closed.
 
     Raises UsageError for a closed run whose prompts or checkpoint are not those of the suite's lock.
@@ -150,14 +169,14 @@ def _division(run: SuiteRun, settings: Mapping[str, object]) -> str:
 
     if "model" in settings:
         return OPEN
-    differences = lock.differences(run.suite, run)
+    differences = lock.list_differences(run.suite, run)
     if differences:
         problems = "\n".join(f"  {problem}" for problem in differences)
         raise UsageError(f"this is not {run.suite.name}:\n{problems}")
     return CLOSED
 
 
-def _default_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
+def _choose_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
     """Return the folder of the user's own cards, which git ignores: below results/own."""
     name = run.suite.name
     if run.suite.edition != FULL:
@@ -172,25 +191,25 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
     """
     from kvbench.suite import card, plan
     from kvbench.suite import folder as folders
-    from kvbench.suite.scores import problems_of_controls, score_rows
+    from kvbench.suite.scores import list_control_problems, score_rows
 
     samples, full = plan.collect_samples(run)
     scored = score_rows(run.suite, samples, full)
-    problems = problems_of_controls(scored)
+    problems = list_control_problems(scored)
     if problems:
-        said = "\n".join(f"  {problem}" for problem in problems)
+        indented = "\n".join(f"  {problem}" for problem in problems)
         raise KvbenchError(
-            f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{said}"
+            f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{indented}"
         )
     samples_by_row: dict[tuple[str, int | None], Mapping[str, PartSamples]] = {("full", None): full}
     samples_by_row |= {(row.name, row.budget): row.parts for row in samples}
-    rows = folders.lines_of_rows(run, scored, samples_by_row, division=division, contributor=contributor)
-    folders.write_folder(folder, run, rows, card.card_text(run.suite, scored, "md"))
+    rows = folders.make_lines(run, scored, samples_by_row, division=division, contributor=contributor)
+    folders.write_folder(folder, run, rows, card.write_card(run.suite, scored, "md"))
     card.draw_card(run.suite, scored, folder / folders.PICTURE)
     if as_json:
-        print(json.dumps(card.as_plain(run.suite, rows, card.notes(run.suite, scored)), indent=1))
+        print(json.dumps(card.as_plain(run.suite, rows, card.write_notes(run.suite, scored)), indent=1))
         return 0
-    print(card.card_text(run.suite, scored, "text"), end="")
+    print(card.write_card(run.suite, scored, "text"), end="")
     left_out = sorted({row.name for row in run.rows} - {entry.name for entry in scored})
     if left_out:
         print(f"Not measured in every part, and so without a row: {', '.join(left_out)}.")

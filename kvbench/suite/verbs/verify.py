@@ -20,11 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Check folders and print the findings. Return exit status 1 if one of them is not verified."""
-    from kvbench.suite.verify import check_place, describe_findings, verify_folder
+    from kvbench.suite.verify import check_folder, describe_findings, verify_folder
 
     places = [Path(name) for name in args.folders]
     for place in places:
-        check_place(place)
+        check_folder(place)
     findings = {str(place): verify_folder(place, args.without_texts) for place in places}
     if args.json:
         print(json.dumps({name: asdict(checked) for name, checked in findings.items()}, indent=1, ensure_ascii=False))
