@@ -162,7 +162,10 @@ def _read_prompts(model: PreTrainedModel, chain: Chain, ids: Tensor, clock: Cloc
     """Read and compress the prompts ``ids`` [B, n] one after the other."""
     clock.wait()
     start = time.perf_counter()
-    caches = [prefill_chains(model, row, [chain])[0] for row in ids]
+    caches = []
+    for prompt in ids:
+        # one cache for each chain
+        caches += prefill_chains(model, prompt, [chain])
     tokens = torch.stack([cache.logits for cache in caches]).argmax(dim=-1)[:, None]
     clock.wait()
     seconds = time.perf_counter() - start

@@ -86,7 +86,7 @@ def find_largest_batch(fits: Callable[[int], bool], most: int = MOST_ROWS) -> in
 def fits_memory(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
     """Return True if ``workload`` fits into memory: all its caches, the read of its last prompt, its last step."""
     try:
-        prompt = random_prompts(workload.sized(1), int(model.config.vocab_size), seed)[0]
+        (prompt,) = random_prompts(workload.sized(1), int(model.config.vocab_size), seed)
         _fill_memory(model, chain, workload, prompt)
         fitting = True
     except (RuntimeError, MemoryError) as error:
@@ -141,14 +141,14 @@ def limit_memory(limit: float | None, device: torch.device) -> Iterator[None]:
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
-        previous = resource.getrlimit(resource.RLIMIT_DATA)
-        soft_limit = int(process_memory("VmData") + limit * GIB)
-        # a hard limit, once lowered, cannot be raised again
-        resource.setrlimit(resource.RLIMIT_DATA, (soft_limit, previous[1]))
+        previous_soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = int(process_memory("VmData") + limit * GIB)
+        # the hard limit stays: once lowered, it cannot be raised again
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, previous)
+            resource.setrlimit(resource.RLIMIT_DATA, (previous_soft, hard))
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,8 @@ def _answer_request(request: PeakRequest) -> PeakAnswer:
         if is_out_of_memory(error):
             return {"oom": True}
         # the reason in a row is one line
-        return {"error": f"{type(error).__name__}: {error}".split("\n")[0]}
+        first_line, *_ = f"{type(error).__name__}: {error}".split("\n")
+        return {"error": first_line}
 
 
 def _measure_request(request: PeakRequest) -> PeakAnswer:

@@ -182,7 +182,10 @@ def _select_run_words(words: Sequence[str], arguments: Collection[str]) -> list[
 
 
 def _replace_results(word: str) -> str:
-    """Return the word, with ``results=`` replaced by the ``folder=`` within it. It means the same in all verbs."""
+    """Return the word, with ``results=FOLDER`` replaced by the ``folder=`` of benchmarks below it.
+
+    ``results=`` is the key by which all verbs name the folder of results.
+    """
     if word.startswith("results="):
         return f"folder={word.removeprefix('results=')}/bench"
     return word

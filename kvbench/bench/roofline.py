@@ -39,8 +39,8 @@ def step_roofline(
     shape = shape_of(model.config)
     itemsize = next(model.parameters()).element_size()
     weights = step_weight_bytes(model, batch)
-    # each row writes the exact keys and values of one new token, and its states anew. ``full_bytes`` of ``batch`` tokens
-    # has the right keys and values, but the states of only one text
+    # each row writes the exact keys and values of one new token, and its states anew. ``full_bytes`` of ``batch``
+    # tokens counts these keys and values, but the states of only one text
     states = shape.state_bytes(itemsize)
     written = shape.full_bytes(batch, itemsize) - states + batch * states
     moved = weights + cache_bytes + written

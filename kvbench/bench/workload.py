@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvbench.base.errors import UsageError
 
-WRITTEN = re.compile(r"(\d+)\+(\d+)(?:x(\d+|max))?")
-"""A workload on the command line: (prompt, new tokens, batch or max or nothing)."""
+WRITTEN = re.compile(r"(?P<prompt>\d+)\+(?P<new>\d+)(?:x(?P<batch>\d+|max))?")
+"""A workload on the command line: 512+32, 512+32x8 or 512+32xmax."""
 FORM = "prompt+new or prompt+newxbatch, whole numbers, at least 2 new tokens, as in 512+32x8; xmax: the largest batch"
 
 
@@ -39,11 +39,14 @@ class Workload:
 
 def parse_workload(text: str) -> Workload:
     """Return the workload that a text states, for example 4096+64x8. Raises UsageError if it has not the form FORM."""
+    error = UsageError(f"workloads={text} is not possible: {FORM}")
     match = WRITTEN.fullmatch(text.strip())
+    if match is None:
+        raise error
+    prompt, new, batch = int(match["prompt"]), int(match["new"]), match["batch"] or "1"
     # an answer needs at least two tokens: the prompt gives the first, and only later ones come from a decode step
-    if not match or int(match[1]) < 1 or int(match[2]) < 2 or match[3] == "0":
-        raise UsageError(f"workloads={text} is not possible: {FORM}")
-    prompt, new, batch = int(match[1]), int(match[2]), match[3] or "1"
+    if prompt < 1 or new < 2 or batch == "0":
+        raise error
     if batch == "max":
         return Workload(prompt, new, batch=None)
     return Workload(prompt, new, batch=int(batch))

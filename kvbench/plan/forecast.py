@@ -73,9 +73,7 @@ def forecast_run(plan: RunPlan) -> Forecast:
     )
 
 
-def _forecast_group(
-    todo: GroupTodo, estimate: Estimate, parts: Sequence[Group], cache_memory: int
-) -> GroupForecast:
+def _forecast_group(todo: GroupTodo, estimate: Estimate, parts: Sequence[Group], cache_memory: int) -> GroupForecast:
     """Return the remaining work of one group with its memory and time, if it runs in ``parts``."""
     too_large = []
     for part in parts:

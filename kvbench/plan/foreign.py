@@ -84,7 +84,9 @@ def _ask_for_budgets(chain: Chain, shape: Shape, lengths: Collection[int]) -> No
         keeps_everything(chain, n, answer=1)
 
 
-def _find_prompt_lengths(groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None) -> set[int]:
+def _find_prompt_lengths(
+    groups: Sequence[Group], cfg: RunConfig, tokenizer: Tokenizer, context: int | None
+) -> set[int]:
     """Return the lengths in tokens of the first and of the longest prompt of each group."""
     lengths = set()
     for group in groups:

@@ -127,9 +127,7 @@ def _score_budget(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, P
     """Return the scores of all rows of one budget, by rank and mean. Raises UsageError without random tokens."""
     chance_rows = [row for row in rows if row.role == CHANCE]
     if not chance_rows:
-        raise UsageError(
-            f"the budget 1/{rows[0].budget} has no row of random tokens, which every score is relative to"
-        )
+        raise UsageError(f"the budget 1/{rows[0].budget} has no row of random tokens, which every score is relative to")
     # the ends of the scale: random tokens are S = 0, the full cache is S = 100
     low = _compute_scores(suite, chance_rows[0].parts)
     high = _compute_scores(suite, full, is_full=True)

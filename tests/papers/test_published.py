@@ -6,7 +6,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.papers.spec import catalogue, published, table_spec
 from kvbench.studies.imports.base import ImportedAnswer, Predictions
 from kvbench.studies.imports.scoring import Scored
-from kvbench.studies.imports.table import write_notes, build_records
+from kvbench.studies.imports.table import build_records, write_notes
 from kvbench.studies.imports.verdict import PredictionSource, judge_published, read_published_means, write_verdict
 
 

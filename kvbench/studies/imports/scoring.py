@@ -149,7 +149,5 @@ def _divide_by_length(predictions: Predictions, scores: Sequence[Score]) -> Iter
     # ``check_answers`` has refused answers of LongBench-E without a length, so the 0 is never taken
     ranges = [longbench.length_bucket(answer.length or 0) for answer in predictions.answers]
     for name, _ in longbench.BUCKETS:
-        scores_in_range = tuple(
-            score for score, range_name in zip(scores, ranges, strict=True) if range_name == name
-        )
+        scores_in_range = tuple(score for score, range_name in zip(scores, ranges, strict=True) if range_name == name)
         yield Bucket(name, scores_in_range, _compute_interval(scores_in_range))

@@ -19,7 +19,7 @@ from kvbench.run.console import add_format_option
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
     from kvbench.studies.imports.distances import ImportedDistance
-    from kvbench.studies.imports.table import TaskRecord
+    from kvbench.studies.imports.table import Means, TaskRecord, Verdicts
 
 KEYS = (
     Key("code_sim", "levenshtein"),
@@ -78,16 +78,11 @@ def main(args: argparse.Namespace) -> int:
     """
     start = time.perf_counter()
     options = _parse_options(args)
-    from kvbench.report import writers
     from kvbench.store.store import ResultStore
     from kvbench.studies import imports
     from kvbench.studies.imports import distances, scoring, stored, table, verdict
-    from kvbench.tasks import longbench, metrics
 
-    # refuse unknown metrics before reading files, since that may take minutes; lcc is a task that code_sim= is for
-    longbench.metric_name("lcc", options.code_sim)
-    if options.metric is not None:
-        metrics.metric(options.metric)
+    _check_metrics(options)
     # logs with divergences are no answers to score
     divergence_files = distances.find_files(Path(args.path))
     if divergence_files:
@@ -126,10 +121,10 @@ def main(args: argparse.Namespace) -> int:
     elif args.format == "csv":
         print(table.as_csv(records), end="")
     elif scored:
-        notes = table.write_notes(records, verdicts)
+        notes = []
         if cells:
             notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
-        print(writers.compose(table.build_tables(records, verdicts, means, args.timing), notes, args.format), end="")
+        _print_tables(records, verdicts, means, notes, args)
     # a program may read stdout, so times and errors go to stderr
     if scored:
         _report_time(records, timing, time.perf_counter() - start)
@@ -140,6 +135,32 @@ def main(args: argparse.Namespace) -> int:
     if scored:
         return 1
     return 2
+
+
+def _check_metrics(options: ScoreOptions) -> None:
+    """Raise UsageError for an unknown metric or backend. Files are read later, since that may take minutes."""
+    from kvbench.tasks import longbench, metrics
+
+    # lcc is a task that code_sim= is for
+    longbench.metric_name("lcc", options.code_sim)
+    if options.metric is not None:
+        metrics.metric(options.metric)
+
+
+def _print_tables(
+    records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, last_notes: Sequence[str], args: argparse.Namespace
+) -> None:
+    """Print the scores as tables, with published values beside them and the notes below.
+
+    last_notes: the notes that follow those of the tables.
+    """
+    from kvbench.report import writers
+    from kvbench.studies.imports import table
+
+    tables = table.build_tables(records, verdicts, means, args.timing)
+    notes = table.write_notes(records, verdicts)
+    notes += last_notes
+    print(writers.compose(tables, notes, args.format), end="")
 
 
 def _print_distances(divergences: Sequence[ImportedDistance], options: ScoreOptions, args: argparse.Namespace) -> int:
