@@ -91,7 +91,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return sum(bytes_by_address.values())
 
 
-def step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
+def count_step_weight_bytes(model: PreTrainedModel, batch: int) -> int:
     """Return the bytes of weights that a decode step of ``batch`` rows reads.
 
     A step reads all weights, except that it reads only ``batch`` rows of an embedding. An embedding that is also the

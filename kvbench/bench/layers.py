@@ -62,7 +62,7 @@ class MeasuredLayers:
         return (self.held.payload, self.held.overhead) == (self.payload_formula, self.overhead_formula)
 
 
-def random_layer(
+def draw_layer(
     chain: Chain, shape: Shape, n: int, dtype: torch.dtype, index: int = 0, device: torch.device | None = None
 ) -> tuple[Observation, LayerCache]:
     """Return (observation, cache) of layer ``index`` after a prompt of n tokens, with normal random keys and values.
@@ -159,11 +159,11 @@ def _draw_keys_and_values(
     return k, v
 
 
-def all_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
+def build_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[LayerCache]:
     """Return the cache of every layer of a model under the chain, built from random numbers."""
     layers = CompressedLayers(chain)
     for i in range(shape.layers):
-        observation, dense = random_layer(chain, shape, n, dtype=dtype, index=i)
+        observation, dense = draw_layer(chain, shape, n, dtype=dtype, index=i)
         layers.add_layer(dense, observation)
     if chain.replayer is not None:
         # a replayer chooses by the attention of a second pass over the prompt: [query heads, n] for each layer
@@ -183,7 +183,7 @@ def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> l
     """
     if chain.rebalancer is not None:
         # every layer's choice depends on all others, so no layer can stand for another
-        return [(i, layer, 1) for i, layer in enumerate(all_layers(chain, shape, n, dtype))]
+        return [(i, layer, 1) for i, layer in enumerate(build_layers(chain, shape, n, dtype))]
     heads = chain.heads(shape.kv_heads, shape.query_heads)
     layers_by_kind: dict[object, list[int]] = {}
     for i in range(shape.layers):
@@ -197,7 +197,7 @@ def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> l
     built = []
     for members in layers_by_kind.values():
         first = members[0]
-        observation, dense = random_layer(chain, shape, n, dtype=dtype, index=first)
+        observation, dense = draw_layer(chain, shape, n, dtype=dtype, index=first)
         built.append((first, chain.compress(dense, observation), len(members)))
         # free its memory before the next layer is drawn
         del dense
@@ -262,7 +262,7 @@ def _apply_formulas(
     return payload_formula(layer, blocks), overhead_formula(layer, blocks) + observed
 
 
-def working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
+def estimate_working_bytes(chain: Chain, shape: Shape, n: int, itemsize: int) -> int:
     """Estimate the most bytes in use at once while layers of n tokens are built and compressed.
 
     itemsize: the bytes of one number of keys and values.

@@ -10,7 +10,7 @@ import torch
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
-from kvbench.bench.layers import MeasuredLayers, measure_bytes, working_bytes
+from kvbench.bench.layers import MeasuredLayers, measure_bytes, estimate_working_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.pages import PagesFreed
@@ -132,7 +132,7 @@ class Account:
         return record | {"even": self.even, "why": self.why}
 
 
-def default_methods() -> list[str]:
+def list_default_methods() -> list[str]:
     """Return the methods that the table has if none is named: every registered method, and the CHAINS.
 
     A modifier stands behind the first method that it decorates, as in h2o+vatp. Methods that need a calibration are
@@ -159,7 +159,7 @@ def default_methods() -> list[str]:
     return names
 
 
-def account_for(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
+def make_account(entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype, build: bool = True) -> Account:
     """Return the account of one chain at a prompt of n tokens. Build a cache if ``build`` and memory allow it."""
     # None means that the prompt's text decides how many tokens stay
     declared = bytes_declared(entry.chain, shape, n, dtype.itemsize)
@@ -207,8 +207,8 @@ def _measure_if_possible(
     entry: ChainConfig, shape: Shape, n: int, dtype: torch.dtype
 ) -> tuple[MeasuredLayers | None, str]:
     """Return (the layers of one chain, ''), or (None, why they were not built)."""
-    need = working_bytes(entry.chain, shape, n, dtype.itemsize)
-    if need > room_for_layer():
+    need = estimate_working_bytes(entry.chain, shape, n, dtype.itemsize)
+    if need > measure_room():
         return None, LAYERWISE.format(need=need / 2**30)
     try:
         return measure_bytes(entry.chain, shape, n, dtype), ""
@@ -221,7 +221,7 @@ def _measure_if_possible(
         return None, f"failed: {type(error).__name__}: {error}"
 
 
-def room_for_layer() -> float:
+def measure_room() -> float:
     """Return the bytes that a layer may take: half of the free memory."""
     return free_bytes(torch.device("cpu")) / 2
 

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import can_be_lengthened, lengthen
-from kvbench.bench.workload import Workload, parse_workload, random_prompts
+from kvbench.bench.workload import Workload, parse_workload, draw_prompts
 from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains
@@ -86,7 +86,7 @@ def find_largest_batch(fits: Callable[[int], bool], most: int = MOST_ROWS) -> in
 def fits_memory(model: PreTrainedModel, chain: Chain, workload: Workload, seed: int) -> bool:
     """Return True if ``workload`` fits into memory: all its caches, the read of its last prompt, its last step."""
     try:
-        (prompt,) = random_prompts(workload.sized(1), int(model.config.vocab_size), seed)
+        (prompt,) = draw_prompts(workload.sized(1), int(model.config.vocab_size), seed)
         _fill_memory(model, chain, workload, prompt)
         fitting = True
     except (RuntimeError, MemoryError) as error:
@@ -319,12 +319,12 @@ def _search_batch(request: PeakRequest, model: PreTrainedModel, chain: Chain) ->
 def _run_chain(request: PeakRequest, model: PreTrainedModel, chain: Chain) -> None:
     """Run one pass of the requested workload under ``chain``."""
     workload = parse_workload(request.workload)
-    ids = random_prompts(workload, int(model.config.vocab_size), request.seed)
+    ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
     generation_pass.run(model, chain, ids, new=workload.new, sample=request.sample, graph=request.graph)
 
 
 def _run_peer(request: PeakRequest, model: PreTrainedModel) -> None:
     """Run one pass of the requested workload under the requested peer."""
     workload = parse_workload(request.workload)
-    ids = random_prompts(workload, int(model.config.vocab_size), request.seed)
+    ids = draw_prompts(workload, int(model.config.vocab_size), request.seed)
     peers.run(model, peers.find_peer(request.label), ids, workload.new)

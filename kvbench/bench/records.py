@@ -37,7 +37,7 @@ class RepeatSpread(TypedDict):
     n: int
 
 
-def key_of_identity(identity: Mapping[str, object]) -> str:
+def hash_identity(identity: Mapping[str, object]) -> str:
     """Return the hash of the facts that decide a row's numbers, as 12 hexadecimal digits."""
     # sort the keys, so that the order of collecting facts does not matter
     text = json.dumps(identity, sort_keys=True, default=str)
@@ -89,12 +89,12 @@ def _remove_torn_line(file: BinaryIO) -> None:
     file.truncate(len(whole_lines) + len(last_newline))
 
 
-def latest_by_key(rows: Sequence[Row]) -> dict[str, Row]:
+def index_latest(rows: Sequence[Row]) -> dict[str, Row]:
     """Return the last row of each key, by key: later measurements replace earlier ones."""
     return {row["key"]: row for row in rows}
 
 
-def spread_of(values: Sequence[float]) -> RepeatSpread:
+def summarise_repeats(values: Sequence[float]) -> RepeatSpread:
     """Return the median, quartiles and number of values of one quantity. A single value is its own quartiles."""
     if len(values) == 1:
         low, high = values[0], values[0]

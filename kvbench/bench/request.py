@@ -15,7 +15,7 @@ from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find_peer
 from kvbench.bench.records import NOT_RUN, Row
-from kvbench.bench.timing import Entrant, Settings, is_finished, row_key, why_not
+from kvbench.bench.timing import Entrant, Settings, is_finished, make_row_key, find_obstacle
 from kvbench.bench.workload import Workload, parse_workload
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
@@ -208,10 +208,10 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
     requested = []
     for workload in options.workloads:
         for entrant in entrants:
-            requested.append(RequestedRow(workload, entrant, row_key(entrant, workload, settings)))
+            requested.append(RequestedRow(workload, entrant, make_row_key(entrant, workload, settings)))
     stored: dict[str, Row] = {}
     if not options.again:
-        stored = records.latest_by_key(records.read_rows(path))
+        stored = records.index_latest(records.read_rows(path))
     finished = set()
     for target in requested:
         if is_finished(stored.get(target.key), target.entrant, target.workload, settings):
@@ -233,7 +233,7 @@ def _measure_model(request: RunRequest, options: TimeOptions, path: Path, plan: 
                 _measure_workload(model, chosen, workload, settings, path)
     # read the file again, with the rows just appended
     all_rows = records.read_rows(path)
-    latest = records.latest_by_key(all_rows)
+    latest = records.index_latest(all_rows)
     rows = [latest[target.key] for target in requested if target.key in latest]
     if older:
         rows += _list_older_base_rows(rows, all_rows, base_names)
@@ -245,7 +245,7 @@ def _measure_workload(
 ) -> None:
     """Measure ``entrants`` on one workload and append their rows to the file ``path``."""
     rows = timing.measure_entrants(model, entrants, workload, settings)
-    keys = {entrant.name: row_key(entrant, workload, settings) for entrant in entrants}
+    keys = {entrant.name: make_row_key(entrant, workload, settings) for entrant in entrants}
     # append after each workload, so that an interruption loses one at most
     records.append_rows(path, [row | {"key": keys[row["method"]], "workload": workload.name} for row in rows])
 
@@ -271,11 +271,12 @@ def _list_entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[s
     The full cache by plain steps is always among them: all ratios need it.
     """
     # a chain without stages is the full cache, which goes first whether it is asked for or not
-    chains = [ChainConfig(Chain(), "full")]
+    full = ChainConfig(Chain(), "full")
+    chains = [full]
     chains += [c for c in cfg.chains if c.chain.stages]
     entrants = []
     if "plain" not in step_kinds:
-        entrants.append(Entrant(chains[0].label, chains[0]))
+        entrants.append(Entrant(full.label, full))
     # time a kind that is named twice only once
     for kind in dict.fromkeys(step_kinds):
         for c in chains:
@@ -319,7 +320,7 @@ def _print_plan(requested: Sequence[RequestedRow], measured: Collection[str], se
     """
     rows = []
     for target in requested:
-        missing = why_not(target.entrant, target.workload)
+        missing = find_obstacle(target.entrant, target.workload)
         # a stored row stays, even if its peer is missing now
         if target.key in measured:
             state = "there"

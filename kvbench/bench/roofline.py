@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.bench.architecture import step_weight_bytes
+from kvbench.bench.architecture import count_step_weight_bytes
 from kvbench.engine.memory import release
 from kvbench.models.interface import synchronise
 from kvbench.models.traits import shape_of
@@ -19,7 +19,7 @@ REPEATS = 7
 """The number of copies. The first one warms up and is not counted."""
 
 
-def step_roofline(
+def compute_roofline(
     model: PreTrainedModel, batch: int, cache_bytes: float, bandwidth: float, step: float
 ) -> dict[str, float]:
     """Return how close a decode step comes to the bandwidth limit, as sizes in bytes and times in seconds.
@@ -38,7 +38,7 @@ def step_roofline(
     """
     shape = shape_of(model.config)
     itemsize = next(model.parameters()).element_size()
-    weights = step_weight_bytes(model, batch)
+    weights = count_step_weight_bytes(model, batch)
     # each row writes the exact keys and values of one new token, and its states anew. ``full_bytes`` of ``batch``
     # tokens counts these keys and values, but the states of only one text
     states = shape.state_bytes(itemsize)
@@ -57,7 +57,7 @@ def step_roofline(
     }
 
 
-def copy_bandwidth(device: torch.device, size: int | None = None) -> float:
+def measure_bandwidth(device: torch.device, size: int | None = None) -> float:
     """Return the device's bandwidth in bytes read and written per second: the median of several large copies.
 
     size: the bytes of one copy; None for the device's entry of COPIED. On a GPU with little free memory it is smaller.

@@ -27,10 +27,10 @@ from kvbench.bench.records import (
     REFUSED,
     RepeatSpread,
     Row,
-    key_of_identity,
-    spread_of,
+    hash_identity,
+    summarise_repeats,
 )
-from kvbench.bench.workload import Workload, random_prompts
+from kvbench.bench.workload import Workload, draw_prompts
 from kvbench.engine.memory import is_out_of_memory, release
 from kvbench.methods.core.resolve import ChainConfig
 
@@ -115,18 +115,18 @@ class Entrant:
         return remarks
 
 
-def row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
+def make_row_key(entrant: Entrant, workload: Workload, settings: Settings) -> str:
     """Return the key of a row's identity: entrant, workload, settings and machine."""
     # another machine measures a row again; other versions or another number of repeats do not
     identity: dict[str, object] = {"who": entrant.identity(), "workload": workload.name}
     identity |= settings.identity()
     for name in ("model", "weights", "dtype", "device", "threads", "paths"):
         identity[name] = settings.facts.get(name)
-    return key_of_identity(identity)
+    return hash_identity(identity)
 
 
-def why_not(entrant: Entrant, workload: Workload) -> str:
-    """Return why a peer does not run here. Return '' if it does, and for kvbench's own methods."""
+def find_obstacle(entrant: Entrant, workload: Workload) -> str:
+    """Return why an entrant cannot run here; '' if it can. Only peers have obstacles, such as a missing package."""
     if entrant.peer is None:
         return ""
     reason = entrant.peer.reason_against()
@@ -210,7 +210,7 @@ class Trial:
 
     def prepare(self) -> None:
         """Determine the batch and run the warm-up. If the entrant cannot run, end the trial."""
-        why = why_not(self.entrant, self.workload)
+        why = find_obstacle(self.entrant, self.workload)
         if why:
             self.end(NOT_RUN, why)
         elif self.workload.batch is not None:
@@ -240,7 +240,7 @@ class Trial:
         """Return the largest batch that fits; 0 if not even one row fits."""
         if self.model.device.type == "cpu":
             return int(self.ask("largest").get("batch", 0))
-        # ``why_not`` has ended the trial of a peer whose largest batch is asked for
+        # ``find_obstacle`` has ended the trial of a peer whose largest batch is asked for
         assert self.entrant.chain is not None
         chain, seed = self.entrant.chain.chain, self.settings.seed
 
@@ -272,7 +272,7 @@ class Trial:
 
         sample: how many steps run at each of several cache lengths; None to run all. Peers always run all.
         """
-        ids = random_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
+        ids = draw_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
         assert self.entrant.chain is not None
@@ -317,7 +317,7 @@ class Trial:
         # compare the typical step with the bytes that a step reads on average
         step = row["quantities"]["tpot"]["median"]
         read_bytes = sum(cost.read_bytes for cost in self.passes) / len(self.passes)
-        row["roofline"] = roofline.step_roofline(self.model, batch, read_bytes, bandwidth=bandwidth, step=step)
+        row["roofline"] = roofline.compute_roofline(self.model, batch, read_bytes, bandwidth=bandwidth, step=step)
         row["sampled"] = []
         for cost in self.passes:
             sampled = cost.sampled
@@ -345,7 +345,7 @@ class Trial:
         if self.full is not None:
             # the estimated total over the total of a generation in which all steps ran
             values["check"] = [cost.total / self.full.total for cost in self.passes]
-        return {name: spread_of(samples) for name, samples in values.items()}
+        return {name: summarise_repeats(samples) for name, samples in values.items()}
 
 
 def measure_entrants(
@@ -364,7 +364,7 @@ def measure_entrants(
     session = f"{time.strftime('%Y%m%dT%H%M%S')}-{random.randrange(16**4):04x}"
     trials = [Trial(model, entrant, workload, settings, ask_process) for entrant in entrants]
     # before the limit holds, since the copy needs memory of its own
-    bandwidth = roofline.copy_bandwidth(model.device)
+    bandwidth = roofline.measure_bandwidth(model.device)
     # on a CPU the limit holds in the child processes that measure peaks
     limit = settings.limit if model.device.type == "cuda" else None
     with peak.limit_memory(limit, model.device):
@@ -410,7 +410,7 @@ def is_finished(row: Row | None, entrant: Entrant, workload: Workload, settings:
     if row is None:
         return False
     if row["status"] == NOT_RUN:
-        return bool(row["reason"] == why_not(entrant, workload))
+        return bool(row["reason"] == find_obstacle(entrant, workload))
     if row["status"] != MEASURED:
         # a row that was too large or refused stays so; a failure may have had a passing cause
         return row["status"] in FINISHED

@@ -52,7 +52,7 @@ def parse_workload(text: str) -> Workload:
     return Workload(prompt, new, batch=int(batch))
 
 
-def random_prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
+def draw_prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
     """Return random token ids [batch, prompt]. Each row has a prompt of its own; every method gets the same prompts."""
     assert workload.batch is not None, "the largest batch must be found first"
     # draw on the processor, so that a seed gives the same prompts on every device

@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     # n= is this verb's own key: a run has no prompt sizes, and its words are those that remain
     run_words = [request.with_full_dtype(word) for word in args.overrides if not word.startswith("n=")]
     if "method" not in options:
-        run_words.append(f"method={','.join(memory_table.default_methods())}")
+        run_words.append(f"method={','.join(memory_table.list_default_methods())}")
     # the keys that an error may propose in place of a mistyped one
     known_keys = ["model", "method", "n", "paper", "preset", "dtype"]
     known_keys += KEYS
@@ -108,7 +108,7 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
         accounts = []
         with progress({f"{n} tokens": len(matched_cfg.chains)}, quiet, "methods") as tick:
             for chain in matched_cfg.chains:
-                accounts.append(memory_table.account_for(chain, shape, n, dtype=dtype, build=build))
+                accounts.append(memory_table.make_account(chain, shape, n, dtype=dtype, build=build))
                 tick(f"{n} tokens", 1)
         rows += [account.as_json() for account in accounts]
         matches += [{"n": n} | asdict(match) for match in matched]

@@ -238,13 +238,16 @@ def text_of(value: Any) -> str:
 
 def split_list(value: str) -> list[str]:
     """Return the parts of a text between commas outside brackets and quotes: ``[0,1],[2]`` has two parts."""
-    parts, depth, quote, start = [], 0, "", 0
+    parts = []
+    # the number of open brackets, the quotation mark that is open ('' for none), and the beginning of the current part
+    depth, open_quote, start = 0, "", 0
     for i, character in enumerate(value):
-        if quote:
-            if character == quote:
-                quote = ""
+        if open_quote:
+            # inside quotes only the closing one counts
+            if character == open_quote:
+                open_quote = ""
         elif character in "'\"":
-            quote = character
+            open_quote = character
         elif character in "[{(":
             depth += 1
         elif character in "]})":

@@ -61,14 +61,14 @@ def make_rows(suite: Suite, methods: Sequence[str], options: Mapping[str, object
     for template in resolve(methods, options):
         name = _write_name(template)
         if template.chain.stages and name not in control_names:
-            reached = make_rows_at_budgets(suite, name, METHOD, template, shape)
-            if not reached:
+            method_rows = make_rows_at_budgets(suite, name, METHOD, template, shape)
+            if not method_rows:
                 # a suite names its budgets by denominators in rising order, so the first one allows most bytes
                 largest = suite.budgets[0]
                 raise UsageError(
                     f"{name} holds more than 1/{largest} of the full cache's bytes, {suite.name}'s largest budget"
                 )
-            suite_rows += reached
+            suite_rows += method_rows
     return suite_rows
 
 

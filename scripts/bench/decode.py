@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from ratio import compared_methods, finish, options
 
 from kvbench.bench.clock import Clock
-from kvbench.bench.layers import random_layer
-from kvbench.bench.roofline import copy_bandwidth
+from kvbench.bench.layers import draw_layer
+from kvbench.bench.roofline import measure_bandwidth
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.kv.model_shape import Shape
 from kvbench.methods.core.resolve import chain_of
@@ -133,7 +133,7 @@ def measure(name: str, shape: StepShape, repeats: int, timer: Timer, device: tor
     def build_rows(format_name: str) -> RowLayer:
         chain = chain_of(FORMATS[format_name])
         layer_shape = Shape(layers=1, query_heads=shape.query_heads, kv_heads=shape.heads, head_dim=shape.head_dim)
-        observation, dense = random_layer(chain, layer_shape, shape.tokens, dtype=shape.dtype, device=device)
+        observation, dense = draw_layer(chain, layer_shape, shape.tokens, dtype=shape.dtype, device=device)
         row = StoredRow(cache=chain.compress(dense, observation), coder=chain.coder)
         return RowLayer([row] * shape.batch, Room(tokens=repeats + WARM_UP))
 
@@ -233,7 +233,7 @@ def main() -> int:
         device, usual_dtype = torch.device("cpu"), "float32"
         machine = f"{torch.get_num_threads()} threads"
     dtype = args.dtype or usual_dtype
-    bandwidth = copy_bandwidth(device)
+    bandwidth = measure_bandwidth(device)
     print(
         f"attention of one step, {args.query_heads} query heads on {args.heads} kv heads of {args.head_dim}, {dtype}, "
         f"{machine}, copies at {bandwidth / 1e9:.0f} GB/s; median of {args.repeats}"

@@ -41,7 +41,7 @@ from tables import (
 from torch import nn
 from transformers import PretrainedConfig
 
-from kvbench.bench.roofline import copy_bandwidth
+from kvbench.bench.roofline import measure_bandwidth
 from kvbench.engine.prefill import prefill_chains
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run.host import Host
@@ -153,7 +153,7 @@ def bound(host: Host, run: RunPlan, new: int) -> float:
     for samples in samples_by_cell:
         held_bytes += sum(sample.payload + sample.overhead for sample in samples)
     # a step reads every row's bytes
-    moving = held_bytes / copy_bandwidth(host.model.device)
+    moving = held_bytes / measure_bandwidth(host.model.device)
     print(
         f"  bound: {reading:.2f} s reading, {new - 1} x ({1000 * step:.0f} ms of products + {1000 * moving:.0f} ms of "
         "bytes)"

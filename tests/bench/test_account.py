@@ -20,7 +20,7 @@ from kvbench.models import traits
 from kvbench.models.releases import HOLDS_STATES
 
 SHAPE = Shape(layers=4, query_heads=4, kv_heads=2, head_dim=32)
-METHODS = memory_table.default_methods()
+METHODS = memory_table.list_default_methods()
 
 
 @grid("per", ["kv_head", "query_head"])
@@ -199,7 +199,7 @@ def test_json_has_the_numbers_and_formulas_alone_build_nothing(capsys, monkeypat
 
 
 def test_what_does_not_fit_is_formula_only(monkeypatch, capsys):
-    monkeypatch.setattr(memory_table, "room_for_layer", lambda: 1000)
+    monkeypatch.setattr(memory_table, "measure_room", lambda: 1000)
     assert main(["bench", "memory", "method=snapkv,adakv,refreekv", "n=300"]) == 0
     shown = capsys.readouterr().out
     assert "snapkv, adakv: a layer would need" in shown and "only a prompt decides what is kept" in shown

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, place_stretches, summarise_stretches
-from kvbench.bench.workload import Workload, parse_workload, random_prompts
+from kvbench.bench.workload import Workload, parse_workload, draw_prompts
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
@@ -70,12 +70,12 @@ def test_random_weights_have_the_published_number_of_parameters(name, parameters
 
 def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output(model):
     tied = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
-    assert architecture.weight_bytes(model) == tied == architecture.step_weight_bytes(model, 3)
+    assert architecture.weight_bytes(model) == tied == architecture.count_step_weight_bytes(model, 3)
     untied = architecture.build_model(parsed("model=tiny").model, CPU)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
     table = untied.lm_head.weight
     own_value = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
-    assert architecture.step_weight_bytes(untied, 3) == own_value
+    assert architecture.count_step_weight_bytes(untied, 3) == own_value
 
 
 def test_a_checkpoint_keeps_its_layers():
@@ -86,7 +86,7 @@ def test_a_checkpoint_keeps_its_layers():
 @pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "h2o", "snapkv+kivi", "adakv", "uncomp-stage"])
 def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
     (chain,) = chains(method)
-    ids = random_prompts(Workload(150, 12, 3), 721, 0)
+    ids = draw_prompts(Workload(150, 12, 3), 721, 0)
     measured = generation_pass.run(model, chain, ids, 12)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
     assert measured.tokens.tolist() == generated(model, caches, [Ending(12)] * 3)
@@ -100,7 +100,7 @@ def test_a_pass_gives_the_tokens_of_runs_and_times_that_add_up(model, method):
 @pytest.mark.parametrize("sample", [None, 4])
 def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
     (chain,) = chains("snapkv", kv_size=64)
-    ids = random_prompts(Workload(100, 22, 2), 721, 0)
+    ids = draw_prompts(Workload(100, 22, 2), 721, 0)
     plain, graph = (generation_pass.run(model, chain, ids, 22, sample, graph=by) for by in (False, True))
     assert graph.cache_bytes == plain.cache_bytes and graph.read_bytes == plain.read_bytes
     assert len(graph.steps) == len(plain.steps) and graph.integrated == plain.integrated
@@ -109,7 +109,7 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
 
 
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
-    ids = random_prompts(Workload(100, 21, 2), 721, 0)
+    ids = draw_prompts(Workload(100, 21, 2), 721, 0)
     measured = generation_pass.run(model, chains("full")[0], ids, 21)
     token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
     assert measured.read_bytes == 2 * token * (100 + 120) / 2
@@ -135,7 +135,7 @@ def test_times_between_stretches_are_interpolated():
 @pytest.mark.parametrize("method", ["full", "snapkv+think", "kivi", "snapkv+kivi", "adakv+kivi"])
 def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
     (chain,) = chains(method)
-    ids = random_prompts(Workload(160, 100, 2), 721, 0)
+    ids = draw_prompts(Workload(160, 100, 2), 721, 0)
     caches = [prefill_chains(model, row, [chain])[0] for row in ids]
     assert can_be_lengthened(caches)
     walked, skipped = build(model, caches, 100), build(model, caches, 100)
@@ -152,7 +152,7 @@ def test_a_skipped_cache_holds_as_much_as_one_that_was_decoded(model, method):
 def test_packed_rows_are_skipped_at_once(model, monkeypatch):
     """Packing 90 tokens one by one in every layer takes as long as the steps that are left out."""
     (chain,) = chains("kivi")
-    caches = [prefill_chains(model, row, [chain])[0] for row in random_prompts(Workload(160, 400, 2), 721, 0)]
+    caches = [prefill_chains(model, row, [chain])[0] for row in draw_prompts(Workload(160, 400, 2), 721, 0)]
     batch = build(model, caches, 400)
     stores = [s for layer in batch.with_keys for _, rows in layer.formats for s in (rows.k, rows.v)]
     before = [s.codes.codes.clone() for s in stores]
@@ -177,7 +177,7 @@ def step_of(model, batch, position):
 
 
 def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
-    ids = random_prompts(Workload(160, 8, 1), 721, 0)
+    ids = draw_prompts(Workload(160, 8, 1), 721, 0)
     caches = prefill_chains(model, ids[0], chains("scissorhands", "tova", kv_size=64))
     assert can_be_lengthened(caches)
     # the prompt does not fill the budget: the cache still grows
@@ -189,7 +189,7 @@ def test_a_cache_that_evicts_is_sampled_only_at_its_budget(model):
 @pytest.mark.parametrize("method", ["full", "kivi", "tova"])
 def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     (chain,) = chains(method)
-    measured = generation_pass.run(model, chain, random_prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
+    measured = generation_pass.run(model, chain, draw_prompts(Workload(64, 100, 2), 721, 0), 100, sample=8)
     assert measured.integrated and len(measured.steps) == 32
     assert measured.sampled.starts == (0, 30, 61, 91) and measured.tpot == measured.sampled.seconds / 99
     assert measured.total == pytest.approx(measured.ttft + 99 * measured.tpot)
@@ -204,7 +204,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
     if why := peer.reason_against():
         assert why.startswith(("needs ", "declared, not driven"))
         return
-    ids, weights = random_prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
+    ids, weights = draw_prompts(Workload(80, 9, 2), 721, 0), architecture.weight_bytes(model)
     # another process may come in between
     tries = [peers.run(model, peer, ids, 9) for _ in range(3)]
     actual = min(tries, key=lambda p: p.total - p.ttft - p.decode)
@@ -252,7 +252,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
     try:
-        measured = peers.run(model, peers.find_peer("dynamic"), random_prompts(Workload(20, 2, 1), 721, 0), 2)
+        measured = peers.run(model, peers.find_peer("dynamic"), draw_prompts(Workload(20, 2, 1), 721, 0), 2)
         assert measured.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -260,11 +260,11 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
 
 def test_the_bound_is_bytes_over_bandwidth(model):
-    measured = roofline.step_roofline(model, 4, 1e6, 1e9, 0.01)
+    measured = roofline.compute_roofline(model, 4, 1e6, 1e9, 0.01)
     written = 4 * 2 * 6 * 4 * 32 * 4
     assert measured["moved"] == architecture.weight_bytes(model) + 1e6 + written
     assert measured["fraction"] == pytest.approx(measured["moved"] / 1e9 / 0.01)
-    assert 1e8 < roofline.copy_bandwidth(CPU, 2**24) < 1e13
+    assert 1e8 < roofline.measure_bandwidth(CPU, 2**24) < 1e13
 
 
 def test_a_copy_is_made_in_memory_that_others_have_given_back(monkeypatch):
@@ -273,7 +273,7 @@ def test_a_copy_is_made_in_memory_that_others_have_given_back(monkeypatch):
     monkeypatch.setattr(roofline, "synchronise", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**24 if not cached else 3, 2**30))
     with pretended():
-        assert 1e7 < roofline.copy_bandwidth(DEVICE) < 1e13
+        assert 1e7 < roofline.measure_bandwidth(DEVICE) < 1e13
 
 
 @pytest.mark.parametrize(("text", "expected"), [("160+338x300", (160, 338, 300)), ("512+32", (512, 32, 1))])
@@ -289,7 +289,7 @@ def test_workloads_that_are_not_possible(text):
 
 
 def test_rows_have_prompts_of_their_own_and_methods_the_same_ones():
-    ids = random_prompts(parse_workload("50+2x4"), 721, 3)
-    assert torch.equal(ids, random_prompts(parse_workload("50+2x4"), 721, 3))
+    ids = draw_prompts(parse_workload("50+2x4"), 721, 3)
+    assert torch.equal(ids, draw_prompts(parse_workload("50+2x4"), 721, 3))
     assert len({tuple(r) for r in ids.tolist()}) == 4
     assert parse_workload("50+2xmax").batch is None

@@ -324,7 +324,7 @@ def test_a_check_runs_all_steps_once(model):
 def test_a_row_with_less_than_is_asked_for_is_measured_again(changes, there):
     arguments = settings(**{"sample": 8, **changes})
     (full,), at = entrants(), Workload(64, 60, 1)
-    row = {"key": timing.row_key(full, at, arguments), "status": "measured", "reason": ""}
+    row = {"key": timing.make_row_key(full, at, arguments), "status": "measured", "reason": ""}
     row |= {"marks": ["integrated"] if arguments.sample else [], "quantities": {"total": {"median": 1.0, "n": 1}}}
     assert timing.is_finished(row, full, at, arguments) == there
     row["status"], row["quantities"] = "OOM", {}
@@ -362,7 +362,7 @@ def test_rows_survive_a_line_that_was_cut_off(tmp_path):
         f.write('{"key": "c", "v"')
     assert [r["key"] for r in records.read_rows(path)] == ["a", "b"]
     records.append_rows(path, [{"key": "a", "v": 2}])
-    assert [r["key"] for r in records.read_rows(path)] == ["a", "b", "a"] and records.latest_by_key(
+    assert [r["key"] for r in records.read_rows(path)] == ["a", "b", "a"] and records.index_latest(
         records.read_rows(path)
     )["a"]["v"] == 2
     path.write_text('{"key": "a"}\nnot json\n{"key": "b"}\n')
@@ -371,8 +371,8 @@ def test_rows_survive_a_line_that_was_cut_off(tmp_path):
 
 
 def test_medians_and_quartiles():
-    assert records.spread_of([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "n": 1}
-    assert records.spread_of([1.0, 2.0, 3.0, 4.0, 10.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "n": 5}
+    assert records.summarise_repeats([3.0]) == {"median": 3.0, "q1": 3.0, "q3": 3.0, "n": 1}
+    assert records.summarise_repeats([1.0, 2.0, 3.0, 4.0, 10.0]) == {"median": 3.0, "q1": 2.0, "q3": 4.0, "n": 5}
 
 
 def test_help_names_every_key():

@@ -116,7 +116,7 @@ def test_a_slip_of_an_author_is_told_with_file_and_line_and_costs_no_other_metho
 
 def test_a_method_that_cannot_be_made_is_left_out_of_what_all_cost(written, capsys):
     written(CODE + "1 / 0\n", YAML)
-    names = memory_table.default_methods()
+    names = memory_table.list_default_methods()
     assert "snapkv" in names and "mine" not in names
     assert "mine_method.py:9: ZeroDivisionError" in capsys.readouterr().err
 
