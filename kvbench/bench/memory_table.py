@@ -10,7 +10,7 @@ import torch
 from kvbench.audit.accounting import HALF, bytes_declared
 from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.visible import say
-from kvbench.bench.layers import MeasuredLayers, measure_bytes, estimate_working_bytes
+from kvbench.bench.layers import MeasuredLayers, estimate_working_bytes, measure_bytes
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
 from kvbench.kv.pages import PagesFreed

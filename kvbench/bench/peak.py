@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from kvbench.base.errors import KvbenchError
 from kvbench.bench import architecture, generation_pass, peers
 from kvbench.bench.sampling import can_be_lengthened, lengthen
-from kvbench.bench.workload import Workload, parse_workload, draw_prompts
+from kvbench.bench.workload import Workload, draw_prompts, parse_workload
 from kvbench.engine.memory import GIB, is_out_of_memory, process_memory, release
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains

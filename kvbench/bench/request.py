@@ -15,7 +15,7 @@ from kvbench.base.visible import say
 from kvbench.bench import architecture, environment, records, timing
 from kvbench.bench.peers import PEERS, Peer, find_peer
 from kvbench.bench.records import NOT_RUN, Row
-from kvbench.bench.timing import Entrant, Settings, is_finished, make_row_key, find_obstacle
+from kvbench.bench.timing import Entrant, Settings, find_obstacle, is_finished, make_row_key
 from kvbench.bench.workload import Workload, parse_workload
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig

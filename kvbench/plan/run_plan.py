@@ -208,7 +208,10 @@ class RunPlan:
             """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
             if example.scored is not None:
                 return len(example.scored.ids)
-            return len(self._encode(example, group) or ())
+            encoded = self._encode(example, group)
+            if encoded is None:
+                return 0
+            return len(encoded)
 
         group = self.drop_damaged(group)
         samples = {c.id: self.store.samples(c.id) for c in group.cells}

@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvbench.base.errors import UsageError
 from kvbench.bench import architecture, generation_pass, peers, roofline
 from kvbench.bench.sampling import Sampled, can_be_lengthened, lengthen, place_stretches, summarise_stretches
-from kvbench.bench.workload import Workload, parse_workload, draw_prompts
+from kvbench.bench.workload import Workload, draw_prompts, parse_workload
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.step import build, step
 from kvbench.engine.stopping import Ending
