@@ -105,7 +105,7 @@ def _mean(
 ) -> tuple[float, float, float]:
     """Return a row's mean score in a part over its tasks, and the ends of its 95 % interval, times ``scale``."""
     samples = {column: store.samples(cell) for column, cell in row["results"][part.name].items()}
-    tasks = [list(task.values()) for task in scores.by_prompt(part, samples, suite.floor).values()]
+    tasks = [list(task.values()) for task in scores.score_prompts(part, samples, suite.floor).values()]
     bounds: tuple[float, float] | None = (0.0, 1.0)
     if part.measure == definition.KL:
         bounds = None

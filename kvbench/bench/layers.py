@@ -178,8 +178,9 @@ def build_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list
 def compress_layers(chain: Chain, shape: Shape, n: int, dtype: torch.dtype) -> list[tuple[int, LayerCache, int]]:
     """Build and compress one layer of each kind. Return (its number, its cache, how many layers are of its kind).
 
-    Layers are of one kind if they must keep equally many tokens, read equally many, have the same leading heads and
-    store equally many bytes for a token. If the chain divides one budget over all layers, every layer is built.
+    Layers are of one kind if they must keep equally many tokens and read equally many. They must also have the same
+    leading heads, and store equally many bytes for a token. If the chain divides one budget over all layers, every
+    layer is built.
     """
     if chain.rebalancer is not None:
         # every layer's choice depends on all others, so no layer can stand for another

@@ -311,6 +311,7 @@ def _search_batch(request: PeakRequest, model: PreTrainedModel, chain: Chain) ->
     workload = parse_workload(request.workload)
 
     def rows_fit(rows: int) -> bool:
+        """Return True if a batch of this number of rows fits into memory."""
         return fits_memory(model, chain, workload.sized(rows), request.seed)
 
     return find_largest_batch(rows_fit)

@@ -32,7 +32,7 @@ WHOLE = "the whole cache is made exact again in every step"
 """The remark on peers that dequantise the cache before attention."""
 
 
-def _dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
+def _make_dynamic_cache(model: PreTrainedModel, tokens: int) -> Any:
     """Return transformers' cache that grows with every token. It needs no number of ``tokens``."""
     return cache_utils.DynamicCache(config=model.config)
 
@@ -53,7 +53,7 @@ class Peer:
 
     name: str
     packages: tuple[str, ...] = ()
-    cache: Callable[[PreTrainedModel, int], Any] = _dynamic_cache
+    cache: Callable[[PreTrainedModel, int], Any] = _make_dynamic_cache
     context: Callable[[PreTrainedModel], Any] = nullcontext
     marks: tuple[str, ...] = ()
     cpu_marks: tuple[str, ...] = ()
@@ -77,13 +77,13 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-def _static_cache(model: PreTrainedModel, tokens: int) -> Any:
+def _make_static_cache(model: PreTrainedModel, tokens: int) -> Any:
     """Return transformers' static cache for a prompt and its answer, ``tokens`` together."""
     # the last token of an answer is never fed to the model
     return cache_utils.StaticCache(config=model.config, max_cache_len=tokens - 1)
 
 
-def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
+def _choose_quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
     """Return the function that makes transformers' quantised cache in a backend, at BITS bits except for fp8."""
     options: dict[str, int] = {}
     # fp8 has 8 bits and takes no number of them
@@ -91,6 +91,7 @@ def _quantised_cache(backend: str) -> Callable[[PreTrainedModel, int], Any]:
         options["nbits"] = BITS
 
     def make_cache(model: PreTrainedModel, tokens: int) -> Any:
+        """Return a new cache for ``model``. It needs no number of ``tokens``."""
         return cache_utils.QuantizedCache(backend, model.config, **options)
 
     return make_cache
@@ -173,10 +174,10 @@ def _with_deepspeed(model: PreTrainedModel) -> Iterator[Any]:
 FP8_NEVER = "" if hasattr(cache_utils, "Fp8QuantizedLayer") else "needs a newer transformers"
 _PEERS = (
     Peer("dynamic"),
-    Peer("static", cache=_static_cache, compiled=True),
-    Peer("quanto", ("optimum.quanto",), cache=_quantised_cache("quanto"), marks=(WHOLE,)),
-    Peer("hqq", ("hqq",), cache=_quantised_cache("hqq"), marks=(WHOLE,)),
-    Peer("fp8", cache=_quantised_cache("fp8"), marks=(WHOLE,), never=FP8_NEVER),
+    Peer("static", cache=_make_static_cache, compiled=True),
+    Peer("quanto", ("optimum.quanto",), cache=_choose_quantised_cache("quanto"), marks=(WHOLE,)),
+    Peer("hqq", ("hqq",), cache=_choose_quantised_cache("hqq"), marks=(WHOLE,)),
+    Peer("fp8", cache=_choose_quantised_cache("fp8"), marks=(WHOLE,), never=FP8_NEVER),
     Peer("accelerate", ("accelerate",), context=_with_hooks),
     Peer(
         "offload",

@@ -77,21 +77,21 @@ class Entrant:
     """One entrant to be timed: a peer, or a chain of kvbench.
 
     name: the entrant's name in rows and tables.
-    chain: the chain of kvbench; None for a peer.
+    config: the chain of kvbench with its label; None for a peer.
     peer: the peer; None for a chain.
     graph: whether one recorded decode step is replayed in place of plain steps.
     """
 
     name: str
-    chain: ChainConfig | None = None
+    config: ChainConfig | None = None
     peer: peers.Peer | None = None
     graph: bool = False
 
     def identity(self) -> dict[str, object]:
         """Return the facts that decide the entrant's numbers, besides model, workload and settings."""
-        if self.chain is None:
+        if self.config is None:
             return {"peer": self.name}
-        chain = self.chain.chain
+        chain = self.config.chain
         facts: dict[str, object] = {"method": chain.name}
         facts |= chain.identity()
         # state only a graph, since stored rows of plain steps have keys without it
@@ -195,7 +195,7 @@ class Trial:
     def ask(self, quantity: str) -> PeakAnswer:
         """Measure memory in a child process and return its answer. ``quantity`` is that of a ``PeakRequest``."""
         # the child finds a chain by its label: the name of a graph's row also says how it steps
-        label = self.entrant.name if self.entrant.chain is None else self.entrant.chain.label
+        label = self.entrant.name if self.entrant.config is None else self.entrant.config.label
         return self.ask_process(
             quantity,
             self.settings.overrides,
@@ -241,10 +241,11 @@ class Trial:
         if self.model.device.type == "cpu":
             return int(self.ask("largest").get("batch", 0))
         # ``find_obstacle`` has ended the trial of a peer whose largest batch is asked for
-        assert self.entrant.chain is not None
-        chain, seed = self.entrant.chain.chain, self.settings.seed
+        assert self.entrant.config is not None
+        chain, seed = self.entrant.config.chain, self.settings.seed
 
         def rows_fit(rows: int) -> bool:
+            """Return True if a batch of this number of rows fits into memory."""
             return peak.fits_memory(self.model, chain, self.workload.sized(rows), seed)
 
         return peak.find_largest_batch(rows_fit)
@@ -253,7 +254,7 @@ class Trial:
         """Run the passes that are not timed. On a CPU, measure the peak of memory before, in a child process."""
         if self.model.device.type == "cpu":
             self.tell("memory")
-            quantity = "peak" if self.entrant.chain is not None else "peak of a peer"
+            quantity = "peak" if self.entrant.config is not None else "peak of a peer"
             answer = self.attempt(lambda: self.ask(quantity))
             if answer is None:
                 return
@@ -275,8 +276,8 @@ class Trial:
         ids = draw_prompts(self.workload, int(self.model.config.vocab_size), self.settings.seed)
         if self.entrant.peer is not None:
             return peers.run(self.model, self.entrant.peer, ids, self.workload.new)
-        assert self.entrant.chain is not None
-        chain, new = self.entrant.chain.chain, self.workload.new
+        assert self.entrant.config is not None
+        chain, new = self.entrant.config.chain, self.workload.new
         return generation_pass.run(self.model, chain, ids, new=new, sample=sample, graph=self.entrant.graph)
 
     def run_pass(self) -> Pass:

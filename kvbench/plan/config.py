@@ -341,6 +341,8 @@ def compose(request: RunRequest, composed: Mapping[str, Any] | None = None) -> d
     The knobs of methods are left to ``resolve``.
 
     composed: Hydra's composition of the request's ``group_overrides``, if it was made before. It is not changed.
+
+    Raises UsageError for a key that does not exist, and for a value that the user must give.
     """
     if composed is not None:
         raw = copy.deepcopy(dict(composed))

@@ -112,7 +112,7 @@ def _match_chain(
 
     counters: the function from a chain to its payload, for each of KINDS.
     """
-    sizes = {k: nearest_kv_size(template, reference, count, k) for k, count in counters.items()}
+    sizes = {k: find_nearest_kv_size(template, reference, count, k) for k, count in counters.items()}
     best = with_size(template, sizes[kind])
     # the bytes of (this chain, the reference), by each way of counting
     payloads = {k: (count(best.chain), count(reference.chain)) for k, count in counters.items()}
@@ -128,7 +128,7 @@ def _match_chain(
     return best, match
 
 
-def nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
+def find_nearest_kv_size(template: ChainConfig, reference: ChainConfig, count: PayloadCounter, kind: str) -> int:
     """Return the kv_size at which the chain's payload is nearest to the reference's. A tie goes to the smaller size.
 
     Packing a block makes the bytes fall while tokens are added, so several sizes of a chain with a quantiser can be

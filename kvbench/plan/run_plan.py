@@ -375,7 +375,7 @@ def plan_run(
     shape = traits.shape_of(source.config)
     session = open_session(cfg, identity, tokenizer, context)
     failed = foreign.find_early_failures(cfg.chains)
-    cfg = _without(cfg, failed)
+    cfg = _drop_methods(cfg, failed)
     foreign_names = [entry.chain.name for entry in cfg.chains if entry.chain.foreign]
     # methods are asked for needs and budgets in here, so code of foreign methods runs. They are not watched, since
     # reading the data may take long, too
@@ -384,7 +384,7 @@ def plan_run(
         check_model(cfg, source)
         groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
-    cfg = _without(cfg, failed)
+    cfg = _drop_methods(cfg, failed)
     # cells were made before methods were tried on prompts
     groups = [group.only([cell.id for cell in group.cells if cell.label not in failed]) for group in groups]
     has_methods = any(group.cells for group in groups)
@@ -408,7 +408,7 @@ def plan_run(
     )
 
 
-def _without(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
+def _drop_methods(cfg: RunConfig, labels_left_out: Collection[str]) -> RunConfig:
     """Return the run without the methods that have these labels."""
     return replace(cfg, chains=tuple(entry for entry in cfg.chains if entry.label not in labels_left_out))
 

@@ -161,7 +161,7 @@ def _compute_scores(
     scores = {}
     for part in suite.parts:
         if part.name in parts:
-            scores[part.name] = by_prompt(part, parts[part.name], suite.floor, is_full)
+            scores[part.name] = score_prompts(part, parts[part.name], suite.floor, is_full)
     return scores
 
 
@@ -216,7 +216,7 @@ def _score_row(
     )
 
 
-def by_prompt(
+def score_prompts(
     part: SuitePart, samples: PartSamples, floor: float, is_full: bool = False
 ) -> dict[str, dict[str, float]]:
     """Return the score of each prompt in one part, by column and example: a task's score in [0, 1], or -ln KL.
@@ -230,7 +230,7 @@ def by_prompt(
         for example_id, sample in sorted(samples_by_example.items()):
             if part.measure == KL:
                 # the floor also keeps the logarithm finite: equal distributions have a divergence of 0
-                nats = floor if is_full else max(mean_divergence(sample), floor)
+                nats = floor if is_full else max(compute_mean_divergence(sample), floor)
                 scores[example_id] = -log(nats)
             elif sample.score is not None:
                 scores[example_id] = sample.score
@@ -238,7 +238,7 @@ def by_prompt(
     return scores_by_column
 
 
-def mean_divergence(sample: Sample) -> float:
+def compute_mean_divergence(sample: Sample) -> float:
     """Return a prompt's mean divergence from the full cache in nats a token.
 
     It is measured on the reference text, or else on the full cache's own answer. Raises UsageError for a sample without
@@ -278,9 +278,9 @@ def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = Fal
     return PartScore(
         retained=share.point,
         ci=share.ci,
-        raw=_mean_score(row, divergence),
-        full=_mean_score(full, divergence),
-        chance=_mean_score(chance, divergence),
+        raw=_compute_mean(row, divergence),
+        full=_compute_mean(full, divergence),
+        chance=_compute_mean(chance, divergence),
         n=sum(map(len, gaps)),
     )
 
@@ -301,7 +301,7 @@ def is_measurable(gaps: Sequence[NDArray[np.float64]]) -> bool:
     return low > 0
 
 
-def _mean_score(scores: Scores, divergence: bool) -> float:
+def _compute_mean(scores: Scores, divergence: bool) -> float:
     """Return the mean score over tasks in per cent, or with ``divergence`` the geometric mean of KL in nats."""
     mean = fmean(fmean(scores_of_task.values()) for scores_of_task in scores.values())
     # a divergence's score is -ln KL, so that exp(-mean) is the geometric mean of KL

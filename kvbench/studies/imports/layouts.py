@@ -48,13 +48,13 @@ class Layout:
     answers: Callable[[Path], Iterator[tuple[str, ImportedAnswer]]]
 
 
-def longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
+def read_longbench(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each line of LongBench's predictions file. The file is named after its task."""
     for row in read_lines(path):
         yield path.stem, _make_answer(row, read_text(row, "pred"), read_texts(row, "answers"))
 
 
-def lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
+def read_lm_eval(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each line of an lm-evaluation-harness file that belongs to the file's first filter."""
     match = _SAMPLES.fullmatch(path.stem)
     task = match["task"] if match is not None else path.stem
@@ -91,7 +91,7 @@ def _read_response(row: FileRow) -> str:
     return response
 
 
-def kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
+def read_kvpress(path: Path) -> Iterator[tuple[str, ImportedAnswer]]:
     """Yield (task, answer) for each record of a kvpress file, CSV or JSON.
 
     If no column gives the task, the folder's name does: ``dataset__task__model__press__ratio``, or for a data set of
@@ -132,11 +132,11 @@ def _is_kvpress(path: Path) -> bool:
     return path.suffix == ".csv" or (path.suffix == ".json" and path.stem.startswith("predictions"))
 
 
-LONGBENCH = Layout("longbench", _is_longbench, longbench)
+LONGBENCH = Layout("longbench", _is_longbench, read_longbench)
 # LongBench's layout goes last, since it takes every .jsonl
 LAYOUTS = (
-    Layout("lm-evaluation-harness", _is_lm_eval, lm_eval),
-    Layout("kvpress", _is_kvpress, kvpress),
+    Layout("lm-evaluation-harness", _is_lm_eval, read_lm_eval),
+    Layout("kvpress", _is_kvpress, read_kvpress),
     LONGBENCH,
 )
 
