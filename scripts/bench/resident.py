@@ -30,7 +30,7 @@ from ratio import compared_methods, finish, in_process, options
 
 from kvbench.audit.accounting import bytes_held
 from kvbench.base.errors import unknown
-from kvbench.bench.layers import all_layers
+from kvbench.bench.layers import build_layers
 from kvbench.engine.decode_layer import RowLayer, count_allocated
 from kvbench.engine.memory import free_bytes
 from kvbench.kv.model_shape import Shape
@@ -79,7 +79,7 @@ MIXES: dict[str, list[str]] = {name: mix["of"] for name, mix in compared_methods
 
 def hold(name: str, caches: int, tokens: int, shape: Shape = SHAPE, warm: int = WARM) -> dict[str, float]:
     """Return the bytes that this process grows by while it holds ``caches`` caches, and those accounted for them."""
-    build = partial(all_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
+    build = partial(build_layers, chain_of(METHODS[name]), shape, tokens, torch.float16)
     # the first caches load code and leave the allocator's free lists in the state in which all later ones find them
     first = [build() for _ in range(warm)]
     baseline = in_use()
@@ -103,7 +103,7 @@ def decode(
     """
     chains = [chain_of(DECODING[part]) for part in MIXES.get(name, [name])]
     room = Room(tokens=new)
-    templates = [all_layers(chain, shape, tokens, torch.float16) for chain in chains]
+    templates = [build_layers(chain, shape, tokens, torch.float16) for chain in chains]
     # a first batch loads code and leaves the allocator's free lists in the state in which the second finds them; it
     # stays alive, too
     warm_rows = max(warm, len(chains))
@@ -129,7 +129,7 @@ def build_batch(chains: Sequence[Chain], rows: int, tokens: int, *, room: Room, 
     """Return the layers of a decode batch of ``rows`` rows after a prompt of ``tokens``, equally many of each chain."""
     caches_by_chain = []
     for chain in chains:
-        build = partial(all_layers, chain, shape, tokens, torch.float16)
+        build = partial(build_layers, chain, shape, tokens, torch.float16)
         caches_by_chain.append([build() for _ in range(rows // len(chains))])
     # theta_i = 10000^(-2i / d)
     rotary = Rotary(1e4 ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim))

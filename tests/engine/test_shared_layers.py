@@ -18,7 +18,7 @@ from kvbench.kv.model_shape import Shape, from_entry
 from kvbench.methods.core.resolve import chain_of
 from kvbench.models import traits
 from kvbench.models.interface import cache_shape
-from kvbench.plan.estimate import _dense_bytes
+from kvbench.plan.estimate import _count_dense_bytes
 
 pytestmark = pytest.mark.skipif(not SHARES_KEYS, reason="this release of transformers shares keys in another way")
 FAMILIES = tuple(WITH_SHARING)
@@ -153,11 +153,11 @@ def test_what_reaches_into_layers_is_refused_where_layers_share(method):
 def test_a_forecast_holds_the_layers_that_later_ones_share():
     uneven = Shape(5, 16, 2, 512, local_layers=25, window=1024, local_kv_heads=8, local_head_dim=256)
     # a local layer is the larger one while all of its tokens are there: 2 x 8 x 256 numbers a token
-    assert _dense_bytes(uneven, 100, 2) == 2 * 8 * 256 * 100 * 2
+    assert _count_dense_bytes(uneven, 100, 2) == 2 * 8 * 256 * 100 * 2
     sharing = Shape(4, 8, 2, 256, local_layers=16, window=512, sharing_layers=15)
     # the layer that is read now, and the last of each kind
-    assert _dense_bytes(sharing, 100, 2) == 3 * 2 * 2 * 256 * 100 * 2
-    assert _dense_bytes(Shape(32, 32, 8, 128), 100, 2) == 2 * 8 * 128 * 100 * 2
+    assert _count_dense_bytes(sharing, 100, 2) == 3 * 2 * 2 * 256 * 100 * 2
+    assert _count_dense_bytes(Shape(32, 32, 8, 128), 100, 2) == 2 * 8 * 128 * 100 * 2
 
 
 def test_the_table_says_which_layers_hold_nothing_and_shapes_are_checked():
