@@ -229,6 +229,7 @@ def _decode(
     Steps between stretches do not run: the caches are lengthened by as many random tokens instead.
 
     batch: the rows to decode, which have read ``seen`` tokens each.
+    next_logits: runs one step of ``batch``.
     first: the tokens [B, 1] that the first step reads.
     """
     start = time.perf_counter()

@@ -288,6 +288,8 @@ def _generate(generator: Any, ids: Tensor, new: int, cache: Any, recorder: _Toke
     """Return ``new`` tokens [B, new] for each row of ``ids`` [B, n], by transformers' ``generate``.
 
     generator: the model, or a system's own object around it with the same ``generate``.
+    cache: the transformers cache to fill.
+    recorder: records when each token begins and ends.
     """
     # every row generates exactly ``new`` tokens: nothing ends an answer
     prompts_and_answers = generator.generate(

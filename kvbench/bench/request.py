@@ -269,6 +269,8 @@ def _list_entrants(cfg: RunConfig, peers: Sequence[Peer], step_kinds: Sequence[s
     """Return the entrants to time: the full cache, then the methods, with each kind of step, then the peers.
 
     The full cache by plain steps is always among them: all ratios need it.
+
+    step_kinds: the kinds of decode steps, of STEP_KINDS.
     """
     # a chain without stages is the full cache, which goes first whether it is asked for or not
     full = ChainConfig(Chain(), "full")

@@ -88,7 +88,10 @@ def _build_bytes_table(measured: Sequence[RowAndBase]) -> Table:
 
 
 def _list_notes(rows: Sequence[Row], over: str) -> Iterator[str]:
-    """Yield the meaning of the columns, the machine, the remarks, and the reasons for unmeasured rows."""
+    """Yield the meaning of the columns, the machine, the remarks, and the reasons for unmeasured rows.
+
+    over: the method or peer to whose rows ratios are made.
+    """
     measured = [row for row in rows if row["status"] == MEASURED]
     if measured:
         yield from _explain_columns(measured, over)
@@ -128,7 +131,10 @@ def _explain_interpolation(measured: Sequence[Row]) -> str:
 
 
 def _explain_columns(measured: Sequence[Row], over: str) -> Iterator[str]:
-    """Yield the meaning of the columns of measured rows, and the machine of the last row."""
+    """Yield the meaning of the columns of measured rows, and the machine of the last row.
+
+    over: the method or peer to whose rows ratios are made.
+    """
     # rows of several sessions can have different numbers of repeats
     repeats = sorted({row["quantities"]["total"]["n"] for row in measured})
     yield (

@@ -139,6 +139,9 @@ def find_obstacle(entrant: Entrant, workload: Workload) -> str:
 class Trial:
     """The measurement of one entrant on one workload, as far as it has come.
 
+    model: the model, which all entrants share.
+    entrant: the entrant.
+    settings: the settings of the session.
     workload: the workload; where the largest batch is asked for, that batch is set once it is found.
     ask_process: measures memory in a process of its own, so that this process's other tensors do not count.
     status: MEASURED, or how the measurement ended early.
@@ -171,7 +174,7 @@ class Trial:
         say(f"{self.workload.name} {self.entrant.name}: {text}")
 
     def end(self, status: str, reason: str) -> None:
-        """Record how and why the trial has ended early."""
+        """Record that the trial has ended early, with a ``status`` other than MEASURED and the ``reason``."""
         self.status, self.reason = status, reason
 
     def attempt(self, run: Callable[[], T]) -> T | None:

@@ -53,7 +53,10 @@ def parse_workload(text: str) -> Workload:
 
 
 def draw_prompts(workload: Workload, vocabulary: int, seed: int) -> Tensor:
-    """Return random token ids [batch, prompt]. Each row has a prompt of its own; every method gets the same prompts."""
+    """Return random token ids [batch, prompt] below ``vocabulary``. Each row has a prompt of its own.
+
+    The same ``seed`` gives the same prompts, so that every method reads the same.
+    """
     assert workload.batch is not None, "the largest batch must be found first"
     # draw on the processor, so that a seed gives the same prompts on every device
     generator = torch.Generator().manual_seed(seed)

@@ -149,6 +149,9 @@ def _collect_identity(
     """Return all facts but the method that decide the numbers of a task's cells, for their ids.
 
     A text that is scored has no answer: no context limits it, and no settings of decoding apply.
+
+    model_identity: the facts about the model that decide numbers.
+    context: the number of tokens that the model can read; None if unlimited.
     """
     prompt = dict(cfg.prompt.identity(task, tokenizer))
     decoding: dict[str, object] = {}
@@ -248,6 +251,8 @@ def _check_chunks(task: Task, chains: Sequence[Chain], n_layers: int) -> None:
     """Raise UsageError if a text is fed in chunks that a method cannot take while decoding.
 
     A chunk may be larger than the method's budget, or may not end where the method chooses tokens again.
+
+    n_layers: the number of layers that methods compress.
     """
     # all texts of a task are fed in equal chunks
     text = task.examples[0].scored

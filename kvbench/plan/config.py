@@ -388,7 +388,10 @@ def _compose_with_hydra(overrides: Sequence[str]) -> dict[str, object]:
 
 
 def _set_value(raw: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a full key such as ``model.dtype``. Raises UsageError if there is no such key."""
+    """Set the value of a full key such as ``model.dtype`` in ``raw``, the composed entries of conf/.
+
+    Raises UsageError if there is no such key.
+    """
     parent, _, last = key.rpartition(".")
     mapping = raw
     prefix = ""
@@ -415,6 +418,8 @@ def _build_prompt_policy(raw: Mapping[str, Any], model: ModelConfig) -> PromptPo
     """Return the prompt policy. The model's length limit for it applies unless ``max_length`` is set.
 
     If the model's entry states a template for this policy (off, on, skip or a Jinja text), the policy uses it.
+
+    raw: the composed entries of conf/, with the run's values.
     """
     policy = dict(raw["prompt"])
     # a setting of datasets, typed as one of prompts: _build_dataset_configs reads it
@@ -454,7 +459,10 @@ def _read_query_aware(value: Any) -> tuple[bool | None, ...]:
 
 
 def _build_dataset_configs(raw: Mapping[str, Any]) -> Iterator[DatasetConfig]:
-    """Yield each chosen dataset, once for each combination of ``query_aware=`` and its swept knobs."""
+    """Yield each chosen dataset, once for each combination of ``query_aware=`` and its swept knobs.
+
+    raw: the composed entries of conf/, with the run's values.
+    """
     query_aware_values = _read_query_aware(raw["prompt"]["query_aware"])
     for name, entry in raw["dataset"].items():
         tasks = _select_tasks(name, raw["tasks"])

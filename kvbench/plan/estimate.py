@@ -188,7 +188,11 @@ def _count_observation_bytes(needs: Needs, shape: Shape, n: int, itemsize: int, 
 
 
 def _estimate_seconds(todo: Mapping[str, Sequence[Cell]], samples: Mapping[str, Mapping[str, Sample]]) -> float | None:
-    """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples."""
+    """Return the seconds that the remaining work takes, by mean times of the stored samples; None without samples.
+
+    todo: by example id, the cells that still need the example.
+    samples: the stored samples by example id, by cell id.
+    """
     if not todo:
         return 0.0
     # the mean seconds of an answer, by cell

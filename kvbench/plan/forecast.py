@@ -74,7 +74,10 @@ def forecast_run(plan: RunPlan) -> Forecast:
 
 
 def _forecast_group(todo: GroupTodo, estimate: Estimate, parts: Sequence[Group], cache_memory: int) -> GroupForecast:
-    """Return the remaining work of one group with its memory and time, if it runs in ``parts``."""
+    """Return the remaining work of one group with its memory and time, if it runs in ``parts``.
+
+    cache_memory: the bytes that caches may take.
+    """
     too_large = []
     for part in parts:
         too_large += [cell.label for cell in part.cells if estimate.alone(cell) > cache_memory]

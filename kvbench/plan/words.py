@@ -66,6 +66,8 @@ class RunRequest:
 def read(arguments: Sequence[str], multirun: bool = False) -> tuple[RunRequest, ...]:
     """Return the runs that ``key=value`` arguments ask for, one per model.
 
+    multirun: whether the run is divided into shards by Hydra (-m).
+
     Raises UsageError for an argument that is not allowed.
     """
     return request_runs(keys.parse_pairs(arguments), multirun)
@@ -84,7 +86,10 @@ def request(settings: Mapping[str, object]) -> RunRequest:
 
 
 def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tuple[RunRequest, ...]:
-    """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed."""
+    """Return the runs that settings ask for, one per model. Raises UsageError for a setting that is not allowed.
+
+    multirun: whether the run is divided into shards by Hydra (-m).
+    """
     settings = _replace_fidelity(settings)
     texts = {key: text_of(value) for key, value in settings.items()}
     for group, example in GROUPS.items():
@@ -173,6 +178,7 @@ def _read_settings(
     """Return (values of the methods' knobs, all other values), by key.
 
     methods, datasets: those of the run, whose knobs may be typed without their owner.
+    multirun: whether Hydra sweeps the shards (-m), so that their keys are left to it.
     """
     knobs: dict[str, object] = {}
     values: dict[str, object] = {}

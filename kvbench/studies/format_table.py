@@ -96,7 +96,11 @@ class Line:
 
 
 def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = config.AFTER_PREFILL) -> RunPlan:
-    """Plan the run behind a table. Raises UsageError for a key that the table decides itself."""
+    """Plan the run behind a table. Raises UsageError for a key that the table decides itself.
+
+    options: the keys of `run` that the user typed.
+    kl_mode: one of the modes in which a run compares methods with the full cache.
+    """
     for key in options:
         if key in FIXED:
             raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
@@ -128,7 +132,11 @@ def read_rows(name: str) -> list[tuple[str, ChainConfig]]:
 
 
 def read_lines_of_table(name: str, run: RunPlan, report: Report) -> list[Line]:
-    """Return the measured rows of a table from the stored results, the full cache first."""
+    """Return the measured rows of a table from the stored results, the full cache first.
+
+    run: the run that ``prepare`` planned for the table.
+    report: the report on this run.
+    """
     # the same chain has the same index in the cells of every task
     index_by_chain = {cell.chain: i for i, cell in enumerate(run.groups[0].cells)}
     rows = [("", ChainConfig(Chain(), "full"))]
@@ -379,7 +387,12 @@ def compare_pairs(rows: Sequence[Line], kind: str = "reference") -> list[Pair]:
 
 
 def _compare_lines(near: Line, far: Line, kind: str, are_neighbours: bool) -> Pair:
-    """Return the comparison of two rows on the prompts that both have, with the nearer row first."""
+    """Return the comparison of two rows on the prompts that both have.
+
+    near, far: the row nearer to the full cache, and the other one.
+    kind: the kind of text on which divergence is measured.
+    are_neighbours: whether no row of the block lies between the two.
+    """
     near_texts, far_texts = near.texts[kind], far.texts[kind]
     # sort, since the interval's last digit depends on the order of prompts
     prompts = sorted(near_texts.keys() & far_texts.keys())

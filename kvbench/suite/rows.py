@@ -85,6 +85,7 @@ def make_rows_at_budgets(suite: Suite, name: str, role: str, template: ChainConf
     A method without a budget of tokens has one row, at the smallest budget that is as large as its cache. A method
     that reaches no budget has none.
 
+    role: the purpose of the rows; ``definition`` lists the roles.
     template: the combination whose budget is replaced.
     shape: the shape of the model's cache, on which bytes are counted.
     """

@@ -124,7 +124,10 @@ def score_rows(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, Part
 
 
 def _score_budget(suite: Suite, rows: Sequence[RowSamples], full: Mapping[str, PartSamples]) -> list[RowScore]:
-    """Return the scores of all rows of one budget, by rank and mean. Raises UsageError without random tokens."""
+    """Return the scores of all rows of one budget, by rank and mean. Raises UsageError without random tokens.
+
+    full: the full cache's samples by part.
+    """
     chance_rows = [row for row in rows if row.role == CHANCE]
     if not chance_rows:
         raise UsageError(f"the budget 1/{rows[0].budget} has no row of random tokens, which every score is relative to")

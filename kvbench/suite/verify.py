@@ -110,6 +110,7 @@ def _plan_prompts(
 
     is_closed: whether the division is closed. Differences between the planned prompts and the lock are then added to
         the problems in ``checked``.
+    without_texts: whether missing texts are allowed.
 
     Raises MissingData if texts are missing and this is not allowed.
     """
@@ -286,6 +287,8 @@ def _plan_rows(
     """Return (the rows that the suite plans for the methods in ``rows``, the names of methods that are not here).
 
     Such a method is a contributor's own, or needs a package that is not installed.
+
+    controls: the planned rows of the suite's controls.
     """
     planned_rows: dict[RowKey, SuiteRow] = {(row.name, row.budget): row for row in controls}
     control_names = {control.name for control in controls}

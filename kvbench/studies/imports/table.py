@@ -198,6 +198,8 @@ def _split_interval(ci: Sequence[float] | None) -> dict[str, float]:
 def build_tables(records: Sequence[TaskRecord], verdicts: Verdicts, means: Means, times: bool = False) -> list[Table]:
     """Return the tables to print: the scores, and a second table if papers print values of this model and method.
 
+    verdicts: the judgements on the published values.
+    means: the means that papers print.
     times: True for a column with the seconds that scoring took.
     """
     tables = [_build_score_table(records, times)]

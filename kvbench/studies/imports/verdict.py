@@ -167,7 +167,11 @@ def _choose_rows(source: PredictionSource, scored: list[Scored]) -> dict[str, Ma
 
 
 def _judge_cell(cell: Published, scored: Scored, source: PredictionSource, code_sim: str, matching: int) -> Judgement:
-    """Judge whether a published value lies in the interval of our score, ends included, and return the judgement."""
+    """Judge whether a published value lies in the interval of our score, ends included, and return the judgement.
+
+    code_sim: the backend of code similarity that scored the answers.
+    matching: how many rows of the paper have the source's model, method and setting.
+    """
     reasons = _list_differences(cell, scored, source, code_sim)
     verdict = None
     if cell.value is not None and scored.interval is not None:

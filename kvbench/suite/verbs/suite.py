@@ -187,6 +187,10 @@ def _choose_folder(run: SuiteRun, settings: Mapping[str, object]) -> Path:
 def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, as_json: bool) -> int:
     """Score the measured rows, write the suite's folder and print the card. Return exit status 0.
 
+    run: the plan of all prompts.
+    division: closed or open.
+    contributor: the user's ``contributor=``, '' for none.
+
     Raises KvbenchError if a control is worse than the negative one.
     """
     from kvbench.suite import card, plan
