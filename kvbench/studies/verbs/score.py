@@ -19,7 +19,9 @@ from kvbench.run.console import add_format_option
 if TYPE_CHECKING:
     from kvbench.studies.imports.base import Predictions
     from kvbench.studies.imports.distances import ImportedDistance
+    from kvbench.studies.imports.scoring import Scored
     from kvbench.studies.imports.table import Means, TaskRecord, Verdicts
+    from kvbench.studies.imports.verdict import PredictionSource
 
 KEYS = (
     Key("code_sim", "levenshtein"),
@@ -78,9 +80,8 @@ def main(args: argparse.Namespace) -> int:
     """
     start = time.perf_counter()
     options = _parse_options(args)
-    from kvbench.store.store import ResultStore
     from kvbench.studies import imports
-    from kvbench.studies.imports import distances, scoring, stored, table, verdict
+    from kvbench.studies.imports import distances, scoring, table, verdict
 
     _check_metrics(options)
     # logs with divergences are no answers to score
@@ -102,11 +103,7 @@ def main(args: argparse.Namespace) -> int:
     records = table.build_records(scored, verdicts)
     cells = []
     if args.store and scored:
-        # importing the same answers again changes nothing: a cell's id is a hash of them
-        store = ResultStore(Path(options.results).expanduser())
-        cells = stored.store_cells(store, source, scored)
-        for record, cell in zip(records, cells, strict=True):
-            record["cell"] = cell
+        cells = _store_scores(records, source, scored, options)
     if args.json:
         content = {
             "path": args.path,
@@ -130,11 +127,9 @@ def main(args: argparse.Namespace) -> int:
         _report_time(records, timing, time.perf_counter() - start)
     for error in errors:
         say(error["error"])
-    if not errors:
-        return 0
-    if scored:
-        return 1
-    return 2
+    if errors:
+        return 1 if scored else 2
+    return 0
 
 
 def _check_metrics(options: ScoreOptions) -> None:
@@ -145,6 +140,21 @@ def _check_metrics(options: ScoreOptions) -> None:
     longbench.metric_name("lcc", options.code_sim)
     if options.metric is not None:
         metrics.metric(options.metric)
+
+
+def _store_scores(
+    records: Sequence[TaskRecord], source: PredictionSource, scored: list[Scored], options: ScoreOptions
+) -> list[str]:
+    """Store each dataset as a result, add its id to the dataset's record, and return the ids."""
+    from kvbench.store.store import ResultStore
+    from kvbench.studies.imports import stored
+
+    # importing the same answers again changes nothing: a cell's id is a hash of them
+    store = ResultStore(Path(options.results).expanduser())
+    cells = stored.store_cells(store, source, scored)
+    for record, cell in zip(records, cells, strict=True):
+        record["cell"] = cell
+    return cells
 
 
 def _print_tables(
