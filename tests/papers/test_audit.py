@@ -403,7 +403,7 @@ def test_known_flags_are_carried():
     for p in catalogue.paper_ids():
         for entry in catalogue.read_paper(p).entries:
             if entry.id.isdigit():
-                counts = entry.counts()
+                counts = entry.count_cells()
                 for i, kind in enumerate(("suspect", "repaired", "missing")):
                     counted[p][i] += counts[kind]
     rows = re.findall(rf"^\| ({PAPERS}) \| \d+ \| \d+ \| \d+ \| (\d+) \| (\d+) \| (\d+) \|$", section(9), re.M)

@@ -30,10 +30,10 @@ def test_every_table_and_figure_is_there():
 
 def test_counts():
     entry = next(e for e in catalogue.read_paper("uncomp").entries if e.id == "10")
-    assert entry.counts() == {"published": 54, "suspect": 0, "repaired": 0, "missing": 6}
+    assert entry.count_cells() == {"published": 54, "suspect": 0, "repaired": 0, "missing": 6}
     # one cell of it is both
     entry = next(e for e in catalogue.read_paper("think").entries if e.id == "4")
-    assert entry.counts() == {"published": 34, "suspect": 17, "repaired": 2, "missing": 0}
+    assert entry.count_cells() == {"published": 34, "suspect": 17, "repaired": 2, "missing": 0}
     assert (
         sum(len(e.cells) for p in catalogue.choose_papers("all") for e in p.entries)
         == len(read_published().cells)

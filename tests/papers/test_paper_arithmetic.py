@@ -24,7 +24,7 @@ def test_thinks_equal_memory_table():
     assert [v for v, *_ in values("think/7", "for")] == [54.5, 208.0, 413.0, 822.5]
     assert all(a == b == c for a, b, c in values("think/7", "for"))
     in_table = paper_arithmetic.select_figures("think/7")
-    marks = [(f.off(f.formula), f.off(f.stored)) for f in in_table if "+think" in f.what]
+    marks = [(f.offset_of(f.formula), f.offset_of(f.stored)) for f in in_table if "+think" in f.what]
     assert marks == [(0, 0), (0, 0.2), (0, 0.4), (0, 0.8)]
 
 
@@ -35,7 +35,7 @@ def test_thinks_text():
     assert [f for _, f, _ in saved] == [15.0, 18.75, 19.375, 19.6875]
     assert [s for *_, s in saved] == [14.9414, 18.6768, 19.2993, 19.6106]
     in_prose = paper_arithmetic.select_figures("think/text")
-    assert [f.off(f.formula) for f in in_prose if "saved" in f.what] == [-5, -1, -1, 0]
+    assert [f.offset_of(f.formula) for f in in_prose if "saved" in f.what] == [-5, -1, -1, 0]
 
 
 def test_kivis_layout():
@@ -52,8 +52,8 @@ def test_flexgen_and_qhitter():
 def test_uncomps_percentages_and_refreekvs_sizes():
     assert [v for v, *_ in values("uncomp")] == [9.38, 4.74, 1.56]
     assert (
-        [f.off(f.formula) for f in paper_arithmetic.select_figures("uncomp")]
-        == [f.off(f.stored) for f in paper_arithmetic.select_figures("uncomp")]
+        [f.offset_of(f.formula) for f in paper_arithmetic.select_figures("uncomp")]
+        == [f.offset_of(f.stored) for f in paper_arithmetic.select_figures("uncomp")]
         == [0] * 3
     )
     assert values("refreekv") == [(1, 1.0, 0.25), (50, 48.8281, 6.1035)]

@@ -6,7 +6,7 @@ from kvbench.base.errors import KvbenchError
 from kvbench.papers.spec import row_knobs, table_spec
 from kvbench.papers.spec.row_knobs import StandIn, run_arguments
 
-SMALL = StandIn(length=1024, of=4096, layers=6, heads=8, dim=32)
+SMALL = StandIn(length=1024, paper_length=4096, layers=6, heads=8, dim=32)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_stand_in_scales_tokens_heads_and_eigenvalues():
 
 def test_windows_of_a_preset_scale_down_to_two_tokens():
     values = {"method.snapkv.window": 32, "method.snapkv.kernel": 7, "method.h2o.window": 2, "method.think.recent": 4}
-    assert row_knobs.scaled_windows(values, ["snapkv", "h2o", "think"], SMALL) == {
+    assert row_knobs.scale_windows(values, ["snapkv", "h2o", "think"], SMALL) == {
         "method.snapkv.window": "8",
         "method.h2o.window": "2",
         "method.think.recent": "2",

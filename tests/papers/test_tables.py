@@ -133,7 +133,7 @@ def test_tiny_shows_its_own_tasks_each_once(store):
     assert entries[-1].ours == pytest.approx(sum(e.ours for e in entries[:-1]) / 6)
     assert all(e.published is None for _, row in seen.rows for e in row)
     assert "needle for narrativeqa, qasper, multifieldqa_en" in page.render(seen, "md")
-    assert stand_ins.task_of("gsm8k", ours.declared) == "hop"
+    assert stand_ins.choose_tiny_task("gsm8k", ours.declared) == "hop"
 
 
 def test_rows_that_are_one_chain_on_tiny_stand_there_once(tmp_path):

@@ -143,11 +143,11 @@ def test_what_the_papers_base_does_not_have_is_no_ratio():
 
 def test_a_stand_in_divides_what_is_declared_and_rounds_up():
     scale = bench_spec.Scale(lengths=8, rows=5, without=["schedule=paper"])
-    assert scale.workload("3712+384x12") == "464+48x3"
-    assert scale.workload("100+8x1") == "13+2x1"
-    assert scale.workload("160+338xmax") == "20+43xmax"
-    assert scale.knobs("a+b schedule=paper kv_size=384 window=32") == "a+b kv_size=48 window=32"
-    assert bench_spec.Scale().words() == "as in the paper"
+    assert scale.scale_workload("3712+384x12") == "464+48x3"
+    assert scale.scale_workload("100+8x1") == "13+2x1"
+    assert scale.scale_workload("160+338xmax") == "20+43xmax"
+    assert scale.scale_arguments("a+b schedule=paper kv_size=384 window=32") == "a+b kv_size=48 window=32"
+    assert bench_spec.Scale().describe() == "as in the paper"
 
 
 @pytest.mark.parametrize(("paper", "table"), bench_spec.table_ids())
@@ -159,13 +159,13 @@ def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     assert None not in wanted
     # two of the paper's workloads never fall together
     assert len(wanted) == len({declared.row_key(c) for c in printed})
-    arguments = dict(a.split("=", 1) for a in small.words(sorted({w for w, _ in wanted})))
+    arguments = dict(a.split("=", 1) for a in small.list_arguments(sorted({w for w, _ in wanted})))
     rest = [f"{k}={v}" for k, v in arguments.items() if k not in OWN]
     cfg = config.read([*rest, "weights=random"])
     assert {m for _, m in wanted} <= {"full", *(c.label for c in cfg.chains), *arguments["peers"].split(",")}
     assert max(workload.parse_workload(w).prompt for w, _ in wanted) <= 2048
     # as on a GPU, by the same arguments
-    options = dict(a.split("=", 1) for a in declared.words([]))
+    options = dict(a.split("=", 1) for a in declared.list_arguments([]))
     assert options["model"] == declared.model and options["method"] == arguments["method"]
 
 

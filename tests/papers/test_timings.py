@@ -148,8 +148,8 @@ def test_a_share_of_tokens_follows_from_bytes():
     kept_tokens = 3 * (10 + 5) / 2  # all tokens of the first layer, half of those of the second, of three rows
     repeated = row("refreekv per=query_head", at, "tiny", cache_bytes=kept_tokens * (each + 8)) | {"dtype": "float32"}
     plain = row("refreekv", at, "tiny", cache_bytes=kept_tokens * (own_value + 8)) | {"dtype": "float32"}
-    assert timings.kept_tokens(repeated, full, shape) == pytest.approx(0.75)
-    assert timings.kept_tokens(plain, full, shape) == pytest.approx(0.75)
+    assert timings.compute_kept_share(repeated, full, shape) == pytest.approx(0.75)
+    assert timings.compute_kept_share(plain, full, shape) == pytest.approx(0.75)
 
 
 def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):

@@ -47,7 +47,7 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
     for line in ours.lines:
         for column in (c for c in ours.declared.scores if c.name in line.row.cells):
             assert line.refused or ours.cells(line, column), (line.row.name, column)
-            method = row_knobs.method_of(line.row.method, row_knobs.parse_setting(line.row.setting))
+            method = row_knobs.translate_method(line.row.method, row_knobs.parse_setting(line.row.setting))
             knobs = sorted(row_knobs.run_arguments(line.row.method, line.row.setting).items())
             own_knobs = {
                 k: v for k, v in row_knobs.parse_setting(line.row.setting).items() if k in ("shots", "context")
@@ -176,7 +176,7 @@ def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, 
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
-    monkeypatch.setattr(stand_ins, "depth_knobs", lambda size: few)
+    monkeypatch.setattr(stand_ins, "replace_depth_knobs", lambda size: few)
     tables = [t for t in table_spec.find_tables(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
     all_ours = []

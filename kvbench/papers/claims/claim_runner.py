@@ -23,14 +23,14 @@ Outcomes = Mapping[str, Sequence[Verdict]]
 """By measure, the verdicts on all claims of a ledger, in the ledger's order."""
 
 
-def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Given]:
+def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.UnprintedTable]:
     """Return tables to be measured on ``model``: their rows are the methods that the claims of ``papers`` compare.
 
     On the tiny model each row stands twice, with scaled windows and with the paper's own.
     """
     # only the tiny model has prompts so short that windows must be scaled
     scaled = model == stand_ins.MODEL
-    tables: list[table_spec.Given] = []
+    tables: list[table_spec.UnprintedTable] = []
     for paper in papers:
         tables += claims.tables_of_sides(claims.load(paper), scaled=scaled)
     return tables

@@ -27,7 +27,7 @@ from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import data_files
 from kvbench.papers.spec import catalogue, table_spec
-from kvbench.papers.spec.table_spec import Given
+from kvbench.papers.spec.table_spec import UnprintedTable
 from kvbench.tasks.longbench import task_names
 from kvbench.tasks.metrics import stats
 
@@ -249,7 +249,7 @@ def find_papers(wanted: str) -> tuple[str, ...]:
     return (wanted,)
 
 
-def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Given]:
+def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[UnprintedTable]:
     """Return the tables to measure for one paper's claims. Claims on the same datasets share a table.
 
     Each claim compares pairs of methods under some setting. Each method of a pair is a row of the table.

@@ -361,7 +361,7 @@ def _plan_points(sweep: Sweep, cfg: RunConfig, model: str) -> SweepRun:
         preset_values = presets.values(sweep.preset, model if model in entries("model") else "")
     stand_in = None
     if model == stand_ins.MODEL:
-        stand_in = replace(stand_ins.TINY, of=sweep.length)
+        stand_in = replace(stand_ins.TINY, paper_length=sweep.length)
     chains = tuple(_build_chain(point, preset_values, stand_in) for point in sweep.points)
     # scaling can make two points one chain, which is measured once
     labels: dict[Chain, str] = {}
@@ -421,13 +421,13 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
     """
     entry: dict[str, Any] = {"method": point.method}
     if stand_in is not None:
-        scaled = row_knobs.scaled_windows(preset_values, registry.split(point.method), stand_in)
+        scaled = row_knobs.scale_windows(preset_values, registry.split(point.method), stand_in)
         entry |= {key: int(value) for key, value in scaled.items()}
     # the point's own knobs win over the preset's scaled windows
     entry |= point.knobs
     # a figure states kv_size in tokens of the paper's prompts, as its preset does
     if stand_in is not None and "kv_size" in entry:
-        entry["kv_size"] = stand_in.tokens(entry["kv_size"])
+        entry["kv_size"] = stand_in.scale_tokens(entry["kv_size"])
     return chain_of(entry, preset=preset_values)
 
 

@@ -160,7 +160,7 @@ def build_view(ours: OurTable) -> View:
             timed_rows.append((line, tuple(cells)))
         return View(ours, table.columns, tuple(timed_rows))
     # a budget is shown below its score; a table that prints only budgets shows them as columns
-    columns = tuple(column for column in table.columns if column.what != BUDGET) or table.columns
+    columns = tuple(column for column in table.columns if column.quantity != BUDGET) or table.columns
     score_by_cells: dict[tuple[str, ...], _OurScore] = {}
     entries_by_line: list[list[_ColumnEntry]] = []
     for line in ours.lines:
@@ -241,7 +241,7 @@ def _read_score(
     score_by_cells: the scores read so far, by the ids of their results. New scores are added, since several lines can
     show the same results.
     """
-    if column.what != SCORE:
+    if column.quantity != SCORE:
         return None
     cells = ours.cells(line, column)
     ids = tuple(cell.id for _, cell in cells)
@@ -294,7 +294,7 @@ def _score_entry(
     if printed is None:
         return CellView(reason=result.reason or "")
     budget = None
-    if column.what == SCORE:
+    if column.quantity == SCORE:
         budget = line.row.cells.get(Column(column.dataset, BUDGET).name)
     # the printed side does not depend on measurements
     entry = CellView(
@@ -390,7 +390,7 @@ def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEnt
     full cache is at the floor. It also leaves out columns with too few examples, unless all columns have too few.
     OF_ALL keeps both.
     """
-    scored = [entry for entry in entries if entry.column.what == SCORE]
+    scored = [entry for entry in entries if entry.column.quantity == SCORE]
     readable = [entry for entry in scored if not (ours.run and ours.why_absent(line, entry.column))]
     if ours.stand_in and kind is AVERAGE:
         above_floor = [entry for entry in readable if not entry.cell.floor]

@@ -320,7 +320,7 @@ def _list_waiting_columns(view: View) -> list[str]:
         return []
     names = []
     for i, column in enumerate(view.columns):
-        if column.what != SCORE or column.dataset in MEANS:
+        if column.quantity != SCORE or column.dataset in MEANS:
             continue
         # a missing number with a reason waits for data, not for a run
         if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
@@ -475,7 +475,7 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
     full_entries: dict[str, CellView] = {}
     for line, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
-            if not entry.n or entry.full is None or column.what != SCORE:
+            if not entry.n or entry.full is None or column.quantity != SCORE:
                 continue
             parts = view.ours.full(line, column)
             if parts:

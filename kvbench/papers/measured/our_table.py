@@ -17,8 +17,15 @@ from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
-from kvbench.papers.spec.table_spec import Column, Given, TableRow, TableSpec
-from kvbench.papers.spec.workloads import FAMILIES, INSTEAD, Reader, TableWorkload, configure_run, label_workloads
+from kvbench.papers.spec.table_spec import Column, UnprintedTable, TableRow, TableSpec
+from kvbench.papers.spec.workloads import (
+    FAMILIES,
+    INSTEAD,
+    TableWorkload,
+    WorkloadChooser,
+    configure_run,
+    label_workloads,
+)
 from kvbench.papers.timed import timings
 from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets, run_plan
@@ -243,25 +250,25 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     source = load.locate(base.model)
     # the sizes for scaling the paper's numbers of tokens and layers; the paper's own models need none
     scaled_from = declared.length if tiny else None
-    size = stand_ins.stand_in_size(source.config, scaled_from) if stand_in else None
+    size = stand_ins.measure_stand_in(source.config, scaled_from) if stand_in else None
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
     # rows declared by claims have tiny's tasks as columns already
-    if size is not None and tiny and not isinstance(declared, Given):
-        notes += stand_ins.notes(declared)
+    if size is not None and tiny and not isinstance(declared, UnprintedTable):
+        notes += stand_ins.write_notes(declared)
         declared, lines = _make_tiny_table(declared, lines, size)
     elif size is not None:
         notes += _depth_notes(lines, size, tiny)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     context = traits.context_length(source.config, base.model.context)
-    reader = Reader(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
-    lines, absent, reading_notes = _assign_workloads(reader, lines, family, stand_in)
+    chooser = WorkloadChooser(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
+    lines, absent, reading_notes = _assign_workloads(chooser, lines, family, stand_in)
     notes += reading_notes
     readable = _readable_workloads(lines, absent)
     # without data, or without a row for this model, there is nothing to run
     if not readable:
         return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
-    run, groups = _plan_run(reader, lines, readable)
+    run, groups = _plan_run(chooser, lines, readable)
     notes += _minilongbench_notes(groups)
     # the user's own conditions of reading and answering, which make scores differ from the paper's
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
@@ -318,7 +325,7 @@ def _build_lines(
     tiny = model == stand_ins.MODEL
     lines = []
     for row in declared.rows:
-        if size is not None or model_id(declared.entry(row.model)) == model_id(model):
+        if size is not None or model_id(declared.model_entry(row.model)) == model_id(model):
             lines.append(_build_line(declared, row, values, size=size, tiny=tiny, config=config))
         else:
             lines.append(TableLine(row, skipped=f"a row of {row.model}"))
@@ -328,7 +335,7 @@ def _build_lines(
 def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
     """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
-    if stand_ins.depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
+    if stand_ins.replace_depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper has no schedule for {size.layers} layers, so this is schedule=relative.")
     # the tiny model's rows show their scaled settings
     if tiny:
@@ -356,7 +363,7 @@ def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> lis
 
 
 def _plan_run(
-    reader: Reader, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
+    chooser: WorkloadChooser, lines: Sequence[TableLine], workloads: Sequence[TableWorkload]
 ) -> tuple[RunPlan, dict[TableWorkload, tuple[Group, ...]]]:
     """Plan one run of the full cache and of all lines, limited to cells behind printed numbers.
 
@@ -373,7 +380,7 @@ def _plan_run(
             if workload.whole == whole:
                 parts |= dict.fromkeys(workload.parts or ())
         # a dataset without parts is read as a whole
-        datasets.append(reader.config(replace(whole, parts=tuple(parts) or None), label))
+        datasets.append(chooser.configure_dataset(replace(whole, parts=tuple(parts) or None), label))
     chain_labels: dict[Chain, str] = {}
     for line in lines:
         for chain in (line.chain, *line.others.values()):
@@ -381,7 +388,7 @@ def _plan_run(
                 chain_labels.setdefault(chain, line.row.name if chain.stages else "full")
     chain_configs = tuple(ChainConfig(chain, label) for chain, label in chain_labels.items())
     # one run, so that every prompt is read once for all rows
-    run = run_plan.prepare(replace(reader.cfg, chains=chain_configs, datasets=tuple(datasets)))
+    run = run_plan.prepare(replace(chooser.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
         # a row that does not read a group's task has no cell there; the full cache is measured in all groups
@@ -403,7 +410,7 @@ def _plan_run(
 
 def _make_tiny_table(
     declared: TableSpec, lines: Sequence[TableLine], size: row_knobs.StandIn
-) -> tuple[Given, tuple[TableLine, ...]]:
+) -> tuple[UnprintedTable, tuple[TableLine, ...]]:
     """Return the tiny model's own table and its lines: tasks as columns, and each chain once, under its scaled knobs.
 
     lines: the lines of the paper's table.
@@ -417,17 +424,17 @@ def _make_tiny_table(
         identity: object = (line.row.method, setting) if line.chain is None else line.chain
         first_lines.setdefault(identity, (line, setting))
     names = [(line.row.method, setting) for line, setting in first_lines.values()]
-    table = stand_ins.own_table(declared, names)
+    table = stand_ins.make_tiny_table(declared, names)
     tiny_lines = []
     for row, (line, _) in zip(table.rows, first_lines.values(), strict=True):
         # chains of single datasets move to the tasks that stand for these datasets
-        others = {stand_ins.task_of(dataset, declared): chain for dataset, chain in line.others.items()}
+        others = {stand_ins.choose_tiny_task(dataset, declared): chain for dataset, chain in line.others.items()}
         tiny_lines.append(replace(line, row=row, others=others))
     return table, tuple(tiny_lines)
 
 
 def _assign_workloads(
-    reader: Reader, lines: Sequence[TableLine], family: str, stand_in: bool
+    chooser: WorkloadChooser, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
     """Find the data that each line reads, and try whether they can be read here.
 
@@ -436,8 +443,8 @@ def _assign_workloads(
 
     Return the lines with their workloads, the reason for each workload that cannot be read, and notes for readers.
     """
-    columns = reader.declared.scores
-    family_name = reader.family(list(dict.fromkeys(column.dataset for column in columns)), family)
+    columns = chooser.table.scores
+    family_name = chooser.choose_family(list(dict.fromkeys(column.dataset for column in columns)), family)
     absent: dict[TableWorkload, str] = {}
     # try once whether a workload can be read, since it can take long
     tried: set[TableWorkload] = set()
@@ -450,11 +457,11 @@ def _assign_workloads(
             if column.name not in line.row.cells:
                 continue
             dataset = column.dataset
-            workload = reader.workload(line.row, dataset, family_name)
+            workload = chooser.choose_workload(line.row, dataset, family_name)
             # the tiny model's tasks come with kvbench
-            if workload not in tried and not reader.small:
+            if workload not in tried and not chooser.small:
                 tried.add(workload)
-                why = reader.why_not(workload)
+                why = chooser.why_unreadable(workload)
                 if why:
                     absent[workload] = why
             # on the paper's own model only the paper's data are allowed
@@ -462,12 +469,12 @@ def _assign_workloads(
                 substitute, note = INSTEAD[dataset]
                 instead = replace(workload, name=substitute)
                 # of the replacements, ``tried`` holds only those that can be read
-                if instead in tried or not reader.why_not(instead):
+                if instead in tried or not chooser.why_unreadable(instead):
                     tried.add(instead)
                     notes[note] = None
                     workload = instead
-            if line.chain is not None and not reader.small:
-                too_long = reader.lengths_beyond_context(line.row, dataset)
+            if line.chain is not None and not chooser.small:
+                too_long = chooser.lengths_beyond_context(line.row, dataset)
                 if too_long:
                     lengths = ", ".join(map(str, too_long))
                     prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
@@ -484,7 +491,7 @@ def _assign_workloads(
 
 def stands_in(declared: TableSpec, model: str) -> bool:
     """Return True if a table prints no numbers of ``model``, so that this model can only stand in for the table's."""
-    return model_id(model) not in [model_id(declared.entry(m)) for m in declared.models()]
+    return model_id(model) not in [model_id(declared.model_entry(m)) for m in declared.models()]
 
 
 def _build_line(
@@ -504,7 +511,7 @@ def _build_line(
     config: the configuration of the Hugging Face model; None skips the check that the model can run the chain.
     """
     setting = row_knobs.parse_setting(row.setting)
-    method = row_knobs.method_of(row.method, setting)
+    method = row_knobs.translate_method(row.method, setting)
     # claims also run rows with the paper's windows as printed, without scaling them
     if size is not None and "windows" in setting:
         size = replace(size, windows=setting["windows"])
@@ -516,7 +523,7 @@ def _build_line(
         # each source replaces earlier ones: scaled windows, a stand-in's arguments, the table's, the row's own
         knobs: row_knobs.Knobs = {}
         if size is not None:
-            knobs |= row_knobs.scaled_windows(values, stages, size)
+            knobs |= row_knobs.scale_windows(values, stages, size)
             knobs |= _stand_in_knobs(declared, stages, size, tiny)
         knobs |= declared.arguments.get(row.method, {})
 
@@ -548,7 +555,7 @@ def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.
     tiny: True for the tiny model, whose arguments the table declares.
     """
     # a table's own arguments replace those of SAMPLES
-    knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in) if tiny else stand_ins.depth_knobs(size)
+    knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in) if tiny else stand_ins.replace_depth_knobs(size)
     knobs: row_knobs.Knobs = {}
     for stage in stages:
         for key, value in knobs_by_stage.get(stage, {}).items():

@@ -185,7 +185,8 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
         # the paper's workload, with the scaled one that ran in its place
         workloads = {bench.printed_workload(printed): str(row["workload"]) for printed, row in measured_rows.items()}
         pairs = [theirs if theirs == scaled else f"{scaled} for {theirs}" for theirs, scaled in workloads.items()]
-        yield f"The substitute's workloads: {bench.stand_in.words()}. Prompt + new tokens x rows: {', '.join(pairs)}."
+        scale = bench.stand_in.describe()
+        yield f"The substitute's workloads: {scale}. Prompt + new tokens x rows: {', '.join(pairs)}."
     else:
         yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
     if len(_devices(timings)) > 1:

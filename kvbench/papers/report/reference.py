@@ -190,7 +190,7 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
     """Return the row of one table or figure. For a table it counts the published cells, and those with a flag."""
     cells = ""
     if not entry.is_figure:
-        counts = entry.counts()
+        counts = entry.count_cells()
         cells = str(counts["published"])
         # a flag that no cell has is not named
         flagged = [f"{counts[kind]} {kind}" for kind in ("suspect", "repaired", "missing") if counts[kind]]

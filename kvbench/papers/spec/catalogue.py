@@ -16,6 +16,7 @@ from kvbench.papers import data_files
 from kvbench.papers.spec.published import Published, load_table
 
 KINDS = ("quality", "ablation", "efficiency", "analysis", "dataset-facts", "measured", "drawing")
+"""The kinds of tables and figures."""
 FIELDS = ("title", "kind", "exact", "note", "models")
 """The keys that an entry of paper.yaml can have."""
 
@@ -24,9 +25,11 @@ FIELDS = ("title", "kind", "exact", "note", "models")
 class CatalogueEntry:
     """A table or figure of a paper.
 
+    paper: the paper's id.
     id: the id of a table's file of published cells (``2``, ``fig6``, ``text``), or a figure's, such as ``figure3``.
     kind: one of KINDS; figures are ``measured`` or ``drawing``.
     exact: the part that can be computed again without a model, '' for no part.
+    note: a fact that readers must know, '' for none.
     models: the models of a figure, separated by ``, ``. It is '' for a table, whose models follow from its cells.
     """
 
@@ -58,7 +61,7 @@ class CatalogueEntry:
     @property
     def model_names(self) -> list[str]:
         """The models whose numbers are published: those of a table's cells, sorted, or of a figure's entry."""
-        # a cell that is a fact about a dataset has no model
+        # a cell that is a fact about a dataset has no model; figures have no cells
         names = {cell.model for cell in self.cells} - {""}
         if names:
             return sorted(names)
@@ -70,7 +73,7 @@ class CatalogueEntry:
         # a cell that is a fact about a dataset has no method
         return sorted({cell.method for cell in self.cells} - {""})
 
-    def counts(self) -> dict[str, int]:
+    def count_cells(self) -> dict[str, int]:
         """Return the numbers of published, suspect, repaired and missing cells, by these words.
 
         A cell can count more than once, for example as published, suspect and repaired.
@@ -98,7 +101,7 @@ class CatalogueEntry:
             "exact": self.exact,
             "note": self.note,
         }
-        facts.update(self.counts())
+        facts.update(self.count_cells())
         return facts
 
 
@@ -134,16 +137,16 @@ def paper_ids() -> tuple[str, ...]:
 
 
 @cache
-def read_paper(name: str) -> Paper:
-    """Read one paper. Raises UsageError for an unknown name, KvbenchError for a damaged file."""
-    if name not in paper_ids():
-        raise unknown("paper", name, (*paper_ids(), "all"))
+def read_paper(paper_id: str) -> Paper:
+    """Read one paper. Raises UsageError for an unknown id, KvbenchError for a damaged file."""
+    if paper_id not in paper_ids():
+        raise unknown("paper", paper_id, (*paper_ids(), "all"))
     # there is one such file: a second folder of papers (KVBENCH_PAPERS_DATA) must not have a paper with the same id
-    (path,) = data_files(f"{name}/paper.yaml")
+    (path,) = data_files(f"{paper_id}/paper.yaml")
     content = yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
     # missing keys have the defaults of Paper
     fields = {key: content[key] for key in ("title", "source", "name", "preset", "prompt", "place") if key in content}
-    return Paper(name, entries=tuple(_read_entries(path, name, content)), **fields)
+    return Paper(paper_id, entries=tuple(_read_entries(path, paper_id, content)), **fields)
 
 
 def choose_papers(name: str) -> list[Paper]:
@@ -167,11 +170,12 @@ def papers_in_order() -> tuple[str, ...]:
 
 
 def _read_entries(
-    path: Path, name: str, content: Mapping[str, Mapping[str | int, Mapping[str, str]]]
+    path: Path, paper_id: str, content: Mapping[str, Mapping[str | int, Mapping[str, str]]]
 ) -> Iterator[CatalogueEntry]:
-    """Yield the tables and figures of the paper ``name``. Raises KvbenchError for an unknown kind or field.
+    """Yield the tables and figures of a paper. Raises KvbenchError for an unknown kind or field.
 
-    content: the content of the paper's paper.yaml, which lies at ``path``.
+    content: the content of the paper's paper.yaml, which lies at ``path``. Under ``tables`` and ``figures`` it has the
+    fields of CatalogueEntry by number.
     """
     # table 2 is think/2 on the command line, and figure 2 is think/figure2
     for group, prefix in (("tables", ""), ("figures", "figure")):
@@ -179,4 +183,4 @@ def _read_entries(
             # without this check, a slip in a key would silently become a default
             if set(fields) - set(FIELDS) or fields.get("kind") not in KINDS:
                 raise KvbenchError(f"{path}: {group} {number} needs a kind of {', '.join(KINDS)} and only {FIELDS}")
-            yield CatalogueEntry(name, f"{prefix}{number}", **fields)
+            yield CatalogueEntry(paper_id, f"{prefix}{number}", **fields)

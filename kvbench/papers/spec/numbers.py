@@ -51,9 +51,9 @@ class Number:
         """Return the number without its interval, as a float."""
         return float(self.value)
 
-    def text(self, decimals: int) -> str:
-        """Return the value with ``decimals`` digits behind the point. Ties round away from zero, as in papers."""
-        return format_fixed(self.value, decimals)
+    def text(self, digits: int) -> str:
+        """Return the value with ``digits`` digits behind the point. Ties round away from zero, as in papers."""
+        return format_fixed(self.value, digits)
 
 
 def exact_number(value: int | float | Fraction) -> Number:
@@ -81,10 +81,12 @@ def grade(text: str, recomputed: Number) -> str:
     ``equal``: the number rounds to these characters. ``rounding``: it does not, but digits that rounding hides, or that
     the paper cut off, can explain the difference. ``off``: they cannot.
     """
-    if format_fixed(recomputed.value, decimals(text)) == format_fixed(Fraction(text), decimals(text)):
+    digits = decimals(text)
+    if format_fixed(recomputed.value, digits) == format_fixed(Fraction(text), digits):
         return "equal"
     shown = printed_number(text)
-    unit = Fraction(1, 10 ** decimals(text))
+    # one unit of the last printed digit
+    unit = Fraction(1, 10**digits)
     # 1.585 may be printed as 1.58, cut towards zero instead of rounded: a whole unit away from zero is possible
     if shown.value >= 0:
         low, high = shown.low, shown.value + unit
@@ -108,7 +110,7 @@ def mean(numbers: Iterable[Number]) -> Number:
 def format_fixed(value: Fraction, digits: int) -> str:
     """Return a fraction as text with ``digits`` digits behind the point. Ties round away from zero; -0 becomes 0."""
     scaled = abs(value) * 10**digits
-    # floor(x + 1/2) of the absolute value, in whole units of the last digit
+    # floor(scaled + 1/2) whole units of the last digit; for scaled = n / d this is floor((2 n + d) / 2 d)
     units = (2 * scaled.numerator + scaled.denominator) // (2 * scaled.denominator)
     # zeros in front leave a digit before the point: 5 units of 0.01 are 005, which becomes 0.05
     text = f"{units:0{digits + 1}d}"

@@ -34,8 +34,11 @@ class Published:
     """One printed cell of a paper.
 
     table: the id of the table: a number, ``fig6`` or ``text``.
+    model, method, dataset: their published names; '' where the cell has none.
     setting: the row's settings as ``key=value;key=value``.
+    metric: the printed quantity, such as ``f1`` or ``ttft``.
     value: the printed number; None if the cell is text or empty.
+    unit: the unit of the printed number, such as ``pct``, ``fraction`` or ``ms``.
     flag: '' for a certain value, or else ``suspect:``, ``repaired:`` or ``missing:`` with the reason. `` | `` separates
     two flags.
     printed: the characters on the page.
@@ -90,9 +93,9 @@ class Published:
 def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every file: numbered tables in their order, then ``fig6`` and ``text``."""
 
-    def numbers_first(name: tuple[str, str]) -> tuple[str, bool, str]:
+    def numbers_first(table_id: tuple[str, str]) -> tuple[str, bool, str]:
         """Return the sort key of a table: its paper, False for a number, and the number or the name."""
-        paper, table = name
+        paper, table = table_id
         # numbers are ordered as texts of three characters: 010 comes behind 009
         return paper, not table.isdigit(), table.zfill(3)
 
@@ -125,7 +128,7 @@ def rows_with_scores(model: str, method: str, setting: str = "") -> Iterator[tup
     setting: ``key=value`` pairs, separated by semicolons, that a row must have among its settings.
     Only scores in per cent from numbered tables count.
     """
-    parts = {part for part in setting.split(";") if part}
+    wanted_settings = {part for part in setting.split(";") if part}
     for paper, table in table_ids():
         if not table.isdigit():
             continue
@@ -134,7 +137,7 @@ def rows_with_scores(model: str, method: str, setting: str = "") -> Iterator[tup
         for cell in load_table(paper, table):
             is_row = model_id(cell.model) == model_id(model) and cell.method == method
             is_score = cell.metric in SCORES and cell.unit == "pct"
-            if is_row and is_score and parts <= set(cell.setting.split(";")):
+            if is_row and is_score and wanted_settings <= set(cell.setting.split(";")):
                 by_setting.setdefault(cell.setting, {})[cell.dataset] = cell
         for cells in by_setting.values():
             yield paper, table, cells

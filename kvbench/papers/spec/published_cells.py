@@ -93,8 +93,8 @@ class Book:
         # the dictionary keeps the order in which rows appear, and joins cells of a row that stand apart
         cells_by_row: dict[tuple[str, str, str, str, str], dict[Key, Published]] = {}
         for cell in self.cells:
-            row = (cell.paper, cell.table, cell.model, cell.method, cell.setting)
-            cells_by_row.setdefault(row, {})[cell.dataset, cell.metric] = cell
+            row_key = (cell.paper, cell.table, cell.model, cell.method, cell.setting)
+            cells_by_row.setdefault(row_key, {})[cell.dataset, cell.metric] = cell
         rows = []
         for (paper, table, model, method, setting), cells in cells_by_row.items():
             rows.append(PublishedRow(paper, table, model, method=method, setting=setting, cells=cells))

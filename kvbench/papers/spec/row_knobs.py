@@ -64,36 +64,36 @@ LENGTHS = ("window", "recent", "observed", "sinks")
 class StandIn:
     """The sizes of a substitute model and of the published model, by which a row's numbers are scaled.
 
-    length, of: the tokens of the stand-in's prompts and of the paper's. A number of tokens is scaled by length / of.
+    length, paper_length: the tokens of the stand-in's prompts and of the paper's.
     layers, heads, dim: the stand-in's layers, query heads and dimensions of a head.
-    heads_of, dim_of: the published model's query heads and dimensions of a head.
+    paper_heads, paper_dim: the published model's query heads and dimensions of a head.
     windows: ``scaled``, or ``paper`` to keep windows as published.
     """
 
     length: int
-    of: int
+    paper_length: int
     layers: int
     heads: int
     dim: int
-    heads_of: int = HEADS
-    dim_of: int = DIM
+    paper_heads: int = HEADS
+    paper_dim: int = DIM
     windows: str = "scaled"
 
-    def tokens(self, count: int) -> int:
-        """Return a published number of tokens scaled to the stand-in's length, at least one."""
-        return max(1, round(count * self.length / self.of))
+    def scale_tokens(self, count: int) -> int:
+        """Return a published number of tokens times length / paper_length, rounded, at least one."""
+        return max(1, round(count * self.length / self.paper_length))
 
-    def window(self, count: int) -> int:
+    def scale_window(self, count: int) -> int:
         """Return a published window scaled to the stand-in's length, or as published if ``windows`` says so.
 
         A scaled window has SHORTEST_WINDOW tokens or more, unless the published window is shorter.
         """
         if self.windows == "paper":
             return count
-        return min(count, max(SHORTEST_WINDOW, self.tokens(count)))
+        return min(count, max(SHORTEST_WINDOW, self.scale_tokens(count)))
 
 
-AS_PUBLISHED = StandIn(length=1, of=1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
+AS_PUBLISHED = StandIn(length=1, paper_length=1, layers=1 << 16, heads=HEADS, dim=DIM, windows="paper")
 """The sizes of a published model itself, which leave all numbers as they are. No model has so many layers."""
 
 
@@ -107,7 +107,7 @@ def parse_setting(setting: str) -> dict[str, str]:
     return values
 
 
-def method_of(method: str, setting: Mapping[str, str]) -> str:
+def translate_method(method: str, setting: Mapping[str, str]) -> str:
     """Return kvbench's name for a published method in a row with these settings."""
     if method == "h2o+quant" and "selection_bits" in setting:
         return "h2o"  # Q-Hitter's table 1 quantises only the keys that select tokens, not the stored cache
@@ -121,7 +121,7 @@ def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) ->
     Raises KvbenchError for a key that is no knob of the row's methods.
     """
     settings = parse_setting(setting)
-    stages = method_of(method, settings).split("+")
+    stages = translate_method(method, settings).split("+")
     knob_names: set[str] = set()
     for stage in stages:
         # published rows also have stages that are no methods of kvbench, such as full
@@ -130,14 +130,14 @@ def run_arguments(method: str, setting: str, stand_in: StandIn | None = None) ->
     arguments: Knobs = {}
     for key, value in settings.items():
         if key not in FACTS:
-            arguments |= _knobs_of_part(key, value, stand_in or AS_PUBLISHED, knob_names)
+            arguments |= _translate_part(key, value, stand_in or AS_PUBLISHED, knob_names)
     # heads of the low group are deleted, so all remaining heads keep the high group's tokens; such rows state kv_high
     if "deleted_heads" in settings:
         arguments["kv_size"] = arguments.pop("high")
-    return {_key_with_owner(key, stages): value for key, value in arguments.items()}
+    return {_add_owner(key, stages): value for key, value in arguments.items()}
 
 
-def _key_with_owner(key: str, stages: Sequence[str]) -> str:
+def _add_owner(key: str, stages: Sequence[str]) -> str:
     """Return the key of a knob as ``run`` takes it: with its stage before it if OWNERS names one of ``stages``."""
     for stage in stages:
         if stage in OWNERS.get(key, ()):
@@ -145,7 +145,7 @@ def _key_with_owner(key: str, stages: Sequence[str]) -> str:
     return key
 
 
-def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in: StandIn) -> Knobs:
+def scale_windows(values: Mapping[str, object], stages: Iterable[str], stand_in: StandIn) -> Knobs:
     """Return the windows that a preset sets for ``stages``, scaled to the stand-in's length.
 
     values: the preset's values by full key, such as ``method.snapkv.window``.
@@ -156,27 +156,63 @@ def scaled_windows(values: Mapping[str, object], stages: Iterable[str], stand_in
             key = f"method.{stage}.{knob}"
             count = values.get(key)
             if isinstance(count, int):
-                windows[key] = str(stand_in.window(int(count)))
+                windows[key] = str(stand_in.scale_window(int(count)))
     return windows
 
 
-def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
+def _translate_part(key: str, value: str, stand_in: StandIn, knob_names: Container[str]) -> Knobs:
     """Return the knobs that one part of a setting, ``key=value``, sets on a stand-in; {} if the default says the same.
 
     knob_names: the knobs of the row's methods.
 
     Raises KvbenchError for a key that is neither special to published rows nor one of ``knob_names``.
     """
+    knobs = _scale_part(key, value, stand_in)
+    if knobs is None:
+        knobs = _rewrite_part(key, value)
+    if knobs is not None:
+        return knobs
+    if key in RENAMED or key in knob_names:
+        return {RENAMED.get(key, key): value}
+    raise KvbenchError(
+        f"the setting {key}={value} of a published row has no option in kvbench/papers/spec/row_knobs.py"
+    )
+
+
+def _scale_part(key: str, value: str, stand_in: StandIn) -> Knobs | None:
+    """Return the knobs of a part that depends on the model's sizes, scaled to the stand-in; None for any other key."""
     match key:
         case "kv_size" | "kv_high" | "kv_low":
             # the full cache keeps all tokens, and so do the knobs by default
             if value in ("full", "n/a"):
                 return {}
-            return {RENAMED.get(key, key): str(stand_in.tokens(int(value)))}
+            return {RENAMED.get(key, key): str(stand_in.scale_tokens(int(value)))}
         case "recent":
             # a window of 0 stays 0, since a scaled one would have at least one token
             count = int(value)
-            return {key: str(stand_in.window(count) if count else 0)}
+            return {key: str(stand_in.scale_window(count) if count else 0)}
+        case "frozen":
+            return {"frozen_layers": _translate_frozen_layers(value, stand_in)}
+        case "group_sizes":
+            # only the first and last of a row of sizes are set, since UNComp's sizes fall linearly between them
+            sizes = [stand_in.scale_tokens(int(size)) for size in value.split("/")]
+            # the sizes stand in place of a budget, which the method has by default
+            return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
+        case "deleted_heads":
+            # the stand-in deletes the same share of its heads, one at least
+            share_of_heads = round(int(value) * stand_in.heads / stand_in.paper_heads)
+            return {"delete": str(max(1, share_of_heads))}
+        case "topk":
+            # a number of a head's dimensions: the stand-in takes the same share, one at least
+            count = stand_in.paper_dim if value == "all" else int(value)
+            share_of_dim = count * stand_in.dim // stand_in.paper_dim
+            return {"top": str(min(stand_in.dim, max(1, share_of_dim)))}
+    return None
+
+
+def _rewrite_part(key: str, value: str) -> Knobs | None:
+    """Return the knobs of a part whose values the papers write otherwise than kvbench; None for any other key."""
+    match key:
         case "kv":
             # published rows only have kv=full, and all tokens are kept by default
             return {}
@@ -198,32 +234,14 @@ def _knobs_of_part(key: str, value: str, stand_in: StandIn, knob_names: Containe
             if value.endswith("%n"):
                 return {key: f"{int(value.removesuffix('%n')) / 100:g}"}
             return {key: value}
-        case "frozen":
-            return {"frozen_layers": _frozen_layers(value, stand_in)}
-        case "group_sizes":
-            # only the first and last of a row of sizes are set, since UNComp's sizes fall linearly between them
-            sizes = [stand_in.tokens(int(size)) for size in value.split("/")]
-            # the sizes stand in place of a budget, which the method has by default
-            return {"low": str(min(sizes)), "high": str(max(sizes)), "kv_size": "null", "kv_ratio": "null"}
-        case "deleted_heads":
-            # the stand-in deletes the same share of its heads, one at least
-            return {"delete": str(max(1, round(int(value) * stand_in.heads / stand_in.heads_of)))}
-        case "topk":
-            # a number of a head's dimensions: the stand-in takes the same share, one at least
-            count = stand_in.dim_of if value == "all" else int(value)
-            return {"top": str(min(stand_in.dim, max(1, count * stand_in.dim // stand_in.dim_of)))}
         case "partition":
             if value == "effective_rank":
                 return {"grouping": "calibrated"}
             return {"grouping": value}
-        case _ if key in RENAMED or key in knob_names:
-            return {RENAMED.get(key, key): value}
-    raise KvbenchError(
-        f"the setting {key}={value} of a published row has no option in kvbench/papers/spec/row_knobs.py"
-    )
+    return None
 
 
-def _frozen_layers(value: str, stand_in: StandIn) -> str:
+def _translate_frozen_layers(value: str, stand_in: StandIn) -> str:
     """Return the frozen layers of a published row as a knob: ``[0,1,31]`` for ``0+1+31``, ``[]`` for ``none``.
 
     Layers that the stand-in does not have become its last layer, which is named once.

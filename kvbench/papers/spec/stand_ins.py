@@ -19,7 +19,7 @@ from kvbench.papers.spec.table_spec import (
     MEAN,
     MEANS,
     SHARE,
-    Given,
+    UnprintedTable,
     TableRow,
     TableSpec,
     group_of,
@@ -31,7 +31,8 @@ MODEL = "tiny"
 """The tiny model's entry of conf/model. It is the substitute if the user names no model."""
 PROMPT = 1024
 """Tokens of a prompt of the tiny suite."""
-TINY = StandIn(length=PROMPT, of=PROMPT, layers=6, heads=8, dim=32)
+TINY = StandIn(length=PROMPT, paper_length=PROMPT, layers=6, heads=8, dim=32)
+"""The tiny model's sizes, for a paper whose prompts are as long as the tiny model's own."""
 
 BY_GROUP = {
     SINGLE: "needle",
@@ -61,8 +62,11 @@ SAMPLES = {method: {"samples": "32"} for method in ("uncomp-group", "uncomp-stag
 """The number of calibration windows by method. The tiny model needs fewer windows than the papers' models."""
 
 
-def task_of(dataset: str, table: TableSpec) -> str:
-    """Return the tiny task that stands for a table's dataset. A dataset that is such a task stands for itself."""
+def choose_tiny_task(dataset: str, table: TableSpec) -> str:
+    """Return the tiny task that stands for a table's dataset. A dataset that is such a task stands for itself.
+
+    Raises KvbenchError if no task stands for the dataset.
+    """
     # the columns of a stand-in's own table are tasks already
     if dataset in BY_GROUP.values():
         return dataset
@@ -74,7 +78,7 @@ def task_of(dataset: str, table: TableSpec) -> str:
     return task
 
 
-def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
+def measure_stand_in(config: object, scaled_from: int | None) -> StandIn:
     """Return the sizes by which a paper's rows are scaled to a substitute model.
 
     config: the model's Hugging Face configuration.
@@ -83,45 +87,49 @@ def stand_in_size(config: object, scaled_from: int | None) -> StandIn:
     """
     # only the tiny model's numbers are scaled, and its sizes are known
     if scaled_from is not None:
-        return replace(TINY, of=scaled_from)
+        return replace(TINY, paper_length=scaled_from)
     shape = from_config(config)
     # numbers of tokens, heads and dimensions stay: this model reads the paper's own prompts
     return StandIn(
         length=1,
-        of=1,
+        paper_length=1,
         layers=shape.layers,
         heads=shape.query_heads,
         dim=shape.head_dim,
-        heads_of=shape.query_heads,
-        dim_of=shape.head_dim,
+        paper_heads=shape.query_heads,
+        paper_dim=shape.head_dim,
     )
 
 
-def depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
-    """Return the knobs, by method, that replace values which a paper states only for its own models' layers."""
+def replace_depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
+    """Return knobs by method. They replace values that a paper states only for its own models' layers.
+
+    Return {} for a model with as many layers as one of the paper's models.
+    """
     # UNComp's schedule lists layers of models with 32 and 40 layers; others take the same fractions of their depth
     if size.layers in STARTS:
         return {}
     return {"uncomp-stage": {"schedule": "relative"}}
 
 
-def notes(table: TableSpec) -> Iterator[str]:
+def write_notes(table: TableSpec) -> Iterator[str]:
     """Yield notes on the meaning of the tiny model's tasks and numbers of tokens."""
     # there are six tiny tasks, so several datasets of a table share one
     datasets_of: dict[str, list[str]] = {}
     for dataset in dict.fromkeys(column.dataset for column in table.scores):
-        datasets_of.setdefault(task_of(dataset, table), []).append(dataset)
-    pairs = [f"{task} for {', '.join(datasets)}" for task, datasets in datasets_of.items()]
-    yield f"Tasks of the tiny suite: {'; '.join(pairs)}."
+        datasets_of.setdefault(choose_tiny_task(dataset, table), []).append(dataset)
+    task_texts = [f"{task} for {', '.join(datasets)}" for task, datasets in datasets_of.items()]
+    yield f"Tasks of the tiny suite: {'; '.join(task_texts)}."
     methods = {row.method for row in table.rows}
     for method, knobs in table.stand_in.items():
         if method in methods:
             yield f"{method} runs with {', '.join(f'{knob}={value}' for knob, value in knobs.items())} here."
     if table.length != PROMPT:
         # 512 tokens as an example, since most tables have this budget
+        example = round(512 * PROMPT / table.length)
         yield (
             f"Numbers of tokens are the paper's times {PROMPT}/{table.length}: 512 there are "
-            f"{round(512 * PROMPT / table.length)} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
+            f"{example} here; windows likewise, down to {row_knobs.SHORTEST_WINDOW}."
         )
 
 
@@ -138,18 +146,19 @@ def scale_setting(row: TableRow, stand_in: StandIn) -> str:
     return ";".join(parts)
 
 
-def own_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Given:
+def make_tiny_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> UnprintedTable:
     """Return a table for the tiny model: its own tasks, each once, are columns in place of the datasets of ``table``.
 
     rows: the method and setting of each row.
     """
-    tasks = list(dict.fromkeys(task_of(column.dataset, table) for column in table.scores))
-    budget_tasks = {task_of(column.dataset, table) for column in table.columns if column.what == BUDGET}
+    tasks = list(dict.fromkeys(choose_tiny_task(column.dataset, table) for column in table.scores))
+    budget_tasks = {choose_tiny_task(column.dataset, table) for column in table.columns if column.quantity == BUDGET}
     # (model, method, setting, dataset, metric): the rows are of no published model
     cells = []
     for method, setting in rows:
         cells += [("", method, setting, task, "mean") for task in tasks]
         cells += [("", method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
+        # the average of one task would repeat its score
         if len(tasks) > 1:
             cells += [("", method, setting, average, "mean") for average in MEANS]
     # a difference from the full cache (relative) is shown as the share that it comes from

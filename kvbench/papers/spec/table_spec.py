@@ -25,7 +25,9 @@ RUN_KINDS = ("quality", "ablation", "analysis")
 """Tables whose cells, where they are scores of a method on a dataset, ``run`` measures."""
 
 FACTS = "dataset-facts"
+"""The kind of a table in which each row is a dataset and each column a fact about it."""
 SCORES = ("accuracy", "f1", "rouge_l", "edit_sim", "bleu", "perplexity", "mean")
+"""The published metrics that make a cell a score."""
 RATIO = "ratio_to_full"
 """The printed metric of scores in per cent of the full cache's."""
 MEANS = {"avg"}
@@ -35,7 +37,6 @@ SCORE, BUDGET = "score", "budget"
 MEAN, RELATIVE, SHARE = "mean", "relative", "share"
 """The ways in which a paper averages (see ``TableSpec.average``)."""
 
-
 DatasetKnob = str | int | float | bool | list[int]
 """The value of a dataset's knob in tables.yaml. A list has the lengths or depths that the dataset's prompts take."""
 
@@ -44,22 +45,23 @@ DatasetKnob = str | int | float | bool | list[int]
 class Column:
     """A column of a paper's table.
 
-    what: the printed quantity: SCORE, BUDGET or another metric.
+    dataset: the published dataset; '' in a table of facts about datasets.
+    quantity: the printed quantity: SCORE, BUDGET or another metric.
     group: the task group of a LongBench dataset, '' for others.
     """
 
     dataset: str
-    what: str
+    quantity: str
     group: str = ""
 
     @property
     def name(self) -> str:
         """The column's name, as users type it: the dataset, and behind it any quantity other than its score."""
         # some cells have their quantity's name in the dataset's place, too, such as kv_memory: write it once
-        if self.what in (SCORE, self.dataset):
+        if self.quantity in (SCORE, self.dataset):
             return self.dataset
         # in a table of facts, rows name the datasets and columns do not: leave out the slash
-        return f"{self.dataset}/{self.what}".lstrip("/")
+        return f"{self.dataset}/{self.quantity}".lstrip("/")
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class TableSpec:
         columns = []
         for cell in self.printed:
             if cell.dataset not in computed:
-                _, column = _row_and_column(self.kind, cell)
+                _, column = _place_cell(self.kind, cell)
                 columns.append(column)
         return tuple(dict.fromkeys(columns))
 
@@ -148,7 +150,7 @@ class TableSpec:
         # a file may have the cells of a row apart, so rows stand in the order of their first cells
         cells_by_row: dict[tuple[str, str, str], dict[str, Published]] = {}
         for cell in self.printed:
-            row, column = _row_and_column(self.kind, cell)
+            row, column = _place_cell(self.kind, cell)
             cells_by_row.setdefault(row, {})[column.name] = cell
         rows = []
         for (model, method, setting), cells in cells_by_row.items():
@@ -158,20 +160,20 @@ class TableSpec:
     @property
     def scores(self) -> tuple[Column, ...]:
         """The columns that are scores of datasets."""
-        return tuple(column for column in self.columns if column.what == SCORE)
+        return tuple(column for column in self.columns if column.quantity == SCORE)
 
     @property
     def measurable(self) -> bool:
         """True if the cells are scores that ``run`` measures."""
         return self.kind in RUN_KINDS and bool(self.scores)
 
-    def entry(self, model: str) -> str:
+    def model_entry(self, model: str) -> str:
         """Return the name of the entry in conf/model for a published model."""
         return self.entries.get(model, published.model_id(model))
 
     def models(self) -> tuple[str, ...]:
         """Return the models of the rows, in their order."""
-        return tuple(dict.fromkeys(r.model for r in self.rows))
+        return tuple(dict.fromkeys(row.model for row in self.rows))
 
     def full_row(self, model: str) -> TableRow | None:
         """Return the full-cache row of ``model`` in this table, or else in the first table of ``full`` that has one.
@@ -194,7 +196,7 @@ class TableSpec:
 
 
 @dataclass(frozen=True)
-class Given(TableSpec):
+class UnprintedTable(TableSpec):
     """A table without printed values, which is measured like a paper's table.
 
     A claim needs such a table for its rows, and the tiny model for its own tasks as columns.
@@ -208,11 +210,13 @@ class Given(TableSpec):
         return self.cells
 
 
-def table_of_cells(base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **other: Any) -> Given:
+def table_of_cells(
+    base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **replaced_fields: Any
+) -> UnprintedTable:
     """Return a table like ``base`` whose cells are measured, although the paper prints no values for them.
 
     cells: (model, method, setting, dataset, metric) of each cell. They decide the rows and columns.
-    other: further fields of the table that replace those of ``base``.
+    replaced_fields: fields of the table that replace those of ``base``.
     """
     published_cells = []
     for model, method, setting, dataset, metric in cells:
@@ -234,22 +238,22 @@ def table_of_cells(base: TableSpec, cells: Iterable[tuple[str, str, str, str, st
         )
     # dataclasses.replace keeps the class of base, but this table needs another
     values = {f.name: getattr(base, f.name) for f in fields(base)}
-    values |= other
+    values |= replaced_fields
     values["cells"] = tuple(published_cells)
-    return Given(**values)
+    return UnprintedTable(**values)
 
 
-def _row_and_column(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
+def _place_cell(kind: str, cell: Published) -> tuple[tuple[str, str, str], Column]:
     """Return a printed cell's row as (model, method, setting), and its column.
 
     In a table of facts about datasets, each dataset is a row and each fact a column.
     """
     if kind == FACTS:
-        return ("", cell.dataset, ""), Column(dataset="", what=cell.metric)
+        return ("", cell.dataset, ""), Column(dataset="", quantity=cell.metric)
     # a dataset has one column of scores, even if its rows have different metrics
     is_score = cell.metric in SCORES or cell.metric == RATIO
-    what = SCORE if is_score else cell.metric
-    return (cell.model, cell.method, cell.setting), Column(cell.dataset, what, group_of(cell.dataset))
+    quantity = SCORE if is_score else cell.metric
+    return (cell.model, cell.method, cell.setting), Column(cell.dataset, quantity, group_of(cell.dataset))
 
 
 @cache
@@ -262,26 +266,36 @@ def load(paper: str, table: str) -> TableSpec:
             hint = "It is no table that is measured: kvbench plot list has the figures."
         names = ["/".join(table_id) for table_id in table_ids()]
         raise unknown("table", f"{paper}/{table}", names, hint, listed_by="kvbench list tables")
-    raw: dict[str, Any] = {}
+    declared = _read_declaration(paper, table)
+    about = catalogue.read_paper(paper)
+    try:
+        # the catalogue has one entry of this id: unpacking another number of entries raises ValueError
+        (entry,) = (entry for entry in about.entries if entry.id == table)
+        # paper.yaml states these three, unless the table's declaration does
+        values = {"title": entry.title, "kind": entry.kind, "preset": about.preset} | declared
+        return TableSpec(paper, table, **values)
+    # TypeError: an unknown or a missing key
+    except (TypeError, ValueError) as error:
+        raise KvbenchError(f"{paper}/{table}: {error}") from None
+
+
+def _read_declaration(paper: str, table: str) -> dict[str, Any]:
+    """Return the fields of TableSpec that tables.yaml and table<N>.yaml state for a table; {} without these files.
+
+    Raises KvbenchError for a file that is damaged.
+    """
+    declared: dict[str, Any] = {}
     # a key of table<N>.yaml replaces the same key of tables.yaml, which holds for all of the paper's tables
     for path in data_files(f"{paper}/tables.yaml") + data_files(f"{paper}/table{table}.yaml"):
         try:
-            raw |= yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
+            declared |= yaml.load(path.read_text(encoding="utf-8"), Loader=YAML_LOADER)
         except (TypeError, ValueError, yaml.YAMLError) as error:
             raise KvbenchError(f"{path}: {error}") from None
     for key in ("blocks", "full", "sources"):
-        if key in raw:
+        if key in declared:
             # YAML has table names as numbers; here they are texts
-            raw[key] = tuple(map(str, raw[key]))
-    about = catalogue.read_paper(paper)
-    try:
-        # paper.yaml states title and kind, unless the table's own file does
-        # the catalogue has one entry of this id: unpacking another number of entries raises ValueError
-        (entry,) = (entry for entry in about.entries if entry.id == table)
-        values = {"title": entry.title, "kind": entry.kind, "preset": about.preset} | raw
-        return TableSpec(paper, table, **values)
-    except (TypeError, ValueError) as error:
-        raise KvbenchError(f"{paper}/{table}: {error}") from None
+            declared[key] = tuple(map(str, declared[key]))
+    return declared
 
 
 def table_ids() -> tuple[tuple[str, str], ...]:
@@ -295,7 +309,7 @@ def table_ids() -> tuple[tuple[str, str], ...]:
         return order.index(paper), int(table)
 
     # fig6 and text hold cells that are only audited
-    numbered = [table_id for table_id in published.table_ids() if table_id[1].isdigit()]
+    numbered = [(paper, table) for paper, table in published.table_ids() if table.isdigit()]
     return tuple(sorted(numbered, key=place_of))
 
 

@@ -89,75 +89,72 @@ def label_workloads(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, s
 
 
 @dataclass(frozen=True)
-class Reader:
-    """The facts that decide which data a table's cells read: the table, the model's context, the user's arguments.
+class WorkloadChooser:
+    """A choice of the data that a table's cells read, by the table, the model's context and the user's arguments.
 
-    declared: the table.
     cfg: the run with every dataset that may be read.
     settings: the keys that the user typed, with their values.
+    tokenizer: the model's tokenizer, since some datasets make prompts of a given number of tokens.
     context: the model's context in tokens; None if it has no limit.
     small: True if the tiny suite's tasks are read in place of the datasets.
     """
 
-    declared: TableSpec
+    table: TableSpec
     cfg: RunConfig
     settings: Mapping[str, object]
     tokenizer: Tokenizer
     context: int | None
     small: bool
 
-    def workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
+    def choose_workload(self, row: TableRow, dataset: str, family: str) -> TableWorkload:
         """Return the data that is read for a dataset in a row.
 
         family: the dataset that LongBench's columns are read from, a value of FAMILIES.
         """
         if self.small:
-            task = stand_ins.task_of(dataset, self.declared)
+            task = stand_ins.choose_tiny_task(dataset, self.table)
             return TableWorkload(dataset=task, name=f"tiny/{task}")
         name = f"{family}/{dataset}" if dataset in TASKS else dataset
         knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
-        facts = row_knobs.parse_setting(row.setting)
-        entry = entries("dataset").get(name.partition("/")[0], {})
-        for knob in ROW_KNOBS:
-            if knob in facts and knob in entry:
-                knobs[knob] = int(facts[knob])
+        knobs |= _dataset_knobs_of_row(row, name)
         typed_knobs = self._typed_knobs()
         # lengths become parts, not a knob, so that all rows read one dataset and each its own lengths. Lengths that the
         # user typed hold for all rows in place of the paper's, so they need no parts
         parts = None
         if "lengths" in knobs and "lengths" not in typed_knobs:
-            parts = tuple(str(length) for length in self._lengths(row, dataset) if self._fits(row, dataset, length))
-        settings = []
+            fitting = [length for length in self._paper_lengths(row, dataset) if self._fits(row, dataset, length)]
+            parts = tuple(str(length) for length in fitting)
+        kept_knobs = []
         for knob, value in knobs.items():
             if knob not in typed_knobs and knob != "lengths":
                 # workloads are keys, so this must be hashable
-                settings.append((knob, tuple(value) if isinstance(value, list) else value))
-        return TableWorkload(dataset, name, tuple(settings), parts)
+                kept_knobs.append((knob, tuple(value) if isinstance(value, list) else value))
+        return TableWorkload(dataset, name, tuple(kept_knobs), parts)
 
     def lengths_beyond_context(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
         # lengths that the user typed replace the paper's, and a run refuses those that do not fit
         if "lengths" in self._typed_knobs():
             return []
-        return [length for length in self._lengths(row, dataset) if not self._fits(row, dataset, length)]
+        return [length for length in self._paper_lengths(row, dataset) if not self._fits(row, dataset, length)]
 
     def _typed_knobs(self) -> set[str]:
         """Return the names, without owners, of the knobs that the user typed. They override the paper's."""
         names = set()
         for key in self.settings:
-            # a knob may be typed with its owner before it, behind a dot
+            # a knob may be typed behind its owner and a dot: method.think.ratio is ratio
             names.add(key.rpartition(".")[2])
         return names
 
     def _paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
-        """Return the paper's knobs for a dataset in the rows of one model."""
-        workloads = self.declared.workloads
+        """Return the paper's knobs of a dataset, as tables.yaml states them for the model of ``row``."""
+        workloads = self.table.workloads
         knobs = dict(workloads.get(dataset, {}))
         # a model's own values replace values for all models
         knobs.update(workloads.get(f"{dataset}/{row.model}", {}))
         return knobs
 
-    def _lengths(self, row: TableRow, dataset: str) -> list[int]:
+    def _paper_lengths(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's prompt lengths for a row, without those beyond the context that the row states.
 
         Return [] for a dataset without the knob ``lengths``.
@@ -183,7 +180,7 @@ class Reader:
         phrasing = PHRASINGS[str(self._paper_knobs(row, dataset)["phrasing"])]
         return length + phrasing.max_new_tokens <= self.context
 
-    def config(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
+    def configure_dataset(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
         """Return a workload as a dataset of a run. Raises UsageError for an unknown dataset, or for swept knobs.
 
         label: the words that tell the workload from others of its dataset (see ``label_workloads``).
@@ -193,7 +190,7 @@ class Reader:
         if not matches:
             raise unknown("dataset", workload.entry, entries("dataset"))
         if len(matches) > 1:
-            raise UsageError(f"{self.declared.id} takes one value of each option of {workload.entry}, not a grid")
+            raise UsageError(f"{self.table.id} takes one value of each option of {workload.entry}, not a grid")
         dataset = matches[0]
         knobs = dict(dataset.knobs)
         for knob, value in workload.knobs:
@@ -205,7 +202,7 @@ class Reader:
         tasks = (task,) if task else ()
         return replace(dataset, knobs=knobs, tasks=tasks, label=label)
 
-    def why_not(self, workload: TableWorkload) -> str:
+    def why_unreadable(self, workload: TableWorkload) -> str:
         """Return the reason why a workload cannot be read, without paths of this machine, or '' if it can be read.
 
         The examples are loaded to find out.
@@ -214,7 +211,7 @@ class Reader:
         if workload.parts == ():
             return f"all of its lengths are beyond the model's context of {self.context} tokens"
         try:
-            dataset = self.config(workload)
+            dataset = self.configure_dataset(workload)
             knobs = dict(dataset.knobs)
             # prompts of a given length are made one by one; the first shows whether any is possible
             for knob in ("lengths", "depths"):
@@ -243,11 +240,13 @@ class Reader:
                 reason = reason.replace(f" below {root}", "").replace(f"{root}/", "")
         return reason.replace(", which does not exist", ", which is not there").removesuffix(":")
 
-    def family(self, datasets: Iterable[str], asked: str) -> str:
-        """Return the conf/dataset entry from which a table's LongBench columns are read.
+    def choose_family(self, datasets: Iterable[str], asked: str) -> str:
+        """Return the conf/dataset entry from which a table's LongBench columns are read, a value of FAMILIES.
 
-        It is ``longbench`` or ``longbench_mini``: the one that the user ``asked`` for, or else the one from which most
-        columns can be read here.
+        datasets: the datasets of the table's columns.
+        asked: the user's choice, a key of FAMILIES; '' for the entry from which most columns can be read here.
+
+        Raises UsageError for a choice that does not exist, and for any choice with the tiny model.
         """
         if asked and asked not in FAMILIES:
             raise unknown("value of longbench", asked, FAMILIES)
@@ -261,10 +260,22 @@ class Reader:
             return FAMILIES["full"]
         readable_counts = {}
         for family in FAMILIES.values():
-            readable = [column for column in columns if not self.why_not(TableWorkload(column, f"{family}/{column}"))]
-            readable_counts[family] = len(readable)
+            workloads = [TableWorkload(column, f"{family}/{column}") for column in columns]
+            readable_counts[family] = sum(not self.why_unreadable(workload) for workload in workloads)
         # a tie goes to the first: the full data
         return max(readable_counts, key=readable_counts.__getitem__)
+
+
+def _dataset_knobs_of_row(row: TableRow, name: str) -> dict[str, int]:
+    """Return the knobs of a dataset that a row's setting states, such as {"shots": 4}; {} for other settings.
+
+    name: the dataset in the form of ``run`` (``longbench/qasper``).
+    """
+    entry_name = name.partition("/")[0]
+    # a dataset that kvbench cannot read has no entry; the table reports it as absent
+    entry = entries("dataset").get(entry_name, {})
+    settings = row_knobs.parse_setting(row.setting)
+    return {knob: int(settings[knob]) for knob in ROW_KNOBS if knob in settings and knob in entry}
 
 
 def configure_run(settings: Mapping[str, object], datasets: Iterable[str], small: bool) -> RunConfig:

@@ -40,8 +40,11 @@ class Scale:
     memory: float | None = None
     without: Sequence[str] = ()
 
-    def workload(self, name: str) -> str:
-        """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row."""
+    def scale_workload(self, name: str) -> str:
+        """Return a workload at the stand-in's size, rounded up, with at least two new tokens and one row.
+
+        name: the paper's workload as text, such as ``4096+128x8``: prompt tokens, new tokens and rows.
+        """
         paper = workload.parse_workload(name)
         prompt = math.ceil(paper.prompt / self.lengths)
         # the first token counts as the time to the first token, so a time per token needs a second one
@@ -49,21 +52,22 @@ class Scale:
         batch = math.ceil(paper.batch / self.rows) if paper.batch is not None else None
         return workload.Workload(prompt, new, batch).name
 
-    def knobs(self, text: str) -> str:
-        """Return a method's text, or a list of arguments, with ``kv_size`` scaled and without those of ``without``.
+    def scale_arguments(self, text: str) -> str:
+        """Return a method's text, or arguments, with ``kv_size`` scaled and the words of ``without`` left out.
 
         text: words separated by spaces, such as ``snapkv kv_size=128``.
         """
 
-        def scaled(match: re.Match[str]) -> str:
+        def scale_size(match: re.Match[str]) -> str:
             """Return a matched ``kv_size=N`` at the stand-in's size."""
-            return f"kv_size={int(match[1]) // self.lengths}"
+            size = int(match[1])
+            return f"kv_size={size // self.lengths}"
 
         words = [word for word in text.split() if word not in self.without]
         # the word boundary excludes knobs with names that end in kv_size
-        return re.sub(r"\bkv_size=(\d+)", scaled, " ".join(words))
+        return re.sub(r"\bkv_size=(\d+)", scale_size, " ".join(words))
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """Return the scale in words, for the notes below a table."""
         parts = []
         if self.lengths > 1:
@@ -117,24 +121,25 @@ class BenchSpec:
         method: another published method in place of the cell's own, for example the base row's.
         """
         workload_name = self.printed_workload(cell)
-        text = self._method_text(method or cell.method, _facts_of_cell(cell))
+        text = self._find_method_text(method or cell.method, _facts_of_cell(cell))
         if not workload_name or text is None:
             return None
         # ``scaled_for`` scaled the methods' texts already
         if self.scaled:
-            workload_name = self.stand_in.workload(workload_name)
+            workload_name = self.stand_in.scale_workload(workload_name)
         return workload_name, text
 
-    def _method_text(self, method: str, facts: set[str]) -> str | None:
+    def _find_method_text(self, method: str, facts: set[str]) -> str | None:
         """Return the text in ``methods`` for a published method; None if there is none.
 
         A key of ``methods`` is a method with settings, such as ``kivi bits=2``. All its settings must be among
         ``facts``, the cell's settings. If several keys fit, the one with most settings wins.
         """
-        # a key without settings, such as ``kivi``, serves the rows for which no other key fits
-        text, most_settings = None, -1  # below the 0 settings of such a key
-        for words, candidate in self.methods.items():
-            name, *settings = words.split()
+        text = None
+        # a key without settings, such as ``kivi``, serves the rows for which no other key fits: 0 settings beat -1
+        most_settings = -1
+        for key, candidate in self.methods.items():
+            name, *settings = key.split()
             if name == method and facts.issuperset(settings) and len(settings) > most_settings:
                 text, most_settings = candidate, len(settings)
         return text
@@ -154,8 +159,8 @@ class BenchSpec:
         """Return the reason why a published cell is not run, or '' if it is run."""
         # the first reason that fits wins
         facts = _facts_of_cell(cell)
-        for words, reason in self.not_run.items():
-            name, *settings = words.split()
+        for key, reason in self.not_run.items():
+            name, *settings = key.split()
             if name in (cell.model, cell.method, cell.dataset) and facts.issuperset(settings):
                 return reason
         return ""
@@ -163,26 +168,26 @@ class BenchSpec:
     def scaled_for(self, model: str) -> BenchSpec:
         """Return this table's declaration for a small model, with sizes scaled down by ``stand_in``."""
         # the published settings stay, since cells are matched by them; only the arguments that run are scaled
-        methods = {name: self.stand_in.knobs(text) for name, text in self.methods.items()}
-        arguments = self.stand_in.knobs(self.arguments)
+        methods = {name: self.stand_in.scale_arguments(text) for name, text in self.methods.items()}
+        arguments = self.stand_in.scale_arguments(self.arguments)
         return replace(self, model=model, arguments=arguments, methods=methods, scaled=True)
 
-    def words(self, workloads: Sequence[str]) -> list[str]:
+    def list_arguments(self, workloads: Sequence[str]) -> list[str]:
         """Return the arguments of ``bench time`` that measure this table's methods on ``workloads``.
 
         workloads: the names of workloads at the size that is run, scaled for a stand-in.
         """
-        words = [f"model={self.model}"]
-        words.extend(self.arguments.split())
-        words.append(f"workloads={','.join(workloads)}")
+        arguments = [f"model={self.model}"]
+        arguments.extend(self.arguments.split())
+        arguments.append(f"workloads={','.join(workloads)}")
         # other libraries are timed beside ours only if a table prints them
         if "peers=" not in self.arguments:
-            words.append("peers=none")
+            arguments.append("peers=none")
         if self.scaled:
-            words.extend(SMALL)
+            arguments.extend(SMALL)
             if self.stand_in.memory:
-                words.append(f"memory_limit={self.stand_in.memory}")
-        return words
+                arguments.append(f"memory_limit={self.stand_in.memory}")
+        return arguments
 
 
 def _facts_of_cell(cell: Published) -> set[str]:
@@ -193,14 +198,14 @@ def _facts_of_cell(cell: Published) -> set[str]:
 def table_ids() -> list[tuple[str, str]]:
     """Return (paper, table) of every efficiency table that is declared, in the order of the papers' tables."""
 
-    def number_of(name: tuple[str, str]) -> tuple[str, int]:
+    def paper_and_number(table_id: tuple[str, str]) -> tuple[str, int]:
         """Return the sort key of a table: its paper and its number."""
-        paper, table = name
+        paper, table = table_id
         # table 10 stands behind table 9
         return paper, int(table)
 
     names = [(path.parent.name, path.stem.removeprefix("bench")) for path in papers_files("*/bench[0-9]*.yaml")]
-    return sorted(names, key=number_of)
+    return sorted(names, key=paper_and_number)
 
 
 @cache

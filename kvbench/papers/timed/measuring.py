@@ -15,17 +15,17 @@ from kvbench.papers.timed.timings import Timings
 def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = False) -> None:
     """Measure the missing rows of an efficiency table, if the table shows a stand-in.
 
+    For the paper's own model this does nothing: a script times it on a GPU.
+
     more: the user's arguments of ``bench time``, such as again=true. They replace the table's own.
     plan: True to print the rows that would be measured, and measure none.
     Raises UsageError for an argument that is not possible.
     """
-    # the user's arguments are ``key=value``
     options = {}
     for argument in more:
         key, _, value = argument.partition("=")
         options[key] = value
     again = options.get("again") == "true"
-    # the paper's own model is timed on a GPU by a script, not from here
     if not timings.stand_in:
         if again:
             raise UsageError(f"again=true is not possible here: {timings.command} measures {timings.table.id}")
@@ -36,13 +36,17 @@ def measure_missing(timings: Timings, more: Sequence[str] = (), plan: bool = Fal
     if not workloads:
         return
     # an argument that the user typed replaces the table's own
-    words = [word for word in timings.bench.words(workloads) if word.partition("=")[0] not in options]
-    words.extend(more)
+    arguments = []
+    for argument in timings.bench.list_arguments(workloads):
+        key, _, _ = argument.partition("=")
+        if key not in options:
+            arguments.append(argument)
+    arguments.extend(more)
     # the file that the table reads
-    words += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
+    arguments += [f"folder={timings.file.parent}", f"name={timings.file.stem}"]
     # a benchmark sets the number of threads for its process, but this process continues with other tables
     threads = torch.get_num_threads()
     try:
-        request.measure_rows(words, plan, beside=False)
+        request.measure_rows(arguments, plan, beside=False)
     finally:
         torch.set_num_threads(threads)

@@ -16,6 +16,7 @@ from kvbench.report.table import Table
 from kvbench.report.writers import compose
 
 FP16, MIB, GIB = 2, 2**20, 2**30
+"""The bytes of a number in fp16, of a MiB and of a GiB."""
 # layers, query heads, kv heads, head dimension
 LLAMA2_7B = Shape(32, 32, 32, 128)
 MISTRAL_7B = LLAMA3_8B = Shape(32, 32, 8, 128)
@@ -60,18 +61,19 @@ class StatedFigure:
             return _round_as_papers(self.formula, self.digits)
         return self.published
 
-    def off(self, value: float) -> float:
+    def offset_of(self, value: float) -> float:
         """Return a value, rounded to ``digits`` decimals, minus the reference; 0 if both have the same digits."""
         # rounding to 10 decimals removes the error of the subtraction, and adding 0.0 makes a negative zero positive
         return round(_round_as_papers(value, self.digits) - self.reference, 10) + 0.0
 
     def as_json(self) -> dict[str, object]:
         """Return plain data: the fields, and how far the formula's and the stored number are off the reference."""
-        offsets = {"formula_off": self.off(self.formula), "stored_off": self.off(self.stored)}
+        offsets = {"formula_off": self.offset_of(self.formula), "stored_off": self.offset_of(self.stored)}
         return asdict(self) | offsets
 
 
 Figures = Iterator[StatedFigure]
+"""The figures of one paper, or of one part of it, in the order of the printed table."""
 
 
 def select_figures(paper: str) -> list[StatedFigure]:
@@ -96,7 +98,7 @@ def render(figures: Sequence[StatedFigure]) -> str:
     """Return the figures as text: one table for each paper, with its sources."""
     parts = []
     for paper in dict.fromkeys(figure.paper for figure in figures):
-        parts.append(_paper_text(paper, [figure for figure in figures if figure.paper == paper]))
+        parts.append(_format_paper(paper, [figure for figure in figures if figure.paper == paper]))
     parts.append(
         "formula: the paper's own arithmetic, compared with what it prints. stored here: what kvbench's\n"
         "caches hold, by the formula that every cache is audited with. ✓: equal to the digits printed."
@@ -104,7 +106,7 @@ def render(figures: Sequence[StatedFigure]) -> str:
     return "\n".join(parts)
 
 
-def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
+def _format_paper(paper: str, figures: Sequence[StatedFigure]) -> str:
     """Format the table of one paper, with its sources numbered below it."""
     sources = list(dict.fromkeys(figure.source for figure in figures))
     rows = []
@@ -128,9 +130,9 @@ def _paper_text(paper: str, figures: Sequence[StatedFigure]) -> str:
     return f"{paper}\n\n{compose([Table(heads, tuple(rows))], notes, 'text')}"
 
 
-def _think7() -> Figures:
+def _compute_think7() -> Figures:
     """Yield the cache sizes in ThinK's table 7, section "equal memory": 32 expanded heads, ratio 0.4, fp16."""
-    # the row's other cells are scores, and only one is a size
+    # each row of the table has one cell with its size; its other cells are scores
     sizes = {(c.method, c.setting): c.value for c in load_table("think", "7") if c.dataset == "kv_memory"}
     for (method, setting), printed_size in sizes.items():
         # H2O's rows have the same sizes
@@ -155,11 +157,11 @@ def _think7() -> Figures:
             digits=1,
             published=printed_size,
             formula=formula / MIB,
-            stored=_payload_bytes(chain, MISTRAL_7B) / MIB,
+            stored=_count_payload_bytes(chain, MISTRAL_7B) / MIB,
         )
 
 
-def _think_text() -> Figures:
+def _compute_think_text() -> Figures:
     """Yield the sizes of the full cache in ThinK's text, and the share of bytes that its pruned keys save."""
     token_bytes = LLAMA2_7B.full_bytes(1, FP16)
     yield StatedFigure(
@@ -170,7 +172,7 @@ def _think_text() -> Figures:
         digits=2,
         published=None,
         formula=token_bytes / MIB,
-        stored=_payload_bytes(Chain(), LLAMA2_7B, 1) / MIB,
+        stored=_count_payload_bytes(Chain(), LLAMA2_7B, 1) / MIB,
     )
     yield StatedFigure(
         paper="think",
@@ -180,11 +182,11 @@ def _think_text() -> Figures:
         digits=0,
         published=13,
         formula=13 * 2048 * token_bytes / GIB,
-        stored=13 * _payload_bytes(Chain(), LLAMA2_7B, 2048) / GIB,
+        stored=13 * _count_payload_bytes(Chain(), LLAMA2_7B, 2048) / GIB,
     )
     for size in (128, 512, 1024, 2048):
-        pruned = _payload_bytes(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
-        plain = _payload_bytes(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
+        pruned = _count_payload_bytes(chain_of({"method": "snapkv+think", "kv_size": size}), LLAMA2_7B)
+        plain = _count_payload_bytes(chain_of({"method": "snapkv", "kv_size": size}), LLAMA2_7B)
         # half of the cache are keys: 40 % of their channels go, except for the 32 most recent tokens
         formula = 0.5 * 0.4 * (1 - 32 / size)
         yield StatedFigure(
@@ -199,27 +201,29 @@ def _think_text() -> Figures:
         )
 
 
-def _kivi() -> Figures:
+def _compute_kivi() -> Figures:
     """Yield the bytes of one head under KIVI for 1000 tokens: groups of 32, residual 128, head dimension 128.
 
     KIVI packs 896 of these keys and 872 of these values.
     """
-    n, group, residual, d = 1000, 32, 128, 128
+    tokens, group, residual, dim = 1000, 32, 128, 128
     # keys are packed in whole blocks of the residual's length, values one by one as they leave it
-    keys, values = residual * (n // residual), n - residual
-    for method, bits, channels in (("kivi", 2, d), ("kivi", 4, d), ("think+kivi", 2, 77)):
+    packed_keys = residual * (tokens // residual)
+    packed_values = tokens - residual
+    for method, bits, channels in (("kivi", 2, dim), ("kivi", 4, dim), ("think+kivi", 2, 77)):
         name = f"{method} {bits} bits"
         knobs: dict[str, object] = {"method": method, "bits": bits}
-        if channels < d:
+        if channels < dim:
             # 77 of 128 channels stay
             knobs["ratio"] = 0.4
             name += " ratio=0.4"
         # a head has one block for each segment, and these methods have one segment
-        (block,) = chain_of(knobs).layout(n, d, FP16)
-        # packed codes, each group with its scale and minimum in fp16, and a residual of exact numbers in fp16
+        (block,) = chain_of(knobs).layout(tokens, dim, FP16)
+        # bytes of a packed number: its code, and its part of the group's scale and minimum, which are in fp16
         code_bytes = bits / 8 + 2 * FP16 / group
-        key_bytes = channels * keys * code_bytes + FP16 * d * (n - keys)
-        value_bytes = d * values * code_bytes + FP16 * d * residual
+        # packed numbers and the residual of exact numbers in fp16, which keeps all channels
+        key_bytes = channels * packed_keys * code_bytes + FP16 * dim * (tokens - packed_keys)
+        value_bytes = dim * packed_values * code_bytes + FP16 * dim * residual
         yield StatedFigure(
             paper="kivi",
             what=f"{name}, keys of a head",
@@ -230,8 +234,8 @@ def _kivi() -> Figures:
             formula=key_bytes,
             stored=block.key_bytes,
         )
-        # pruning changes only keys
-        if channels == d:
+        # pruning changes only keys, so the values of ``think+kivi`` are those of ``kivi``
+        if channels == dim:
             yield StatedFigure(
                 paper="kivi",
                 what=f"{name}, values of a head",
@@ -244,7 +248,7 @@ def _kivi() -> Figures:
             )
 
 
-def _flexgen() -> Figures:
+def _compute_flexgen() -> Figures:
     """Yield the bytes that FlexGen stores for a group of 64 values, and how many times smaller this is than fp16."""
     # one token with a key of 64 numbers, which make one group
     (block,) = chain_of({"method": "flexgen"}).layout(1, 64, FP16)
@@ -272,17 +276,17 @@ def _flexgen() -> Figures:
     )
 
 
-def _qhitter() -> Figures:
+def _compute_qhitter() -> Figures:
     """Yield how many times smaller than fp16 Q-Hitter's cache is at 4 bits, without and with its running scores.
 
     A head of 128 dimensions has an fp16 scale and zero point, and 8 bytes of scores, for each token.
     """
-    d = 128
+    dim, bits = 128, 4
     # keys and values of one token in one head: in fp16, and as codes with scale and zero point
-    dense = 2 * d * FP16
-    payload = 2 * (d * 4 / 8 + 2 * FP16)
+    dense = 2 * dim * FP16
+    payload = 2 * (dim * bits / 8 + 2 * FP16)
     score_bytes = 8
-    (block,) = chain_of({"method": "qhitter", "bits": 4}).layout(1, d, FP16)
+    (block,) = chain_of({"method": "qhitter", "bits": bits}).layout(1, dim, FP16)
     stored = block.key_bytes + block.value_bytes
     yield StatedFigure(
         paper="qhitter",
@@ -306,7 +310,7 @@ def _qhitter() -> Figures:
     )
 
 
-def _uncomp() -> Figures:
+def _compute_uncomp() -> Figures:
     """Yield UNComp's cache sizes in per cent of the full cache: 100 x tokens kept / tokens of the context."""
     # (tokens kept, tokens of the context, printed per cent, its place in the paper)
     printed = ((384, 4096, 9.38, "table 1"), (384, 8096, 4.74, "table 1"), (64, 4096, 1.56, "section 4.2"))
@@ -320,11 +324,11 @@ def _uncomp() -> Figures:
             digits=2,
             published=value,
             formula=100 * size / context,
-            stored=100 * _payload_bytes(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16),
+            stored=100 * _count_payload_bytes(chain, LLAMA2_7B, context) / LLAMA2_7B.full_bytes(context, FP16),
         )
 
 
-def _refreekv() -> Figures:
+def _compute_refreekv() -> Figures:
     """Yield the sizes in ReFreeKV's introduction. They count all query heads, but under GQA fewer heads are stored."""
     for name, shape, tokens, value in (("8B", LLAMA3_8B, 2048, 1), ("70B", LLAMA3_70B, 20000, 50)):
         yield StatedFigure(
@@ -335,28 +339,28 @@ def _refreekv() -> Figures:
             digits=1,
             published=value,
             formula=shape.full_bytes(tokens, FP16, shape.query_heads) / GIB,
-            stored=_payload_bytes(Chain(), shape, tokens) / GIB,
+            stored=_count_payload_bytes(Chain(), shape, tokens) / GIB,
         )
 
 
 FIGURES: dict[str, Callable[[], Figures]] = {
-    "think/7": _think7,
-    "think/text": _think_text,
-    "kivi": _kivi,
-    "flexgen": _flexgen,
-    "qhitter": _qhitter,
-    "uncomp": _uncomp,
-    "refreekv": _refreekv,
+    "think/7": _compute_think7,
+    "think/text": _compute_think_text,
+    "kivi": _compute_kivi,
+    "flexgen": _compute_flexgen,
+    "qhitter": _compute_qhitter,
+    "uncomp": _compute_uncomp,
+    "refreekv": _compute_refreekv,
 }
 """The function that computes the figures of a paper, or of one part of it."""
 
 
-def _payload_bytes(chain: Chain, shape: Shape, n: int = LONG) -> int:
-    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of n tokens.
+def _count_payload_bytes(chain: Chain, shape: Shape, tokens: int = LONG) -> int:
+    """Return how many bytes of keys and values the chain stores in fp16 after a prompt of ``tokens`` tokens.
 
     chain: a chain with a fixed budget, or the full cache.
     """
-    declared = bytes_declared(chain, shape, n, FP16)
+    declared = bytes_declared(chain, shape, tokens, FP16)
     # None stands for budgets that the prompt's text decides
     assert declared is not None
     return declared.payload
@@ -370,10 +374,10 @@ def _round_as_papers(value: float, digits: int) -> float:
 
 def _format_mark(figure: StatedFigure, value: float) -> str:
     """Return ✓ if a value equals the figure's reference in its digits, or else the difference as text."""
-    off = figure.off(value)
-    if off == 0:
+    offset = figure.offset_of(value)
+    if offset == 0:
         return "✓"
-    return f"{off:+.{figure.digits}f}".replace("-", "−")
+    return f"{offset:+.{figure.digits}f}".replace("-", "−")
 
 
 def _format_number(value: float | None, digits: int, reference: float | None = None) -> str:

@@ -18,12 +18,27 @@ from kvbench.papers.timed.bench_spec import BenchSpec
 UNITS = {"s": 1.0, "ms": 1e-3, "ms/token": 1e-3, "s/100token": 0.01, "GB": 1e9, "MB": 1e6, "MiB": 2**20, "pct": 0.01}
 """The size of each printed unit in kvbench's units: seconds, bytes, and fractions of 1."""
 MORE_IS_BETTER = ("throughput", "speedup_vs_full")
+"""The printed metrics of which a larger value is better."""
 MISSING = "missing"
 """The status of a cell that can be measured and was not yet."""
 INTEGRATED = "integrated"
 """The mark of a row whose decoding steps ran at a few cache lengths only and were interpolated between them."""
 OF_STEPS = ("tpot", "decode", "total", "throughput", "attention")
 """The quantities that depend on decoding steps, so that INTEGRATED concerns them. All others were measured as usual."""
+
+PER = {
+    "token_time": ("tpot", "batch"),
+    "first_token_time": ("ttft", "batch"),
+    "latency": ("total", "new"),
+}
+"""Quantities of tables that are (a stored quantity) / (a number of its row): its batch, or its new tokens.
+
+They are the seconds per token if the tokens of all rows count, the seconds of reading per prompt of the batch, and the
+seconds of the whole generation per new token of a row.
+"""
+
+SHARES = {"kept": "cache_bytes", "speedup": "throughput"}
+"""Quantities of tables that are the ratio of a stored quantity to the full cache's, measured in the same session."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +100,14 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
         key = declared.row_key(cell)
         if key is not None:
             table_rows.add(key)
-    # rows of two devices do not compare, so a table shows the device that was measured last
+    # rows of two devices do not compare, so a table shows the device that was measured last; rows are oldest first
     latest_device = None
     for row in rows:
         is_of_table = row.get("model") == declared.model and (row.get("workload"), row.get("method")) in table_rows
         if is_of_table and row["status"] != NOT_RUN:
             latest_device = device_name(row)
     device_rows = [row for row in rows if latest_device is None or device_name(row) == latest_device]
-    return [_timed_cell(cell, declared, printed, device_rows) for cell in printed]
+    return [_match_cell(cell, declared, printed, device_rows) for cell in printed]
 
 
 def count_others(declared: BenchSpec, cells: Sequence[TimedCell], rows: Sequence[Row]) -> Mapping[str, int]:
@@ -121,8 +136,8 @@ def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bo
     return list(dict.fromkeys(names))
 
 
-def source_quantity(quantity: str) -> str:
-    """Return the quantity, as rows store it, from which a quantity of a table is computed."""
+def find_stored_quantity(quantity: str) -> str:
+    """Return the quantity of stored rows from which a quantity of a table is computed, by SHARES and PER or itself."""
     if quantity in SHARES:
         return SHARES[quantity]
     if quantity in PER:
@@ -131,16 +146,16 @@ def source_quantity(quantity: str) -> str:
     return quantity
 
 
-def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
+def _match_cell(cell: Published, declared: BenchSpec, printed: Sequence[Published], rows: Sequence[Row]) -> TimedCell:
     """Find our measurement for a printed cell, and compare both sides by their ratios to the base method.
 
     If there is no measurement, the result says why: not run, or not measured yet.
+
+    printed: all printed cells of the table.
+    rows: the measured rows of one device, oldest first.
     """
-    # the paper's ratio: printed value / printed value of the base
-    printed_base = _printed_base(cell, declared, printed)
-    published_ratio = None
-    if printed_base is not None and printed_base.value and cell.value is not None:
-        published_ratio = cell.value / printed_base.value
+    printed_base = _find_printed_base(cell, declared, printed)
+    published_ratio = _divide_printed(cell, printed_base)
     key = declared.row_key(cell)
     quantity = declared.quantities.get(cell.metric)
     reason = declared.why_not(cell)
@@ -149,23 +164,27 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     if reason or key is None or quantity is None:
         reason = reason or "no row is declared for it"
         return TimedCell(cell, NOT_RUN, reason, published_ratio=published_ratio)
-    row = _latest_row(rows, declared.model, *key)
+    workload, method = key
+    row = _find_latest_row(rows, declared.model, workload, method)
     if row is None:
         return TimedCell(cell, MISSING, published_ratio=published_ratio)
-    # leave out the mark if the quantity does not depend on decoding steps, such as a peak of memory
-    marks = tuple(mark for mark in row["marks"] if mark != INTEGRATED or source_quantity(quantity) in OF_STEPS)
+    marks = tuple(row["marks"])
+    # a quantity that does not depend on decoding steps, such as a peak of memory, was not interpolated
+    if find_stored_quantity(quantity) not in OF_STEPS:
+        marks = tuple(mark for mark in marks if mark != INTEGRATED)
     status = str(row["status"])
     if status != MEASURED:
         return TimedCell(cell, status, str(row["reason"]), published_ratio=published_ratio, marks=marks, row=row)
     base = None
     # if the paper's base row lacks the quantity, such as a time to prune, there is no ratio to compare
     if printed_base is not None:
-        base = _base_row(declared, cell, row, rows)
-    value = _statistic_of(row, rows, quantity, "median")
+        base = _find_base_row(declared, cell, row, rows)
+    value = _read_statistic(row, rows, quantity, "median")
     # our value / our base row's value; the unit cancels
     ratio = None
     if base is not None and value is not None:
-        base_value = _statistic_of(base, rows, quantity, "median")
+        base_value = _read_statistic(base, rows, quantity, "median")
+        # a time or a size of 0 has no ratio to it
         if base_value:
             ratio = value / base_value
     # a unit without an entry, such as token/s, is kvbench's own
@@ -174,7 +193,7 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
         printed=cell,
         status=MEASURED,
         value=None if value is None else value / unit,
-        spread=_quartiles_of(row, rows, quantity, unit),
+        spread=_read_quartiles(row, rows, quantity, unit),
         ratio=ratio,
         published_ratio=published_ratio,
         marks=marks,
@@ -183,7 +202,17 @@ def _timed_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     )
 
 
-def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
+def _divide_printed(cell: Published, base: Published | None) -> float | None:
+    """Return the paper's ratio: a cell's printed value / the printed value of its base.
+
+    Return None if the paper prints no base cell, if one of the two cells has no number, or if the base is 0.
+    """
+    if base is None or cell.value is None or not base.value:
+        return None
+    return cell.value / base.value
+
+
+def _find_latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> Row | None:
     """Return the last row of a model, workload and method; None if there is no such row."""
     # rows are appended as they are measured, so the latest one comes first in reverse
     for row in reversed(rows):
@@ -192,7 +221,7 @@ def _latest_row(rows: Sequence[Row], model: str, workload: str, method: str) -> 
     return None
 
 
-def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
+def _find_base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
     """Return the row of the base method that was measured beside ``row`` on its device, or None without such a row."""
     key = declared.row_key(cell, declared.base)
     if key is None:
@@ -205,35 +234,38 @@ def _base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row
     return base
 
 
-def _printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Published]) -> Published | None:
-    """Return the printed cell of the base method on the same model, dataset, device and workload."""
+def _find_printed_base(cell: Published, declared: BenchSpec, printed: Sequence[Published]) -> Published | None:
+    """Return the printed cell of the base method under the same conditions; None if the paper prints none."""
 
-    def conditions(c: Published) -> tuple[str | None, ...]:
+    def list_conditions(c: Published) -> tuple[str | None, ...]:
         """Return the conditions that a cell must share with its base: model, dataset, metric, device and workload."""
         return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
 
     for candidate in printed:
-        if candidate.method == declared.base and conditions(candidate) == conditions(cell):
+        if candidate.method == declared.base and list_conditions(candidate) == list_conditions(cell):
             return candidate
     return None
 
 
-def _quartiles_of(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
+def _read_quartiles(row: Row, rows: Sequence[Row], quantity: str, unit: float) -> tuple[float, float] | None:
     """Return the quartiles of a row's quantity in the printed unit; None if it was measured once, or has none.
 
     unit: the size of the printed unit in kvbench's units.
     """
-    low, high = (_statistic_of(row, rows, quantity, stat) for stat in ("q1", "q3"))
+    low = _read_statistic(row, rows, quantity, "q1")
+    high = _read_statistic(row, rows, quantity, "q3")
     # a single repeat has no spread
-    repeats = int(row["quantities"].get(source_quantity(quantity), {}).get("n", 1))
+    statistics = row["quantities"].get(find_stored_quantity(quantity), {})
+    repeats = int(statistics.get("n", 1))
     if low is None or high is None or repeats < 2:
         return None
     return low / unit, high / unit
 
 
-def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
+def _read_statistic(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> float | None:
     """Return a statistic of a row's quantity in seconds, bytes or as a ratio; None if the row lacks it.
 
+    rows: all measured rows, among which the full cache's row is found for a ratio to it.
     stat: ``median``, ``q1`` or ``q3``.
     """
     if quantity in SHARES:
@@ -242,7 +274,7 @@ def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> fl
             return None
         # without a method, ``row_of_base`` finds the row of the full cache
         return records.ratio_of_medians(row, records.row_of_base(row, rows), SHARES[quantity])
-    statistics = row["quantities"].get(source_quantity(quantity))
+    statistics = row["quantities"].get(find_stored_quantity(quantity))
     if statistics is None or stat not in statistics:
         return None
     value = float(statistics[stat])
@@ -250,18 +282,3 @@ def _statistic_of(row: Row, rows: Sequence[Row], quantity: str, stat: str) -> fl
         _, divisor = PER[quantity]
         value /= float(row[divisor])
     return value
-
-
-PER = {
-    "token_time": ("tpot", "batch"),
-    "first_token_time": ("ttft", "batch"),
-    "latency": ("total", "new"),
-}
-"""Quantities of tables that are a stored quantity divided by a number of its row: by its batch, or by its new tokens.
-
-They are the seconds per token if the tokens of all rows count, the seconds of reading per prompt of the batch, and the
-seconds of the whole generation per new token of a row.
-"""
-
-SHARES = {"kept": "cache_bytes", "speedup": "throughput"}
-"""Quantities of tables that are the ratio of a stored quantity to the full cache's, measured in the same session."""

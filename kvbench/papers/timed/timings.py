@@ -31,7 +31,7 @@ SCRIPT = "scripts/gpu_tables.sh"
 DONE = ("measured", "OOM")
 """The statuses of cells that have run."""
 TOKENS, BYTES = "kept_tokens", "cache_bytes"
-"""The share of tokens kept, a quantity of tables, and the stored quantity from which it is computed."""
+"""A quantity of tables, the share of tokens kept; and the quantity of stored rows from which it is computed."""
 KEYS = ("repeats", "warmup", "steps", "generate", "check", "seed", "memory_limit", "threads", "again")
 """Arguments of ``bench time`` that a table's declaration leaves to the user."""
 
@@ -60,7 +60,7 @@ class Timings:
     @property
     def any_measured(self) -> bool:
         """True if any row of the table has run, even if it ran out of memory."""
-        return any(c.status in DONE for c in self.cells.values())
+        return any(cell.status in DONE for cell in self.cells.values())
 
     @property
     def device(self) -> str:
@@ -98,14 +98,15 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
             return timings
         return read_timings(table, stand_ins.MODEL, results)
     # the paper's models run at the paper's sizes on a GPU, other models at the stand-in's sizes on a CPU
-    paper_models = {model_id(table.entry(name)) for name in table.models()}
+    paper_models = {model_id(table.model_entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
     if model_id(model) not in paper_models:
         bench = bench.scaled_for(model)
     folder = "cpu" if bench.scaled else "gpu"
     file = results / folder / f"{bench.results}.jsonl"
     rows = records.read_rows(file)
-    cells = [_with_share_of_tokens(bench, cell, rows) for cell in row_matching.match_cells(bench, table.printed, rows)]
+    matched = row_matching.match_cells(bench, table.printed, rows)
+    cells = [_add_share_of_tokens(bench, cell, rows) for cell in matched]
     return Timings(
         table=table,
         bench=bench,
@@ -115,15 +116,18 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
     )
 
 
-def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
+def compute_kept_share(row: Row, full: Row, shape: Shape) -> float:
     """Return the share of the prompt's tokens that a row's caches hold, computed from its bytes.
+
+    full: the row of the full cache, measured in the same session.
+    shape: the shape of the model's cache.
 
     The method must keep whole keys and values, and the same number of tokens in every head of a layer.
 
         share = bytes / (full bytes + batch * (payload under the method's heads - payload under the full cache's heads))
 
-    ``bytes`` and ``full bytes`` are those of the row and of the full cache ``full``. A payload is the keys and values
-    of one whole prompt. ``shape`` is the shape of the model's cache.
+    ``bytes`` and ``full bytes`` are those of the row and of the full cache. A payload is the keys and values of one
+    whole prompt.
     """
     itemsize = getattr(torch, row["dtype"]).itemsize
     per_query_head = "per=query_head" in row["method"].split()
@@ -131,11 +135,12 @@ def kept_tokens(row: Row, full: Row, shape: Shape) -> float:
     # bytes of one prompt's keys and values, under the heads of the method and of the full cache
     method_payload = shape.full_bytes(row["prompt"], itemsize, stored_heads)
     full_payload = shape.full_bytes(row["prompt"], itemsize, shape.kv_heads)
+    # the bytes that the method would hold if it kept all tokens
     all_bytes = full["quantities"][BYTES]["median"] + row["batch"] * (method_payload - full_payload)
     return float(row["quantities"][BYTES]["median"] / all_bytes)
 
 
-def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
+def _add_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Sequence[Row]) -> TimedCell:
     """Return a cell with the share of tokens kept in per cent as its value, if this is its quantity.
 
     Return the cell as it is for another quantity, and if one of the two rows that are needed was not measured.
@@ -146,7 +151,7 @@ def _with_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Se
     full = records.row_of_base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
-    return replace(cell, value=100 * kept_tokens(cell.row, full, _shape_of_model(bench.model)))
+    return replace(cell, value=100 * compute_kept_share(cell.row, full, _shape_of_model(bench.model)))
 
 
 @cache
@@ -177,11 +182,18 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
     # a cell has a row only if its quantity is declared
     quantity = timings.bench.quantities[cell.printed.metric]
     # a share of tokens follows from stored bytes; some other quantities also follow from a stored one
-    stored_quantity = row_matching.source_quantity(quantity) if quantity != TOKENS else BYTES
+    stored_quantity = BYTES if quantity == TOKENS else row_matching.find_stored_quantity(quantity)
     lines = [f"{timings.table.id}, {row}, {column}: {quantity} of {cell.row['method']} at {cell.row['workload']}"]
-    lines.extend(_lines_of_row(timings.file, "row", cell.row, stored_quantity))
+    lines.extend(_describe_row(timings.file, "row", cell.row, stored_quantity))
     if cell.base is not None:
-        lines.extend(_lines_of_row(timings.file, "base", cell.base, stored_quantity))
+        lines.extend(_describe_row(timings.file, "base", cell.base, stored_quantity))
+    lines.extend(_describe_both_sides(cell))
+    return "\n".join(lines)
+
+
+def _describe_both_sides(cell: TimedCell) -> list[str]:
+    """Return lines with our value, our ratio to the base row, and the printed value with its ratio, if they exist."""
+    lines = []
     unit = cell.printed.unit
     if cell.value is not None:
         lines.append(f"{cell.value:.6g} {unit} on {cell.device}")
@@ -192,7 +204,7 @@ def trace_number(timings: Timings, row: str, column: str) -> str:
         if cell.published_ratio is not None:
             line += f", ratio {cell.published_ratio:.6g}"
         lines.append(line)
-    return "\n".join(lines)
+    return lines
 
 
 def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
@@ -217,13 +229,13 @@ def _find_cell(timings: Timings, row: str, column: str) -> TimedCell:
     return cells[0]
 
 
-def _lines_of_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
+def _describe_row(file: Path, name: str, row: Row, quantity: str) -> list[str]:
     """Return two lines of text: a row's position in the file, and its stored values of a quantity.
 
     ``name`` says at the start of the first line which row it is.
     """
-    # the line's number in the file, from 1; of several equal rows the last one
-    number = 1 + max(i for i, stored_row in enumerate(records.read_rows(file)) if stored_row == row)
+    # lines count from 1; of several equal rows the last one is meant
+    number = max(i for i, stored_row in enumerate(records.read_rows(file), start=1) if stored_row == row)
     statistics = row["quantities"].get(quantity)
     # a row that ran out of memory has no statistics, but a status that says so
     values = row["status"]

@@ -78,7 +78,7 @@ def _table_record(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> d
     from kvbench.papers.measured import coverage
 
     counts_in_words = []
-    printed = ", ".join(f"{n} {kind}" for kind, n in entry.counts().items() if n)
+    printed = ", ".join(f"{n} {kind}" for kind, n in entry.count_cells().items() if n)
     # a table whose numbers are not entered has no counts
     if printed:
         counts_in_words.append(printed)
