@@ -55,7 +55,7 @@ def test_all_tables_of_the_papers_are_declared():
 def test_every_row_of_every_measured_table_runs_on_the_stand_in(name, tmp_path):
     ours = our_table.prepare(table(name), "tiny", [f"results={tmp_path}", "limit=1"])
     assert [line.refused for line in ours.lines if line.refused] == []
-    cells = [ours.cells(line, c) for line in ours.lines for c in ours.declared.scores]
+    cells = [ours.find_cells(line, c) for line in ours.lines for c in ours.declared.scores]
     assert all(len(actual) == 1 for actual in cells)
     assert len({actual[0][1].id for actual in cells}) == len(cells)  # each cell once
 
@@ -152,7 +152,7 @@ def test_shares_are_paired_with_the_full_cache(store):
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     column = ours.declared.scores[3]
     line, entries = build_view(ours).rows[0]
-    ((_, cell),), ((_, full_cache),) = ours.cells(line, column), ours.full(line, column)
+    ((_, cell),), ((_, full_cache),) = ours.find_cells(line, column), ours.find_full_cells(line, column)
     scores = [s["score"] for s in ours.run.store.lines(cell.id).values()]
     full = [s["score"] for s in ours.run.store.lines(full_cache.id).values()]
     assert entries[3].relative == pytest.approx(100 * sum(scores) / sum(full))
@@ -183,7 +183,7 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 
 def test_notes_say_what_the_view_shows(store):
     seen = build_view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
-    notes = {show: " ".join(grid.notes(seen, show)) for show in (*grid.SHOWS, "beside")}
+    notes = {show: " ".join(grid.write_notes(seen, show)) for show in (*grid.SHOWS, "beside")}
     assert [show for show in notes if "per cent of its own full cache" in notes[show]] == [
         "both",
         "ours",
@@ -191,8 +191,8 @@ def test_notes_say_what_the_view_shows(store):
         "beside",
     ]
     assert "n = " not in notes["published"]
-    assert grid.title_line(seen, "published").endswith("as printed")
-    printed = " ".join(grid.notes(build_view(our_table.printed_table(table("think/4"), "tiny", "")), "published"))
+    assert grid.write_title(seen, "published").endswith("as printed")
+    printed = " ".join(grid.write_notes(build_view(our_table.printed_table(table("think/4"), "tiny", "")), "published"))
     assert "suspect" in printed and "stated: the average that the paper states" in printed
 
 
@@ -213,7 +213,7 @@ def test_groups_of_tasks_stand_over_their_columns():
 
 def test_groups_of_one_column_each_are_left_out(tmp_path):
     seen = build_view(our_table.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
-    assert not any(grid.cell_texts(seen, "both").groups)
+    assert not any(grid.format_cells(seen, "both").groups)
     for name in ("refreekv/2", "refreekv/8", "think/1", "vatp/1"):  # names of groups in folded pieces
         lines = page.render(build_view(our_table.printed_table(table(name), "tiny", "")), "text").splitlines()
         assert any("summarisation" in line for line in lines)
@@ -238,7 +238,7 @@ def test_json_has_what_csv_has_and_the_notes(store, capsys):
         {k: v for k, v in row.items() if v} for row in rows
     ]
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
-    assert len(result["notes"]) > 2 and result["notes"] == grid.notes(build_view(ours))
+    assert len(result["notes"]) > 2 and result["notes"] == grid.write_notes(build_view(ours))
     both = json.loads(shown(capsys, "vatp", f"results={store}", *SMALL, "--stored", "--json")[1])
     assert [t["table"] for t in both] == [t.id for t in table_spec.find_tables("vatp")]
     assert main(["table", "think/4", "--json", "--plan"]) == 2 and "leave it out with" in capsys.readouterr().err
@@ -256,7 +256,7 @@ def test_an_average_traces_to_its_cells(store, capsys):
     _, out = shown(capsys, *arguments, "--trace", "kivi bits=2", "avg")
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     seen = build_view(ours)
-    cells = {c.id for column in ours.declared.scores for _, c in ours.cells(ours.lines[0], column)}
+    cells = {c.id for column in ours.declared.scores for _, c in ours.find_cells(ours.lines[0], column)}
     assert len(cells) == 6
     assert all(out.count(f"result {cell}") == 1 for cell in cells)
     assert f"shown: {seen.rows[0][1][-1].relative:.6g} % of the full cache" in out
@@ -267,7 +267,7 @@ def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):
     line = ours.lines[0]
     lines = (replace(line, chain=None, skipped="another model"), *ours.lines)
     out = trace.trace_number(replace(ours, lines=lines), line.row.name, "hop")
-    assert f"result {ours.cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
+    assert f"result {ours.find_cells(line, Column('hop', table_spec.SCORE))[0][1].id}" in out
 
 
 def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, capsys):
@@ -275,7 +275,7 @@ def test_another_score_changes_exactly_the_cells_that_hold_it(store, tmp_path, c
     _, before = shown(capsys, "think/4", f"results={store}", *arguments)
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL])
     line = ours.lines[0]
-    ((_, cell),) = ours.cells(line, Column("code", table_spec.SCORE))
+    ((_, cell),) = ours.find_cells(line, Column("code", table_spec.SCORE))
     path = store / "cells" / cell.id / "samples-0.jsonl"
     old = path.read_text()
     first, *rest = old.splitlines(keepends=True)
@@ -295,7 +295,7 @@ def test_an_average_is_refused_if_any_of_its_columns_is(store, tmp_path):
     folder = shutil.copytree(store, tmp_path / "refused")
     ours = our_table.prepare(table("think/4"), "tiny", [f"results={folder}", *SMALL])
     line = ours.lines[0]
-    ((group, cell),) = ours.cells(line, Column("code", table_spec.SCORE))
+    ((group, cell),) = ours.find_cells(line, Column("code", table_spec.SCORE))
     ours.run.store.refuse(cell, "holds too much", group.examples[0].id)
     # the average of a stand-in would leave out columns with so few examples
     view = build_view(replace(ours, stand_in=False))

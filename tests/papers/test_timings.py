@@ -171,11 +171,11 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 
 def test_notes_of_timings_say_what_the_view_shows(results):
     seen = build_view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
-    notes = {show: " ".join(grid.notes(seen, show)) for show in grid.SHOWS}
+    notes = {show: " ".join(grid.write_notes(seen, show)) for show in grid.SHOWS}
     assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta"]
     assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
     assert "the paper's over its own kivi" in notes["published"]
-    assert grid.title_line(seen, "published").endswith("as printed")
+    assert grid.write_title(seen, "published").endswith("as printed")
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -46,14 +46,14 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
     rows = {}
     for line in ours.lines:
         for column in (c for c in ours.declared.scores if c.name in line.row.cells):
-            assert line.refused or ours.cells(line, column), (line.row.name, column)
+            assert line.refused or ours.find_cells(line, column), (line.row.name, column)
             method = row_knobs.translate_method(line.row.method, row_knobs.parse_setting(line.row.setting))
             knobs = sorted(row_knobs.run_arguments(line.row.method, line.row.setting).items())
             own_knobs = {
                 k: v for k, v in row_knobs.parse_setting(line.row.setting).items() if k in ("shots", "context")
             }
             if not line.refused:
-                ids = tuple(c.id for _, c in ours.cells(line, column))
+                ids = tuple(c.id for _, c in ours.find_cells(line, column))
                 rows.setdefault((method, str(knobs), str(own_knobs), column.dataset), set()).add(ids)
     assert all(len(ids) == 1 for ids in rows.values())
     units = {metric(g.task.metric).formula is None for g in ours.run.groups}
@@ -64,7 +64,7 @@ def test_every_table_has_a_cell_for_each_distinct_row_and_column(name, folder, d
 
 def test_shots_are_read_of_each_row(folder, data, tmp_path):
     ours = prepared(table("qhitter/3"), folder, data, tmp_path)
-    cells = [c.id for line in ours.lines for column in ours.declared.scores for _, c in ours.cells(line, column)]
+    cells = [c.id for line in ours.lines for column in ours.declared.scores for _, c in ours.find_cells(line, column)]
     assert len(set(cells)) == len(cells) == 4 * 3 * 2
     prompts = {g.column: g.examples[0].prompt for g in ours.run.groups}
     assert [prompts[f"xsum shots={n}"].count("###") for n in (0, 1, 3, 5)] == [1, 2, 4, 6]
@@ -75,7 +75,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
     ours = prepared(table("qhitter/3"), folder, data, tmp_path)
     assert build_view(ours).rows[0][1][0].published == pytest.approx(17.1)
     assert "17.1" in page.render(build_view(ours), show="published")
-    assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.notes(build_view(ours)))
+    assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.write_notes(build_view(ours)))
     coqa = build_view(our_table.printed_table(table("refreekv/7"), "x", ""))
     assert next(e.printed for e in coqa.rows[1][1] if e.printed) == "25.0"
 
@@ -87,10 +87,10 @@ def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
             if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
                 ours = prepared(side, folder, data, tmp_path)
                 for column in side.scores:
-                    tasks = [g.task.id for g, _ in ours.cells(ours.lines[0], column)]
+                    tasks = [g.task.id for g, _ in ours.find_cells(ours.lines[0], column)]
                     if column.dataset == "mdqa":
                         assert tasks == ["mdqa/first", "mdqa/middle", "mdqa/last"]
-                        assert ours.cells(ours.lines[0], column)[0][0].examples[0].meta["documents"] == 10
+                        assert ours.find_cells(ours.lines[0], column)[0][0].examples[0].meta["documents"] == 10
 
 
 def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data, tmp_path):
@@ -99,11 +99,11 @@ def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data
         next(x for x in ours.lines if row_knobs.parse_setting(x.row.setting)["context"] == c) for c in ("4k", "8k")
     )
     column = ours.declared.scores[0]
-    lengths = [[int(g.task.id.partition("/")[2]) for g, _ in ours.cells(line, column)] for line in (four, eight)]
+    lengths = [[int(g.task.id.partition("/")[2]) for g, _ in ours.find_cells(line, column)] for line in (four, eight)]
     assert lengths == [[1000, 2000, 3000, 3900], [1000, 2000, 3000, 3900, 5000, 6000, 7000, 7900]]
     short = papers_data.model(tmp_path / "short", context=2048)
     ours = prepared(table("uncomp/4"), short, data, tmp_path, "depths=50")
-    assert [g.task.id for g, _ in ours.cells(ours.lines[0], column)] == ["needle/1000", "needle/2000"]
+    assert [g.task.id for g, _ in ours.find_cells(ours.lines[0], column)] == ["needle/1000", "needle/2000"]
     assert any("3000, 3900 tokens" in n and "beyond the model's context" in n for n in ours.notes)
 
 
@@ -116,7 +116,7 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
     assert grid.reasons_for_absence(ours) == ["gpqa is missing: the file gpqa_main.csv is not in the data folder"]
     assert str(data) not in page.render(build_view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
-    assert not ours.cells(ours.lines[0], column) and ours.value(ours.lines[0], column).status == "missing"
+    assert not ours.find_cells(ours.lines[0], column) and ours.read_result(ours.lines[0], column).status == "missing"
 
 
 def test_nothing_that_can_be_read_is_told_with_its_reasons(folder, tmp_path, capsys):

@@ -198,7 +198,7 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
     for column in ours.declared.scores:
         parts_by_pair = []
         for first, second in pairs:
-            parts_by_pair.append(zip(ours.cells(first, column), ours.cells(second, column), strict=True))
+            parts_by_pair.append(zip(ours.find_cells(first, column), ours.find_cells(second, column), strict=True))
         ways = []
         # a part is (group, cell) of one task; the i-th parts of all rows belong to one group, and so to the i-th way of
         # asking, such as MDQA's i-th position of the answer

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
 from kvbench.papers.forensics.exact import list_exact_cells
-from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
+from kvbench.papers.measured.our_table import OurTable, Parts, TableLine, stored_scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
 from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
@@ -49,7 +49,7 @@ class CellView:
     floor: whether the full cache scores too little for a share of it.
     full: the full cache's score on the same examples.
     budgeted: whether the share of tokens kept is shown.
-    n, of: how many examples are measured, and how many there are.
+    n, total: how many examples are measured, and how many there are.
     cell: the id of the result in the store; several ids if tasks are pooled.
     budget, published_budget: the share of the prompt's tokens that is kept, in per cent.
     printed: the characters on the page, or a fraction in per cent.
@@ -76,7 +76,7 @@ class CellView:
     full: float | None = None
     budgeted: bool = False
     n: int = 0
-    of: int = 0
+    total: int = 0
     cell: str = ""
     budget: float | None = None
     published_budget: float | None = None
@@ -123,14 +123,14 @@ class View:
 class _OurScore:
     """The measured side of one number.
 
-    value: the stored result, with its mean, interval and counts.
+    result: the stored result, with its mean, interval and counts.
     pairs: scores [n, 2] of the method and of the full cache on the same examples.
     floor: whether the full cache is at the floor in one of the column's tasks.
     full: the full cache's score.
     share: the score in per cent of the full cache's. It has no value at the floor.
     """
 
-    value: CellResult
+    result: CellResult
     pairs: stats.Pairs
     floor: bool
     share: stats.Share
@@ -154,11 +154,7 @@ def build_view(ours: OurTable) -> View:
     for value in list_exact_cells(table.paper, table.table):
         recomputed[value.cell] = "✓" if value.ok else f"recomputed {value.shown}"
     if ours.timings is not None:
-        timed_rows = []
-        for line in ours.lines:
-            cells = [_timed_entry(ours, line.row.cells.get(column.name), recomputed) for column in table.columns]
-            timed_rows.append((line, tuple(cells)))
-        return View(ours, table.columns, tuple(timed_rows))
+        return _build_timed_view(ours, recomputed)
     # a budget is shown below its score; a table that prints only budgets shows them as columns
     columns = tuple(column for column in table.columns if column.quantity != BUDGET) or table.columns
     score_by_cells: dict[tuple[str, ...], _OurScore] = {}
@@ -167,19 +163,32 @@ def build_view(ours: OurTable) -> View:
         entries = []
         for column in columns:
             score = _read_score(ours, line, column, score_by_cells)
-            entries.append(_ColumnEntry(column, _score_entry(ours, line, column, score, recomputed), score))
+            entries.append(_ColumnEntry(column, _build_score_cell(ours, line, column, score, recomputed), score))
         entries_by_line.append(entries)
-    means = _mean_columns(ours, entries_by_line)
+    means = _choose_mean_columns(ours, entries_by_line)
     rows = []
     # only after all cells are read is it known whether a second average is needed
     for line, entries in zip(ours.lines, entries_by_line, strict=True):
         cells = [entry.cell for entry in entries]
-        cells += [_average_entry(ours, line, entries, mean) for mean in means]
+        cells += [_build_average_cell(ours, line, entries, mean) for mean in means]
         rows.append((line, tuple(cells)))
     return View(ours, columns + means, tuple(rows))
 
 
-def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
+def _build_timed_view(ours: OurTable, recomputed: Mapping[Published, str]) -> View:
+    """Build the view of an efficiency table, whose columns have no averages.
+
+    recomputed: the text of ``CellView.exact`` by printed cell.
+    """
+    columns = ours.declared.columns
+    rows = []
+    for line in ours.lines:
+        cells = [_build_timed_cell(ours, line.row.cells.get(column.name), recomputed) for column in columns]
+        rows.append((line, tuple(cells)))
+    return View(ours, columns, tuple(rows))
+
+
+def _choose_mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
     """Return the columns of averages that the table shows behind its columns of scores.
 
     There is none if the paper prints no average. There are two, AVERAGE and OF_ALL, if our average leaves tasks out.
@@ -189,22 +198,18 @@ def _mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntr
     table = ours.declared
     if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
         return ()
-    at_floor_somewhere = False
+    cells = [entry.cell for entries in entries_by_line for entry in entries]
+    any_at_floor = any(cell.floor for cell in cells)
     # a mean leaves out columns with too few examples, unless all columns have too few
-    few: set[bool] = set()
-    for entries in entries_by_line:
-        for entry in entries:
-            at_floor_somewhere = at_floor_somewhere or entry.cell.floor
-            if entry.cell.n:
-                few.add(entry.cell.few)
-    # few = {True, False}: some columns have too few examples, and some have enough
-    leaves_out = at_floor_somewhere or len(few) > 1
+    any_with_few = any(cell.n and cell.few for cell in cells)
+    any_with_enough = any(cell.n and not cell.few for cell in cells)
+    leaves_out = any_at_floor or (any_with_few and any_with_enough)
     if ours.stand_in and table.average == MEAN and leaves_out:
         return (AVERAGE, OF_ALL)
     return (AVERAGE,)
 
 
-def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
+def _build_timed_cell(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
     """Build a cell of an efficiency table, from its printed value and the timings.
 
     printed: the printed cell; None if the paper has no such cell.
@@ -218,9 +223,9 @@ def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[
         reason=cell.reason,
         ours=cell.value,
         ci=cell.spread,
-        relative=_in_percent(cell.ratio),
+        relative=_convert_to_percent(cell.ratio),
         published=printed.points,
-        published_relative=_in_percent(cell.published_ratio),
+        published_relative=_convert_to_percent(cell.published_ratio),
         mark=MARKS.get(printed.certainty, ""),
         printed=printed.printed,
         exact=recomputed.get(printed, ""),
@@ -228,7 +233,7 @@ def _timed_entry(ours: OurTable, printed: Published | None, recomputed: Mapping[
     )
 
 
-def _in_percent(ratio: float | None) -> float | None:
+def _convert_to_percent(ratio: float | None) -> float | None:
     """Return a ratio in per cent; None stays None."""
     return None if ratio is None else 100 * ratio
 
@@ -243,13 +248,37 @@ def _read_score(
     """
     if column.quantity != SCORE:
         return None
-    cells = ours.cells(line, column)
+    cells = ours.find_cells(line, column)
     ids = tuple(cell.id for _, cell in cells)
     # without cells all lines would share the key (), although they have different reasons
     if cells and ids in score_by_cells:
         return score_by_cells[ids]
-    full_cells = ours.full(line, column)
+    full_cells = ours.find_full_cells(line, column)
+    pairs = _pair_scores(ours, cells, full_cells)
+    # the full cache's scores on the examples that the method answered, too
+    full_scores = pairs[:, 1]
     groups = [group for group, _ in full_cells]
+    floor = any(at_floor(group.task, full_scores) for group in groups)
+    share = stats.Share()
+    if not floor:
+        # smaller log losses are better, so their share is inverse; only their metrics have a ``formula``
+        losses = any(metric(group.task.metric).formula is not None for group in groups)
+        share = stats.share_of_full([pairs], log_losses=losses)
+    full_score = None
+    if len(pairs) and groups:
+        # the tasks of one dataset have one metric
+        full_score = metric(groups[0].task.metric).show(float(full_scores.mean()))
+    score = _OurScore(ours.read_result(line, column), pairs, floor, share=share, full=full_score)
+    if cells:
+        score_by_cells[ids] = score
+    return score
+
+
+def _pair_scores(ours: OurTable, cells: Parts, full_cells: Parts) -> stats.Pairs:
+    """Return the scores [n, 2] of a method and of the full cache, on the n examples that both have answered.
+
+    cells, full_cells: the results of the method and of the full cache, task by task. Without ``cells``, n is 0.
+    """
     scores_by_example: dict[str, list[tuple[float, float]]] = {}
     if cells:
         # cells come from the run's groups
@@ -258,27 +287,13 @@ def _read_score(
             own_scores = stored_scores(ours.run.store, group, cell)
             full_scores = stored_scores(ours.run.store, group, full_cell)
             for example_id in sorted(own_scores.keys() & full_scores.keys()):
-                scores_by_example.setdefault(example_id, []).append((own_scores[example_id], full_scores[example_id]))
+                pair = (own_scores[example_id], full_scores[example_id])
+                scores_by_example.setdefault(example_id, []).append(pair)
     # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
-    pairs = stats.average_by_example(scores_by_example, width=2)
-    # pairs[:, 1] are the full cache's scores, on the examples that the method answered, too
-    floor = any(at_floor(group.task, pairs[:, 1]) for group in groups)
-    share = stats.Share()
-    if not floor:
-        # smaller log losses are better, so their share is inverse; only their metrics have a function ``shown``
-        losses = any(metric(group.task.metric).formula is not None for group in groups)
-        share = stats.share_of_full([pairs], log_losses=losses)
-    full_score = None
-    if len(pairs) and groups:
-        # the tasks of one dataset have one metric
-        full_score = metric(groups[0].task.metric).show(float(pairs[:, 1].mean()))
-    score = _OurScore(ours.value(line, column), pairs, floor, share=share, full=full_score)
-    if cells:
-        score_by_cells[ids] = score
-    return score
+    return stats.average_by_example(scores_by_example, width=2)
 
 
-def _score_entry(
+def _build_score_cell(
     ours: OurTable, line: TableLine, column: Column, score: _OurScore | None, recomputed: Mapping[Published, str]
 ) -> CellView:
     """Build a cell of a table of scores, from its printed value and our ``score``.
@@ -287,7 +302,7 @@ def _score_entry(
     recomputed: the text of ``CellView.exact`` by printed cell.
     """
     if score is not None:
-        result = score.value
+        result = score.result
     else:
         result = CellResult(task="", cell="", status="missing", reason=line.skipped)
     printed = line.row.cells.get(column.name)
@@ -301,7 +316,7 @@ def _score_entry(
         status=result.status,
         reason=result.reason or "",
         published=printed.points,
-        published_relative=_printed_share(printed, _printed_full(ours, line, column)),
+        published_relative=_compute_printed_share(printed, _find_printed_full(ours, line, column)),
         mark=MARKS.get(printed.certainty, ""),
         published_budget=None if budget is None else budget.value,
         budgeted=budget is not None,
@@ -317,7 +332,7 @@ def _score_entry(
     if printed.metric == RATIO:
         value, ci = score.share.point, score.share.ci
     # another model is itself another condition, and its scores have no difference to the paper's
-    unlike = tuple(_unlike_conditions(ours, line, column)) if not ours.stand_in else ()
+    unlike = tuple(_list_unlike_conditions(ours, line, column)) if not ours.stand_in else ()
     kept_percent = 100 * summary.kept / summary.prompt_tokens if summary.prompt_tokens else None
     return replace(
         entry,
@@ -329,7 +344,7 @@ def _score_entry(
         full=score.full,
         unlike=unlike,
         n=summary.n,
-        of=summary.of,
+        total=summary.of,
         cell=result.cell,
         unchanged=result.unchanged,
         stand_in=ours.stand_in,
@@ -345,7 +360,10 @@ def _is_wide(line: TableLine, share: stats.Share) -> bool:
     if share.point is None or line.row.method == "full":
         return False
     # None stands for an interval without an end
-    return share.ci is None or share.ci[1] - share.ci[0] > WIDE
+    if share.ci is None:
+        return True
+    low, high = share.ci
+    return high - low > WIDE
 
 
 def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
@@ -353,20 +371,22 @@ def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
     if ours.run is None:
         return 0
     count = 0
-    for group, cell in ours.full(line, column):
+    for group, cell in ours.find_full_cells(line, column):
         samples = ours.run.store.samples(cell.id)
-        for e in group.examples:
+        for example in group.examples:
             # a text that is scored by its likelihood has no answer of the model's own
-            if e.id in samples and e.scored is None and not samples[e.id].prediction.strip():
+            if example.id not in samples or example.scored is not None:
+                continue
+            if not samples[example.id].prediction.strip():
                 count += 1
     return count
 
 
-def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
+def _list_unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
     """Yield, in words, what differs between the paper's score of a column and ours: data, prompt, typed options."""
     table = ours.declared
     # a group has the examples of one task; a column may be the mean of several tasks
-    groups = [group for group, _ in ours.cells(line, column)]
+    groups = [group for group, _ in ours.find_cells(line, column)]
     if table.unlike:
         yield table.unlike
     if table.extended and column.dataset in TASKS and TASKS[column.dataset].extended:
@@ -383,7 +403,7 @@ def _unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> Itera
         yield f"{' '.join(ours.typed)} here"
 
 
-def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
+def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
     """Return the cell of a line's average in the column ``kind`` (AVERAGE or OF_ALL), averaged as the paper averages.
 
     The average is over the columns whose data can be read here. On a stand-in, AVERAGE leaves out columns where the
@@ -391,25 +411,29 @@ def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEnt
     OF_ALL keeps both.
     """
     scored = [entry for entry in entries if entry.column.quantity == SCORE]
-    readable = [entry for entry in scored if not (ours.run and ours.why_absent(line, entry.column))]
+    # without a run the table only shows the paper's side, which has all columns
+    readable = [entry for entry in scored if ours.run is None or not ours.why_absent(line, entry.column)]
     if ours.stand_in and kind is AVERAGE:
         above_floor = [entry for entry in readable if not entry.cell.floor]
-        readable = [entry for entry in above_floor if not entry.cell.few] or above_floor
+        with_enough = [entry for entry in above_floor if not entry.cell.few]
+        readable = with_enough or above_floor
     if not readable:
         return CellView(status="missing")
     cells = [entry.cell for entry in readable]
     # a mean over some columns cannot contradict a mean that the paper states over all of them
-    average = _average_as_printed(ours, line, readable, compare_stated=len(readable) == len(scored))
+    averages_all = len(readable) == len(scored)
+    average = _build_printed_average(ours, line, readable, compare_stated=averages_all)
     if any(cell.status != "measured" or cell.ours is None for cell in cells):
         return average
-    of_ratios = ours.declared.average in (RELATIVE, SHARE)
-    share = stats.share_of_full(
-        [entry.score.pairs for entry in readable if entry.score is not None], of_ratios=of_ratios
-    )
+    averages_shares = ours.declared.average in (RELATIVE, SHARE)
+    pairs_by_task = [entry.score.pairs for entry in readable if entry.score is not None]
+    share = stats.share_of_full(pairs_by_task, of_ratios=averages_shares)
     # an average of shares is taken over the tasks' shares, not from the means of both sides
-    values = [cell.relative if of_ratios else cell.ours for cell in cells]
+    values = [cell.relative if averages_shares else cell.ours for cell in cells]
     known_values = [value for value in values if value is not None]
-    mean = fmean(known_values) - _average_offset(ours, line) if known_values else None
+    mean = None
+    if known_values:
+        mean = fmean(known_values) - _find_average_offset(ours, line)
     conditions: dict[str, None] = {}
     for cell in cells:
         conditions |= dict.fromkeys(cell.unlike)
@@ -423,12 +447,12 @@ def _average_entry(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEnt
         n=sum(cell.n for cell in cells),
         stand_in=ours.stand_in,
         wide=ours.stand_in and _is_wide(line, share),
-        of=sum(cell.of for cell in cells),
+        total=sum(cell.total for cell in cells),
         unlike=tuple(conditions),
     )
 
 
-def _average_as_printed(
+def _build_printed_average(
     ours: OurTable, line: TableLine, readable: Sequence[_ColumnEntry], compare_stated: bool
 ) -> CellView:
     """Return the printed side of a line's average, computed from the printed cells of the ``readable`` columns.
@@ -437,19 +461,15 @@ def _average_as_printed(
     compare_stated: True to note the average that the paper itself states, if these cells contradict it.
     """
     cells = [entry.cell for entry in readable]
-    full_cells = [_printed_full(ours, line, entry.column) for entry in readable]
-    of_ratios = ours.declared.average in (RELATIVE, SHARE)
-    mean, share = _average_printed(cells, full_cells, of_ratios)
+    full_cells = [_find_printed_full(ours, line, entry.column) for entry in readable]
+    averages_shares = ours.declared.average in (RELATIVE, SHARE)
+    mean, share = _average_printed(cells, full_cells, averages_shares)
     published = None
-    stated_otherwise = None
+    contradicting = None
     if mean is not None:
-        published = mean - _average_offset(ours, line)
-        stated = _find_stated_average(line.row)
-        if compare_stated and stated is not None and stated.value is not None:
-            # decimals(printed) digits stand behind the point, so 10^-decimals is a unit of the last digit
-            rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
-            if abs(stated.value - published) > rounding:
-                stated_otherwise = stated.value
+        published = mean - _find_average_offset(ours, line)
+        if compare_stated:
+            contradicting = _find_contradicting_average(line.row, published)
     # if one of the averaged columns has no number, the average has no number either, and the first such column says why
     unmeasured = [cell for cell in cells if cell.status != "measured"]
     deciding = unmeasured[0] if unmeasured else cells[0]
@@ -459,11 +479,26 @@ def _average_as_printed(
         reason=deciding.reason,
         published=published,
         published_relative=share,
-        stated=stated_otherwise,
+        stated=contradicting,
     )
 
 
-def _average_offset(ours: OurTable, line: TableLine) -> int:
+def _find_contradicting_average(row: TableRow, computed: float) -> float | None:
+    """Return the average that the paper states in a row, if rounding cannot explain its difference to ``computed``.
+
+    Return None if the paper states no average, or if both agree.
+    """
+    stated = _find_stated_average(row)
+    if stated is None or stated.value is None:
+        return None
+    # decimals(printed) digits stand behind the point, so 10^-decimals is a unit of the last digit
+    rounding = ROUNDING * 10.0 ** -decimals(stated.printed)
+    if abs(stated.value - computed) > rounding:
+        return stated.value
+    return None
+
+
+def _find_average_offset(ours: OurTable, line: TableLine) -> int:
     """Return the number that the paper subtracts from a mean: 100 if it prints a share's distance from 100, else 0."""
     if ours.declared.average != RELATIVE:
         return 0
@@ -486,23 +521,23 @@ def _find_stated_average(row: TableRow) -> Published | None:
 
 
 def _average_printed(
-    cells: Sequence[CellView], full_cells: Sequence[Published | None], of_ratios: bool
+    cells: Sequence[CellView], full_cells: Sequence[Published | None], averages_shares: bool
 ) -> tuple[float | None, float | None]:
     """Return (mean, share): the mean of a printed line, and its share of the full cache's mean in per cent.
 
     cells: the line's cells in the averaged columns, at least one.
     full_cells: the full cache's printed cells in the same columns.
-    of_ratios: average the cells' shares of the full cache in place of their values; the mean is then the share, too.
+    averages_shares: True to average the cells' shares of the full cache. The mean is then the share, too.
 
     Both numbers are None if a cell has no value. The share alone is None if the full cache lacks a value.
     """
-    values = [cell.published_relative if of_ratios else cell.published for cell in cells]
+    values = [cell.published_relative if averages_shares else cell.published for cell in cells]
     known_values = [value for value in values if value is not None]
     # the paper prints no average over only some of the columns
     if len(known_values) < len(cells):
         return None, None
     mean = fmean(known_values)
-    if of_ratios:
+    if averages_shares:
         return mean, mean
     full_values = [full.points for full in full_cells if full is not None and full.points is not None]
     if len(full_values) < len(full_cells):
@@ -514,7 +549,7 @@ def _average_printed(
     return mean, 100 * mean / full_mean
 
 
-def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
+def _find_printed_full(ours: OurTable, line: TableLine, column: Column) -> Published | None:
     """Return the full cache's printed cell for a line's model and a column; None if the paper prints none."""
     full = ours.declared.full_row(line.row.model)
     if full is None:
@@ -522,7 +557,7 @@ def _printed_full(ours: OurTable, line: TableLine, column: Column) -> Published 
     return full.cells.get(column.name)
 
 
-def _printed_share(value: Published, full: Published | None) -> float | None:
+def _compute_printed_share(value: Published, full: Published | None) -> float | None:
     """Return a printed value in per cent of the paper's full-cache value: 100 value / full, or None without both.
 
     A perplexity has the inverse share, 100 full / value. A value that is printed as a share is returned as it is.

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from kvbench.papers.measured.cell_view import View
 
 FILE = "counts.csv"
+"""The name of the file in the folder of the tables."""
 STATES = ("measured", "refused", "missing")
 FIELDS = ("table", "model", *STATES)
+"""The columns of the file: a table, the model it shows, and its number of cells in each of STATES."""
 _STATE = {"measured": "measured", "OOM": "measured", "refused": "refused", "failed": "refused", "missing": "missing"}
 """One of STATES for each status of a cell."""
 
@@ -26,7 +28,7 @@ Counts = Mapping[str, str]
 """A line of the file: a text for each of FIELDS."""
 
 
-def count_cells(seen: View) -> dict[str, str]:
+def count_cells(view: View) -> dict[str, str]:
     """Count the measured, refused and missing cells of a table, and return them as a line of the file.
 
     A result of the store counts once, even if several rows and columns show it. Means do not count. A cell that ran
@@ -34,8 +36,8 @@ def count_cells(seen: View) -> dict[str, str]:
     """
     # (state, identity) of each cell: in a set, entries that show one cell count once
     cells: set[tuple[str, object]] = set()
-    for line, entries in seen.rows:
-        for column, entry in zip(seen.columns, entries, strict=True):
+    for line, entries in view.rows:
+        for column, entry in zip(view.columns, entries, strict=True):
             # an entry with the status ``none`` is a cell that the paper's table does not have
             if column.dataset in MEANS or entry.status not in _STATE:
                 continue
@@ -46,7 +48,7 @@ def count_cells(seen: View) -> dict[str, str]:
                 identity = (chain, line.reads.get(column.dataset), column)
             cells.add((_STATE[entry.status], entry.cell or identity))
     counts = Counter(state for state, _ in cells)
-    record = {"table": seen.ours.declared.id, "model": seen.ours.model}
+    record = {"table": view.ours.declared.id, "model": view.ours.model}
     for state in STATES:
         record[state] = str(counts[state])
     return record

@@ -34,50 +34,41 @@ LABEL = 22
 """The settings of a row are wrapped into lines of at most this many characters."""
 
 Line = tuple[TableLine, tuple[CellView, ...]]
-"""A row of a view with its entries."""
+"""A row of a view with its cells."""
 
 
-def cell_texts(view: View, show: str) -> Table:
+def format_cells(view: View, show: str) -> Table:
     """Return a table of texts: the rows' labels, and the lines of every cell, with the best of each block in bold.
 
     show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
     """
-    stand_in, timings = view.ours.stand_in, view.ours.timings
-    field = _compared_field(view, show)
+    timings = view.ours.timings
+    field = _choose_compared_field(view, show)
     base = timings.bench.base if timings is not None else "full"
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
-    for heading, block in _by_block(view.rows, view.ours.declared.blocks).items():
+    for heading, block in _group_by_heading(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
         # the other rows are compared with the base row, so it is never the best one
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
         best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
         counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
         for line, entries in block:
-            cells = [_label_of_row(line, heading, show)]
+            texts = [_format_label(line, heading, show)]
             for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
-                # the full cache's share of itself is always 100 and needs no interval
-                if line.row.method == "full":
-                    entry = replace(entry, relative_ci=None)
-                if entry.timed is None:
-                    cell_lines = _cell_lines(entry, show, stand_in)
-                else:
-                    cell_lines = timing_text.lines_of_cell(entry, show)
-                # if all rows of a block have the same n, a note below the table states it
-                if entry.n and n_differs and not entry.few and show in ("both", "ours"):
-                    cell_lines.append(f"n {entry.n}")
-                text = "\n".join(cell_lines)
+                text = _format_cell(view, line, entry, show, n_differs)
                 is_best = best is not None and getattr(entry, field) == best and line.row.method != base
                 # an unchanged cell is not compressed, so it cannot be the best unless the paper's own number is shown
                 if is_best and (show in ("published", "beside") or not entry.unchanged):
                     text = Bold(text)
-                cells.append(text)
-            rows.append(tuple(cells))
+                texts.append(text)
+            rows.append(tuple(texts))
+    # the first column has the rows' labels and no heading
     names, groups = [""], [""]
     for column in view.columns:
         name = column.name
         if timings is not None:
-            name = timing_text.column_name(timings, name)
+            name = timing_text.name_column(timings, name)
         names.append(name)
         groups.append(column.group)
     table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
@@ -88,7 +79,22 @@ def cell_texts(view: View, show: str) -> Table:
     return replace(table, groups=())
 
 
-def _compared_field(view: View, show: str) -> str:
+def _format_cell(view: View, line: TableLine, entry: CellView, show: str, n_differs: bool) -> str:
+    """Return the lines of text of one cell. If ``n_differs`` within its column, the last line is its own n."""
+    # the full cache's share of itself is always 100 and needs no interval
+    if line.row.method == "full":
+        entry = replace(entry, relative_ci=None)
+    if entry.timed is None:
+        cell_lines = _format_score(entry, show, view.ours.stand_in)
+    else:
+        cell_lines = timing_text.format_cell(entry, show)
+    # if all rows of a block have the same n, a note below the table states it
+    if entry.n and n_differs and not entry.few and show in ("both", "ours"):
+        cell_lines.append(f"n {entry.n}")
+    return "\n".join(cell_lines)
+
+
+def _choose_compared_field(view: View, show: str) -> str:
     """Return the name of the CellView field whose value decides the best row of a block."""
     printed = show in ("published", "beside")
     # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
@@ -99,7 +105,7 @@ def _compared_field(view: View, show: str) -> str:
     return "relative" if view.ours.stand_in else "ours"
 
 
-def _label_of_row(line: TableLine, heading: str, show: str) -> str:
+def _format_label(line: TableLine, heading: str, show: str) -> str:
     """Return the lines of a row's label: its method, and those of its settings that its block's heading does not show.
 
     A method that removes tokens gets the mark EVICTS, unless only the paper's side is shown.
@@ -107,7 +113,7 @@ def _label_of_row(line: TableLine, heading: str, show: str) -> str:
     in_heading = heading.split(", ")
     settings = []
     for setting in line.row.setting.split(";"):
-        if setting and _heading_text(*setting.split("=", 1)) not in in_heading:
+        if setting and _format_setting(*setting.split("=", 1)) not in in_heading:
             settings.append(setting)
     label = [line.row.method]
     label += wrap(" ".join(settings), LABEL, break_long_words=False)
@@ -129,14 +135,14 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
     Less is better for some times, and for perplexities but not for their shares, since these are inverse.
 
     index, column: the column's position and name.
-    field: the CellView field to compare, from ``_compared_field``.
+    field: the CellView field to compare, from ``_choose_compared_field``.
 
     Returns None if fewer than two values compare, or if our values rest on different numbers of examples.
     """
     column_entries = [entries[index] for _, entries in rows]
     # these conditions concern our side: the paper's own values compare in any case
     if field != "published":
-        column_entries = [e for e in column_entries if not e.unchanged and not e.few and not e.wide]
+        column_entries = [entry for entry in column_entries if not (entry.unchanged or entry.few or entry.wide)]
         # a row that answered other examples may be better by chance
         counts = {entry.n for entry in column_entries if entry.n}
         if len(counts) > 1:
@@ -161,19 +167,19 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
     return max(values)
 
 
-def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
+def _format_score(entry: CellView, show: str, stand_in: bool) -> list[str]:
     """Return the lines of text in a cell that is a score.
 
     show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
     stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
     """
-    ours = _our_lines(entry, stand_in)
-    printed = _printed_text(entry, stand_in and show != "published")
-    difference = _number_text(entry.delta, 2, sign=True)
+    ours = _format_our_side(entry, stand_in)
+    printed = _format_printed(entry, stand_in and show != "published")
+    difference = _format_number(entry.delta, 2, sign=True)
     if entry.unlike:
         difference += UNLIKE
-    kept = _kept_text(entry.budget)
-    printed_kept = _kept_text(entry.published_budget)
+    kept = _format_kept(entry.budget)
+    printed_kept = _format_kept(entry.published_budget)
     lines = list(ours)
     if show == "ours":
         if entry.budgeted:
@@ -184,6 +190,7 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
         # an empty or a refused cell stays as it is, and the scores of two models have no difference
         if entry.status != "none" and entry.status not in WRONG:
             lines = ["—"] if stand_in else [difference]
+    # both sides: ours, and behind it the printed side in brackets
     else:
         delta = ""
         if printed and not stand_in and entry.delta is not None:
@@ -198,12 +205,12 @@ def _cell_lines(entry: CellView, show: str, stand_in: bool) -> list[str]:
     return [line for line in lines if line not in ("", "()")]
 
 
-def _kept_text(budget: float | None) -> str:
+def _format_kept(budget: float | None) -> str:
     """Return the text of a share of tokens kept in per cent; '' if it is not known."""
     return "" if budget is None else f"kept {budget:.0f}%"
 
 
-def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
+def _format_our_side(entry: CellView, stand_in: bool) -> list[str]:
     """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number.
 
     stand_in: True to show the share of the full cache in place of the score.
@@ -230,24 +237,26 @@ def _our_lines(entry: CellView, stand_in: bool) -> list[str]:
         # a number that follows from others needs no measurement
         return ["" if entry.exact else "—"]
     if ci is None:
-        return [_number_text(value, digits)]
-    return [_number_text(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
+        return [_format_number(value, digits)]
+    return [_format_number(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
 
 
-def _printed_text(entry: CellView, relative: bool) -> str:
+def _format_printed(entry: CellView, relative: bool) -> str:
     """Return the paper's value of a cell as text, with its marks; '' if the paper prints none.
 
     relative: show the value in per cent of the paper's full-cache row instead.
     """
-    value, digits = (entry.published_relative, 1) if relative else (entry.published, 2)
+    value, digits = entry.published, 2
+    if relative:
+        value, digits = entry.published_relative, 1
     if entry.status == "none" and value is None:
         return ""
     # without the paper's full-cache row there is no share of it: show the absolute value, and say so
     if relative and value is None and entry.published is not None:
-        return f"{_number_text(entry.published, 2)}{entry.mark} abs"
+        return f"{_format_number(entry.published, 2)}{entry.mark} abs"
     if value is None and not entry.printed:
         return ""
-    text = _number_text(value, digits)
+    text = _format_number(value, digits)
     # a table that prints shares shows the printed characters even where shares are asked for
     as_printed = not relative or value == entry.published
     if entry.printed and as_printed:
@@ -256,26 +265,24 @@ def _printed_text(entry: CellView, relative: bool) -> str:
     if entry.exact and as_printed:
         text += f" {entry.exact}"
     if entry.stated is not None and not relative:
-        text += f" stated {_number_text(entry.stated, 2)}"
+        text += f" stated {_format_number(entry.stated, 2)}"
     return text
 
 
-def notes(view: View, show: str = "both") -> list[str]:
+def write_notes(view: View, show: str = "both") -> list[str]:
     """Return the notes below a table: where numbers come from, n, the meaning of marks, and why cells were refused.
 
     show: what the table shows, one of SHOWS or ``beside``.
     """
     ours, sources = view.ours, list(view.ours.declared.sources)
-    entries: list[CellView] = []
-    for _, row in view.rows:
-        entries.extend(row)
+    entries = [entry for _, row in view.rows for entry in row]
     if ours.timings is not None:
-        return timing_text.notes(ours.timings, entries, show) + sources
+        return timing_text.write_notes(ours.timings, entries, show) + sources
     lines: list[str] = []
     if ours.run is not None and show != "published":
-        lines += _ours_notes(view, entries, show, _list_shown_lines(view, show))
+        lines += _write_notes_on_ours(view, entries, show, _list_shown_lines(view, show))
     if show in ("both", "beside", "published"):
-        lines += _printed_notes(view, entries, ours.stand_in and show != "published")
+        lines += _write_notes_on_printed(view, entries, ours.stand_in and show != "published")
     if show == "published":
         return lines + sources
     # the note names the last of several rows with one reason
@@ -308,7 +315,7 @@ def _list_shown_lines(view: View, show: str) -> frozenset[str]:
         shown.append("ours")
     lines: set[str] = set()
     for name in shown:
-        for row in cell_texts(view, name).rows:
+        for row in format_cells(view, name).rows:
             for text in row:
                 lines.update(text.split("\n"))
     return frozenset(lines)
@@ -322,8 +329,9 @@ def _list_waiting_columns(view: View) -> list[str]:
     for i, column in enumerate(view.columns):
         if column.quantity != SCORE or column.dataset in MEANS:
             continue
+        entries = [row[i] for line, row in view.rows if line.chain is not None]
         # a missing number with a reason waits for data, not for a run
-        if any(line.chain and row[i].status == "missing" and not row[i].reason for line, row in view.rows):
+        if any(entry.status == "missing" and not entry.reason for entry in entries):
             names.append(column.name)
     return names
 
@@ -342,14 +350,14 @@ def reasons_for_absence(ours: OurTable) -> list[str]:
     return reasons
 
 
-def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
+def _write_notes_on_ours(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
     """Yield notes on our numbers: their unit, the data that were read, and n.
 
     show: one of SHOWS, or ``beside``.
     shown: the lines of text of all cells, by which marks that stand in the table are found.
     """
     ours = view.ours
-    yield from _unit_notes(view, entries, show, shown)
+    yield from _write_unit_notes(view, entries, show, shown)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
@@ -357,16 +365,17 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
     if ours.model != stand_ins.MODEL and ours.run is not None:
         for note in dict.fromkeys(group.task.note for group in ours.run.groups if group.task.note):
             yield f"{note}."
-    unlike: dict[str, None] = {}
+    conditions: dict[str, None] = {}
     for entry in entries:
-        unlike |= dict.fromkeys(entry.unlike)
-    if unlike and show in ("both", "delta"):
-        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {'; '.join(unlike)}."
+        conditions |= dict.fromkeys(entry.unlike)
+    if conditions and show in ("both", "delta"):
+        texts = "; ".join(conditions)
+        yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {texts}."
     measured = _list_measured(view)
     if measured:
         sizes = {entry.n for entry in measured}
         counts = ", ".join(map(str, sorted(sizes)))
-        total = _range_text([entry.of for entry in measured])
+        total = _format_range([entry.total for entry in measured])
         dtype = f", {ours.run.dtype}" if ours.run is not None else ""
         interval = ""
         # lines of intervals begin with a bracket
@@ -380,7 +389,7 @@ def _ours_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
         yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
     if WIDE_MARK in shown:
         yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
-    yield from _empty_answers(view)
+    yield from _write_empty_answers(view)
     if ours.run is not None:
         changed = describe_local_changes(ours.run.records())
         if changed:
@@ -398,8 +407,8 @@ def describe_counts(view: View) -> str:
     if not measured:
         return ""
     counts = [entry.n for entry in measured]
-    sizes = [entry.of for entry in measured]
-    return f"n = {_range_text(counts)} of {_range_text(sizes)} examples a task"
+    sizes = [entry.total for entry in measured]
+    return f"n = {_format_range(counts)} of {_format_range(sizes)} examples a task"
 
 
 def warn_of_few_examples(view: View) -> str:
@@ -414,14 +423,11 @@ def _list_measured(view: View) -> list[CellView]:
     """Return the cells of a table of scores that have measured examples, without averages."""
     if view.ours.timings is not None:
         return []
-    measured: list[CellView] = []
-    for _, row in view.rows:
-        # an average has the sum of its cells' examples, but no stored result of its own
-        measured.extend(entry for entry in row if entry.n and entry.cell)
-    return measured
+    # an average has the sum of its cells' examples, but no stored result of its own
+    return [entry for _, row in view.rows for entry in row if entry.n and entry.cell]
 
 
-def _range_text(counts: Sequence[int]) -> str:
+def _format_range(counts: Sequence[int]) -> str:
     """Return the smallest and the largest of one or more counts as ``4 to 8``, or one number if both are the same."""
     low, high = min(counts), max(counts)
     if low == high:
@@ -429,7 +435,7 @@ def _range_text(counts: Sequence[int]) -> str:
     return f"{low} to {high}"
 
 
-def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
+def _write_unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
     """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache.
 
     show: one of SHOWS, or ``beside``.
@@ -452,7 +458,7 @@ def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
         if show in positions and any(e.published is not None and e.published_relative is None for e in entries):
             yield "abs: as printed, since the paper has no full-cache row of that model."
-        yield from _full_scores(view, shown)
+        yield from _write_full_scores(view, shown)
     else:
         texts = {"ours": "Ours", "delta": "Δ: ours minus published"}
         yield f"{texts.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
@@ -460,13 +466,10 @@ def _unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Colle
 
 def _prints_fractions(view: View) -> bool:
     """Return True if the paper prints some values of a table as fractions of 1."""
-    units: set[str] = set()
-    for line, _ in view.rows:
-        units.update(cell.unit for cell in line.row.cells.values())
-    return FRACTION in units
+    return any(cell.unit == FRACTION for line, _ in view.rows for cell in line.row.cells.values())
 
 
-def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
+def _write_full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
     """Yield a note with the full cache's own scores, and one on columns where these are too low for a share of them.
 
     shown: the lines of text of all cells.
@@ -477,7 +480,7 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
         for column, entry in zip(view.columns, row, strict=True):
             if not entry.n or entry.full is None or column.quantity != SCORE:
                 continue
-            parts = view.ours.full(line, column)
+            parts = view.ours.find_full_cells(line, column)
             if parts:
                 # in a group's column, the label behind the task tells it from other workloads of its dataset; all parts
                 # of a number belong to one workload
@@ -486,7 +489,7 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
                 name = f"{column.dataset} {label}".strip()
                 if name not in full_entries or full_entries[name].n <= entry.n:
                     full_entries[name] = entry
-    texts = [f"{name} {_number_text(entry.full, 1)}" for name, entry in full_entries.items()]
+    texts = [f"{name} {_format_number(entry.full, 1)}" for name, entry in full_entries.items()]
     if texts:
         yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
     if FAILS[-1] in shown:
@@ -500,22 +503,22 @@ def _full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
         )
 
 
-def _empty_answers(view: View) -> Iterator[str]:
+def _write_empty_answers(view: View) -> Iterator[str]:
     """Yield a note on the datasets with many empty answers of the full cache."""
-    most: dict[str, CellView] = {}
+    entry_of: dict[str, CellView] = {}
     for _, row in view.rows:
         for column, entry in zip(view.columns, row, strict=True):
             if not entry.n or entry.empty < MANY_EMPTY * entry.n:
                 continue
             # name a dataset once, with its largest number of examples
-            if column.dataset not in most or entry.n > most[column.dataset].n:
-                most[column.dataset] = entry
-    if most:
-        counts = ", ".join(f"{name} {entry.empty} of {entry.n}" for name, entry in most.items())
+            if column.dataset not in entry_of or entry.n > entry_of[column.dataset].n:
+                entry_of[column.dataset] = entry
+    if entry_of:
+        counts = ", ".join(f"{name} {entry.empty} of {entry.n}" for name, entry in entry_of.items())
         yield f"Answers of the full cache that are empty: {counts}. Such a column shows when a model falls silent."
 
 
-def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
+def _write_notes_on_printed(view: View, entries: Sequence[CellView], relative: bool) -> Iterator[str]:
     """Yield notes that explain the marks of printed values, and averages that the paper states against its cells.
 
     relative: True if the cells show printed values in per cent of the full cache.
@@ -524,6 +527,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
     for mark, text in (("?", "suspect"), ("~", "repaired")):
         if any(entry.mark == mark for entry in entries):
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{paper})."
+    # rows of two models can have one name
     several_models = len(view.ours.declared.models()) > 1
     corrections = []
     for line, row in view.rows:
@@ -532,7 +536,8 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
             name = f"{line.row.model} {name}"
         for entry in row:
             if entry.stated is not None:
-                corrections.append(f"{_number_text(entry.stated, 2)} for {_number_text(entry.published, 2)} ({name})")
+                stated, computed = _format_number(entry.stated, 2), _format_number(entry.published, 2)
+                corrections.append(f"{stated} for {computed} ({name})")
     if corrections and relative:  # a cell of shares has no room for the stated average
         yield f"Averages that the paper states, for what its cells give: {', '.join(corrections)}."
     elif corrections:
@@ -543,7 +548,7 @@ def _printed_notes(view: View, entries: Sequence[CellView], relative: bool) -> I
         yield f"✓: {right} of {len(recomputed)} printed values that need no model follow from what they rest on."
 
 
-def title_line(view: View, show: str = "both") -> str:
+def write_title(view: View, show: str = "both") -> str:
     """Return one line: the table, its title, our model, and its examples."""
     declared, timings = view.ours.declared, view.ours.timings
     start = f"{declared.id}: {declared.title}"
@@ -559,7 +564,7 @@ def title_line(view: View, show: str = "both") -> str:
     return f"{start} — {model}"
 
 
-def _number_text(value: float | None, digits: int, sign: bool = False) -> str:
+def _format_number(value: float | None, digits: int, sign: bool = False) -> str:
     """Format a number with a typographic minus sign, which is as wide as a digit; None is a dash."""
     if value is None:
         return "—"
@@ -567,12 +572,16 @@ def _number_text(value: float | None, digits: int, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def _heading_text(key: str, value: str) -> str:
+def _format_setting(key: str, value: str) -> str:
     """Return one setting as text in a block's heading. A GPU is the paper's, since ours is named below the table."""
-    return {"model": value, "gpu": f"the paper's {value}"}.get(key, f"{key} {value}")
+    if key == "model":
+        return value
+    if key == "gpu":
+        return f"the paper's {value}"
+    return f"{key} {value}"
 
 
-def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
+def _group_by_heading(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str, list[Line]]:
     """Return rows grouped by the heading above them, in the paper's order. Rows without a heading have ''.
 
     heading_keys: the keys of a row's setting, or ``model``, whose values make the heading.
@@ -581,6 +590,6 @@ def _by_block(rows: Sequence[Line], heading_keys: Sequence[str]) -> Mapping[str,
     for line, entries in rows:
         # a setting named model would replace the row's own model
         setting = {"model": line.row.model} | parse_setting(line.row.setting)
-        heading = ", ".join(_heading_text(key, setting[key]) for key in heading_keys if setting.get(key))
+        heading = ", ".join(_format_setting(key, setting[key]) for key in heading_keys if setting.get(key))
         blocks.setdefault(heading, []).append((line, entries))
     return blocks

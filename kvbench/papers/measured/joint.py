@@ -23,11 +23,12 @@ def join_runs(runs: Iterable[RunPlan]) -> list[RunPlan]:
         runs_by_policy.setdefault(policy, []).append(run)
     merged = []
     for runs_alike in runs_by_policy.values():
+        first_run = runs_alike[0]
         groups: list[Group] = []
         for run in runs_alike:
             groups.extend(run.groups)
         # nothing else differs between the runs: their datasets and chains are in the groups
-        merged.append(replace(runs_alike[0], groups=_merge_groups(groups)))
+        merged.append(replace(first_run, groups=_merge_groups(groups)))
     return merged
 
 
@@ -39,8 +40,9 @@ def _merge_groups(groups: Iterable[Group]) -> tuple[Group, ...]:
     """
     groups_by_task: dict[str, list[Group]] = {}
     for group in groups:
-        # all cells of a group agree in this: without its chain, an identity describes task, prompts and sampling
-        identity = {key: value for key, value in group.cells[0].identity.items() if key != "chain"}
+        # without its chain, a cell's identity describes task, prompts and sampling, in which a group's cells agree
+        first_cell = group.cells[0]
+        identity = {key: value for key, value in first_cell.identity.items() if key != "chain"}
         task = json.dumps(identity, sort_keys=True, default=str)
         groups_by_task.setdefault(task, []).append(group)
     merged = []

@@ -51,11 +51,12 @@ CONDITIONS = _READING_KEYS | {"min_new_tokens", "max_new_tokens", "temperature"}
 class TableLine:
     """A row of the paper on our model: its chain, or the reason why it has no chain.
 
+    row: the paper's row with its printed cells.
     chain: the row's method or combination of methods with its options; None for a refused or skipped row.
     refused: why the model cannot run the row, '' if it can.
     skipped: why the row is not run here, '' if it is.
     reads: the data that the row reads, by dataset of the table.
-    others: chains that replace ``chain``, by the dataset for which the paper states other settings.
+    other_chains: chains that replace ``chain``, by the dataset for which the paper states other settings.
     """
 
     row: TableRow
@@ -63,11 +64,11 @@ class TableLine:
     refused: str = ""
     skipped: str = ""
     reads: Mapping[str, TableWorkload] = field(default_factory=dict)
-    others: Mapping[str, Chain] = field(default_factory=dict)
+    other_chains: Mapping[str, Chain] = field(default_factory=dict)
 
     def chain_of(self, dataset: str) -> Chain | None:
-        """Return the chain that is measured on a dataset."""
-        return self.others.get(dataset, self.chain)
+        """Return the chain that is measured on a dataset; None for a refused or skipped row."""
+        return self.other_chains.get(dataset, self.chain)
 
 
 Parts = tuple[tuple[Group, Cell], ...]
@@ -99,7 +100,7 @@ class OurTable:
     timings: Timings | None = None
     typed: tuple[str, ...] = ()
 
-    def cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
+    def find_cells(self, line: TableLine, column: Column, chain: Chain | None = None) -> Parts:
         """Return the cells that measure a line in a column, with their groups; () if the run has none.
 
         chain: the chain to look for in place of the line's own.
@@ -115,10 +116,10 @@ class OurTable:
             parts += [(group, cell) for cell in group.cells if cell.chain == wanted_chain]
         return tuple(parts)
 
-    def full(self, line: TableLine, column: Column) -> Parts:
+    def find_full_cells(self, line: TableLine, column: Column) -> Parts:
         """Return the full-cache cells of a line's workload in a column."""
         # a chain without stages is the full cache
-        return self.cells(line, column, Chain())
+        return self.find_cells(line, column, Chain())
 
     def why_absent(self, line: TableLine, column: Column) -> str:
         """Return why a line's workload in a column cannot be read; '' if it can."""
@@ -127,7 +128,7 @@ class OurTable:
             return ""
         return self.absent.get(workload, "")
 
-    def value(self, line: TableLine, column: Column) -> CellResult:
+    def read_result(self, line: TableLine, column: Column) -> CellResult:
         """Return a line's stored result in a column. If the dataset has several tasks, their examples are pooled.
 
         A line that is not measured has a result with a status (refused, failed, missing) and its reason.
@@ -135,7 +136,7 @@ class OurTable:
         # a table names its columns itself, so its results name no task; a line without cells has no id either
         if line.refused:
             return CellResult(task="", cell="", status="refused", reason=line.refused)
-        cells = self.cells(line, column)
+        cells = self.find_cells(line, column)
         if not cells:
             reason = line.skipped or self.why_absent(line, column)
             return CellResult(task="", cell="", status="missing", reason=reason)
@@ -143,28 +144,35 @@ class OurTable:
         assert self.run is not None
         reader = SampleReader(self.run.store)
         results = [report_cell(group, cell, reader) for group, cell in cells]
-        measured = []
-        for part, result in zip(cells, results, strict=True):
+        for result in results:
             # one task without a number leaves none for the dataset
             if result.status in ("refused", "failed"):
                 return result
-            if result.status == "measured":
-                measured.append(part)
         # one task needs no pooling; if none is measured, all results say the same
-        if len(cells) == 1 or not measured:
+        if len(cells) == 1 or all(result.status != "measured" for result in results):
             return results[0]
-        # the tasks of one dataset are pooled: each of their examples counts the same
-        samples = []
-        for group, cell in measured:
-            stored = reader.read(cell.id)
-            samples += [stored[e.id] for e in group.examples if e.id in stored]
-        total = sum(len(group.task.examples) for group, _ in cells)
-        # the tasks of one dataset have one metric
-        first_group, _ = cells[0]
-        pooled = summarise(samples, first_group.task.metric, total)
-        unchanged = all(result.unchanged for result in results if result.status == "measured")
-        ids = " ".join(cell.id for _, cell in cells)
-        return CellResult(task="", cell=ids, status="measured", summary=pooled, unchanged=unchanged)
+        return _pool_results(cells, results, reader)
+
+
+def _pool_results(cells: Parts, results: Sequence[CellResult], reader: SampleReader) -> CellResult:
+    """Return one result for the tasks of a dataset, in which each example of the measured tasks counts the same.
+
+    results: the result of each of ``cells``. At least one is measured.
+    """
+    samples = []
+    unchanged = True
+    for (group, cell), result in zip(cells, results, strict=True):
+        if result.status != "measured":
+            continue
+        stored = reader.read(cell.id)
+        samples += [stored[example.id] for example in group.examples if example.id in stored]
+        unchanged = unchanged and result.unchanged
+    total = sum(len(group.task.examples) for group, _ in cells)
+    # the tasks of one dataset have one metric
+    first_group, _ = cells[0]
+    pooled = summarise(samples, first_group.task.metric, total)
+    ids = " ".join(cell.id for _, cell in cells)
+    return CellResult(task="", cell=ids, status="measured", summary=pooled, unchanged=unchanged)
 
 
 def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
@@ -172,6 +180,7 @@ def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, flo
     samples = store.samples(cell.id)
     score_by_example = {}
     for example in group.examples:
+        # an example may have no answer yet, or an answer that could not be scored
         score = samples[example.id].score if example.id in samples else None
         if score is not None:
             score_by_example[example.id] = score
@@ -202,11 +211,11 @@ def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
     return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
-def timed_table(found: Timings) -> OurTable:
-    """Return an efficiency table as an OurTable. ``found`` has the declaration and the measured rows."""
-    # timed rows have no chains: ``found`` matches them to the printed cells
-    lines = tuple(TableLine(row) for row in found.table.rows)
-    return OurTable(found.table, found.bench.model, found.stand_in, lines=lines, run=None, timings=found)
+def timed_table(measured: Timings) -> OurTable:
+    """Return an efficiency table as an OurTable. ``measured`` has its declaration and its measured rows."""
+    # timed rows have no chains: ``measured`` matches them to the printed cells
+    lines = tuple(TableLine(row) for row in measured.table.rows)
+    return OurTable(measured.table, measured.bench.model, measured.stand_in, lines=lines, run=None, timings=measured)
 
 
 def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
@@ -215,11 +224,14 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     model: an entry of conf/model, a folder or a hub id; '' for the tiny model.
     arguments: key=value arguments of ``run``, and ``longbench=`` (full, mini), the source of LongBench's columns.
 
-    Rows of other models are skipped. If the table has no numbers of the model, the model stands in for all of its
-    models. The tiny model does so with tasks and budgets of its own. Datasets that cannot be read are left out and
-    listed in ``absent``. If none can be read, ``run`` is None. An efficiency table shows the rows stored in
-    ``results=``; without a model, or for the tiny one, rows of the paper's own model come first. Raises UsageError for
-    impossible arguments.
+    If the table prints numbers of the model, rows of other models are skipped. If it prints none, the model stands in
+    for all of its models. The tiny model does so with tasks and budgets of its own.
+
+    Datasets that cannot be read are left out and listed in ``absent``. If none can be read, ``run`` is None. An
+    efficiency table shows the rows stored in ``results=``. Without a model, or for the tiny one, rows of the paper's
+    own model come first.
+
+    Raises UsageError for impossible arguments.
     """
     options = split_options(arguments)
     if declared.kind == timings.KIND:
@@ -249,8 +261,9 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     base = _compose_run(declared, settings, tiny)
     source = load.locate(base.model)
     # the sizes for scaling the paper's numbers of tokens and layers; the paper's own models need none
-    scaled_from = declared.length if tiny else None
-    size = stand_ins.measure_stand_in(source.config, scaled_from) if stand_in else None
+    size = None
+    if stand_in:
+        size = stand_ins.measure_stand_in(source.config, scaled_from=declared.length if tiny else None)
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
     # rows declared by claims have tiny's tasks as columns already
@@ -264,25 +277,15 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     chooser = WorkloadChooser(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
     lines, absent, reading_notes = _assign_workloads(chooser, lines, family, stand_in)
     notes += reading_notes
+    planned = OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
     readable = _readable_workloads(lines, absent)
     # without data, or without a row for this model, there is nothing to run
     if not readable:
-        return OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
+        return planned
     run, groups = _plan_run(chooser, lines, readable)
     notes += _minilongbench_notes(groups)
-    # the user's own conditions of reading and answering, which make scores differ from the paper's
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
-    return OurTable(
-        declared,
-        model,
-        stand_in,
-        lines=lines,
-        run=run,
-        groups=groups,
-        absent=absent,
-        notes=tuple(notes),
-        typed=tuple(typed),
-    )
+    return replace(planned, run=run, groups=groups, notes=tuple(notes), typed=tuple(typed))
 
 
 def _readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkload, str]) -> list[TableWorkload]:
@@ -381,31 +384,47 @@ def _plan_run(
                 parts |= dict.fromkeys(workload.parts or ())
         # a dataset without parts is read as a whole
         datasets.append(chooser.configure_dataset(replace(whole, parts=tuple(parts) or None), label))
-    chain_labels: dict[Chain, str] = {}
-    for line in lines:
-        for chain in (line.chain, *line.others.values()):
-            if chain is not None:
-                chain_labels.setdefault(chain, line.row.name if chain.stages else "full")
-    chain_configs = tuple(ChainConfig(chain, label) for chain, label in chain_labels.items())
+    chain_configs = _label_chains(lines)
     # one run, so that every prompt is read once for all rows
     run = run_plan.prepare(replace(chooser.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
-        # a row that does not read a group's task has no cell there; the full cache is measured in all groups
-        chains: set[Chain | None] = {Chain()}
-        for line in lines:
-            if line.chain is None:
-                continue
-            for dataset, workload in line.reads.items():
-                # no group has the label "-": a workload that cannot be read owns none
-                if workload.owns(group, label_of.get(workload.whole, "-")):
-                    chains.add(line.chain_of(dataset))
+        chains = _chains_of_group(group, lines, label_of)
         groups.append(replace(group, cells=tuple(cell for cell in group.cells if cell.chain in chains)))
     groups_by_workload = {}
     for workload in workloads:
         label = label_of[workload.whole]
         groups_by_workload[workload] = tuple(group for group in groups if workload.owns(group, label))
     return replace(run, groups=tuple(groups)), groups_by_workload
+
+
+def _label_chains(lines: Sequence[TableLine]) -> tuple[ChainConfig, ...]:
+    """Return each chain of the lines once, labelled with the name of the first row that has it."""
+    label_of: dict[Chain, str] = {}
+    for line in lines:
+        for chain in (line.chain, *line.other_chains.values()):
+            if chain is not None:
+                # a chain without stages is the full cache
+                label_of.setdefault(chain, line.row.name if chain.stages else "full")
+    return tuple(ChainConfig(chain, label) for chain, label in label_of.items())
+
+
+def _chains_of_group(
+    group: Group, lines: Sequence[TableLine], label_of: Mapping[TableWorkload, str]
+) -> set[Chain | None]:
+    """Return the chains that are measured in a group: those of lines that read its task, and the full cache.
+
+    label_of: the label of each whole workload that can be read.
+    """
+    chains: set[Chain | None] = {Chain()}
+    for line in lines:
+        if line.chain is None:
+            continue
+        for dataset, workload in line.reads.items():
+            # no group has the label "-": a workload that cannot be read owns none
+            if workload.owns(group, label_of.get(workload.whole, "-")):
+                chains.add(line.chain_of(dataset))
+    return chains
 
 
 def _make_tiny_table(
@@ -416,20 +435,22 @@ def _make_tiny_table(
     lines: the lines of the paper's table.
     size: the sizes by which published numbers are scaled.
     """
-    # each distinct line with its scaled setting, the first of several that became one
+    # scaled to short prompts, rows of two budgets can become one chain: keep the first line of each, with its setting
     first_lines: dict[object, tuple[TableLine, str]] = {}
     for line in lines:
         setting = stand_ins.scale_setting(line.row, size)
-        # scaled to short prompts, rows of two budgets can become one chain; refused rows have no chain to compare
+        # refused rows have no chain to compare
         identity: object = (line.row.method, setting) if line.chain is None else line.chain
         first_lines.setdefault(identity, (line, setting))
-    names = [(line.row.method, setting) for line, setting in first_lines.values()]
-    table = stand_ins.make_tiny_table(declared, names)
+    methods_and_settings = [(line.row.method, setting) for line, setting in first_lines.values()]
+    table = stand_ins.make_tiny_table(declared, methods_and_settings)
     tiny_lines = []
     for row, (line, _) in zip(table.rows, first_lines.values(), strict=True):
         # chains of single datasets move to the tasks that stand for these datasets
-        others = {stand_ins.choose_tiny_task(dataset, declared): chain for dataset, chain in line.others.items()}
-        tiny_lines.append(replace(line, row=row, others=others))
+        other_chains = {}
+        for dataset, chain in line.other_chains.items():
+            other_chains[stand_ins.choose_tiny_task(dataset, declared)] = chain
+        tiny_lines.append(replace(line, row=row, other_chains=other_chains))
     return table, tuple(tiny_lines)
 
 
@@ -445,9 +466,8 @@ def _assign_workloads(
     """
     columns = chooser.table.scores
     family_name = chooser.choose_family(list(dict.fromkeys(column.dataset for column in columns)), family)
-    absent: dict[TableWorkload, str] = {}
-    # try once whether a workload can be read, since it can take long
-    tried: set[TableWorkload] = set()
+    # why each workload cannot be read, '' if it can: each is tried once, since a try can take long
+    reasons: dict[TableWorkload, str] = {}
     notes: dict[str, None] = {}
     new_lines = []
     for line in lines:
@@ -458,24 +478,18 @@ def _assign_workloads(
                 continue
             dataset = column.dataset
             workload = chooser.choose_workload(line.row, dataset, family_name)
-            # the tiny model's tasks come with kvbench
-            if workload not in tried and not chooser.small:
-                tried.add(workload)
-                why = chooser.why_unreadable(workload)
-                if why:
-                    absent[workload] = why
-            # on the paper's own model only the paper's data are allowed
-            if workload in absent and stand_in and dataset in INSTEAD:
-                substitute, note = INSTEAD[dataset]
-                instead = replace(workload, name=substitute)
-                # of the replacements, ``tried`` holds only those that can be read
-                if instead in tried or not chooser.why_unreadable(instead):
-                    tried.add(instead)
-                    notes[note] = None
-                    workload = instead
-            if line.chain is not None and not chooser.small:
+            # the tiny model's tasks come with kvbench, so they can be read and have no lengths
+            if not chooser.small:
+                unreadable = _try_reading(chooser, workload, reasons)
+                # on the paper's own model only the paper's data are allowed
+                if unreadable and stand_in and dataset in INSTEAD:
+                    substitute, substitute_note = INSTEAD[dataset]
+                    substitute_workload = replace(workload, name=substitute)
+                    if not _try_reading(chooser, substitute_workload, reasons):
+                        notes[substitute_note] = None
+                        workload = substitute_workload
                 too_long = chooser.lengths_beyond_context(line.row, dataset)
-                if too_long:
+                if too_long and line.chain is not None:
                     lengths = ", ".join(map(str, too_long))
                     prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
                     notes[f"{prompts} are beyond the model's context."] = None
@@ -485,13 +499,21 @@ def _assign_workloads(
     used: set[TableWorkload] = set()
     for line in new_lines:
         used.update(line.reads.values())
-    absent = {workload: why for workload, why in absent.items() if workload in used}
+    absent = {workload: reason for workload, reason in reasons.items() if reason and workload in used}
     return tuple(new_lines), absent, list(notes)
+
+
+def _try_reading(chooser: WorkloadChooser, workload: TableWorkload, reasons: dict[TableWorkload, str]) -> str:
+    """Return why a workload cannot be read, or '' if it can. A new answer is added to ``reasons``."""
+    if workload not in reasons:
+        reasons[workload] = chooser.why_unreadable(workload)
+    return reasons[workload]
 
 
 def stands_in(declared: TableSpec, model: str) -> bool:
     """Return True if a table prints no numbers of ``model``, so that this model can only stand in for the table's."""
-    return model_id(model) not in [model_id(declared.model_entry(m)) for m in declared.models()]
+    own_models = [model_id(declared.model_entry(name)) for name in declared.models()]
+    return model_id(model) not in own_models
 
 
 def _build_line(
@@ -529,6 +551,7 @@ def _build_line(
 
         def build_chain(dataset_setting: str = "") -> Chain:
             """Build the row's chain. The row's own settings override ``dataset_setting``, the settings of a dataset."""
+            # of two settings with one key, the later one counts
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
             texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}
@@ -538,15 +561,15 @@ def _build_line(
             return chain_of(entry, preset=values)
 
         chain = build_chain()
-        others = {}
+        other_chains = {}
         for dataset, dataset_setting in declared.settings.items():
             if dataset in datasets:
-                others[dataset] = build_chain(dataset_setting)
+                other_chains[dataset] = build_chain(dataset_setting)
         if config is not None:
             chain.check_model(traits.of_config(config))
     except UsageError as reason:
         return TableLine(row, refused=str(reason))
-    return TableLine(row, chain, others=others)
+    return TableLine(row, chain, other_chains=other_chains)
 
 
 def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 from kvbench.papers.measured.cell_view import CellView, View
-from kvbench.papers.measured.grid import cell_texts, notes, title_line, warn_of_few_examples
+from kvbench.papers.measured.grid import format_cells, warn_of_few_examples, write_notes, write_title
 from kvbench.papers.timed.row_matching import TimedCell
 from kvbench.report import writers
 from kvbench.report.table import WIDTH, Table
 
 FORMATS = ("text", "md", "csv", "latex", "html")
+"""The values of --format: the formats in which a table can be written."""
 CSV_FIELDS = (
     "paper",
     "table",
@@ -64,19 +65,13 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
         return writers.csv(CSV_FIELDS, records(view))
-    heading = title_line(view, show)
-    table = cell_texts(view, show)
-    footnotes = notes(view, show)
+    heading = write_title(view, show)
+    table = format_cells(view, show)
+    footnotes = write_notes(view, show)
     # the paper's own numbers rest on the paper's examples
     caution = warn_of_few_examples(view) if show != "published" else ""
     if style == "html":
-        heading = html.escape(heading)
-        above = f"<p><strong>{html.escape(caution)}</strong></p>\n" if caution else ""
-        items = "".join(f"<li>{html.escape(note)}</li>" for note in footnotes)
-        return (
-            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
-            f"<h1>{heading}</h1>\n{above}{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
-        )
+        return _render_html(heading, caution, table, footnotes)
     if style == "md":
         above = f"**{caution}**\n\n" if caution else ""
         return f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
@@ -92,6 +87,17 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     pieces = "".join(writers.text(piece, terminal) for piece in table.folded())
     above = f"{caution}\n" if caution else ""
     return f"{above}{fill(heading, WIDTH, break_on_hyphens=False)}\n\n{pieces}{footer}"
+
+
+def _render_html(heading: str, caution: str, table: Table, footnotes: Sequence[str]) -> str:
+    """Return a whole HTML page with a heading, a warning ('' for none), the table, and its notes as a list."""
+    heading = html.escape(heading)
+    above = f"<p><strong>{html.escape(caution)}</strong></p>\n" if caution else ""
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in footnotes)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title></head>\n<body>\n'
+        f"<h1>{heading}</h1>\n{above}{writers.html(table)}\n<ul>{items}</ul>\n</body></html>\n"
+    )
 
 
 def _is_empty(view: View, table: Table) -> bool:
@@ -117,9 +123,9 @@ def as_json(view: View) -> dict[str, object]:
         cells.append({key: record[key] for key in CSV_FIELDS if record.get(key) not in (None, "")})
     return {
         "table": view.ours.declared.id,
-        "title": title_line(view, "both"),
+        "title": write_title(view, "both"),
         "cells": cells,
-        "notes": notes(view, "both"),
+        "notes": write_notes(view, "both"),
     }
 
 
@@ -128,6 +134,7 @@ def records(view: View) -> Iterator[Record]:
     table, timings = view.ours.declared, view.ours.timings
     for line, entries in view.rows:
         for column, entry in zip(view.columns, entries, strict=True):
+            # the paper's table has no such cell
             if entry.status == "none":
                 continue
             low, high = entry.ci or (None, None)
@@ -145,7 +152,7 @@ def records(view: View) -> Iterator[Record]:
                 "ci_low": low,
                 "ci_high": high,
                 "n": entry.n,
-                "of": entry.of,
+                "of": entry.total,
                 "published": entry.published,
                 "mark": entry.mark,
                 "delta": delta,
@@ -157,13 +164,13 @@ def records(view: View) -> Iterator[Record]:
                 "reason": entry.reason,
             }
             if entry.timed is None or timings is None:
-                record |= _share_fields(entry)
+                record |= _list_share_fields(entry)
             else:
-                record |= _ratio_fields(entry.timed, timings.bench.base)
+                record |= _list_ratio_fields(entry.timed, timings.bench.base)
             yield record
 
 
-def _share_fields(entry: CellView) -> Record:
+def _list_share_fields(entry: CellView) -> Record:
     """Return the fields of a score's cell: both sides in per cent of their full cache."""
     low, high = entry.relative_ci or (None, None)
     return {
@@ -175,8 +182,9 @@ def _share_fields(entry: CellView) -> Record:
     }
 
 
-def _ratio_fields(cell: TimedCell, base: str) -> Record:
+def _list_ratio_fields(cell: TimedCell, base: str) -> Record:
     """Return the fields of an efficiency table's cell: both sides as ratios to the row ``base``."""
+    # a cell that was not measured has no row
     workload, key = "", ""
     if cell.row is not None:
         workload, key = cell.row["workload"], cell.row["key"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED
+from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED, Row
 from kvbench.papers.timed.row_matching import INTEGRATED, MISSING
 from kvbench.papers.timed.timings import SCRIPT, Timings
 
@@ -17,14 +17,14 @@ SHORT = {"pct": "%", "x": ""}
 """Words for a printed unit in a column's head, where the unit itself is not written."""
 
 
-def column_name(timings: Timings, column: str) -> str:
+def name_column(timings: Timings, column: str) -> str:
     """Return a column's name with the unit in which the paper prints it, such as ``decode ms``."""
     # all rows of a column have one unit
     unit = next(row.cells[column].unit for row in timings.table.rows if column in row.cells)
     return f"{column} {SHORT.get(unit, unit)}".rstrip()
 
 
-def lines_of_cell(entry: CellView, show: str) -> list[str]:
+def format_cell(entry: CellView, show: str) -> list[str]:
     """Return the lines of text in one cell of a table of timings.
 
     entry: a cell with a timing.
@@ -34,51 +34,56 @@ def lines_of_cell(entry: CellView, show: str) -> list[str]:
     cell = entry.timed
     # the caller takes only entries with a timing
     assert cell is not None
-    our_ratio = _sign_without_number(entry) or _ratio_text(cell.ratio)
-    their_ratio, printed = _ratio_text(cell.published_ratio), _printed_text(entry)
+    our_ratio = _choose_sign(entry) or _format_ratio(cell.ratio)
+    paper_ratio, printed = _format_ratio(cell.published_ratio), _format_printed(entry)
     if show in ("published", "beside"):
         # a base row has no ratio to itself, and some rows have none in the paper
         if cell.published_ratio is None:
             return [printed]
-        return [their_ratio, printed]
+        return [paper_ratio, printed]
     if show == "delta":
         if cell.ratio is None or cell.published_ratio is None:
-            return [_sign_without_number(entry) or "—"]
+            return [_choose_sign(entry) or "—"]
         return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
     value = ""
     if cell.value is not None:
-        value = _number_text(cell.value)
+        value = _format_number(cell.value)
         if INTEGRATED in cell.marks:
             value += " ∫"
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
-    without_ratio = bool(value) and cell.ratio is None
+    value_alone = bool(value) and cell.ratio is None
     if show == "ours":
         spread = ""
         if cell.spread is not None:
-            spread = f"[{_number_text(cell.spread[0])}, {_number_text(cell.spread[1])}]"
+            low, high = cell.spread
+            spread = f"[{_format_number(low)}, {_format_number(high)}]"
         texts = [value, spread]
-        if not without_ratio:
+        if not value_alone:
             texts.insert(0, our_ratio)
         return [text for text in texts if text]
     texts = []
     # the paper's ratio still needs ours beside it, be it only a dash
-    if not without_ratio or cell.published_ratio is not None:
-        texts.append(f"{our_ratio} ({their_ratio})")
+    if not value_alone or cell.published_ratio is not None:
+        texts.append(f"{our_ratio} ({paper_ratio})")
     if value:
         texts.append(f"ours {value}")
     texts.append(f"paper {printed}")
     return texts
 
 
-def _sign_without_number(entry: CellView) -> str:
+def _choose_sign(entry: CellView) -> str:
     """Return the text that replaces a missing number; '' if there is a number."""
     if entry.status in (REFUSED, FAILED):
         return "✗"
+    if entry.status == OOM:
+        return OOM
+    if entry.status == "measured":
+        return ""
     # every other status says in one way or another that nothing was measured
-    return {OOM: OOM, "measured": ""}.get(entry.status, "—")
+    return "—"
 
 
-def _printed_text(entry: CellView) -> str:
+def _format_printed(entry: CellView) -> str:
     """Return the paper's value as text, with its marks; OOM if it did not fit into the paper's memory."""
     # callers take only entries with a timing
     assert entry.timed is not None
@@ -91,49 +96,49 @@ def _printed_text(entry: CellView) -> str:
     return text
 
 
-def _ratio_text(ratio: float | None) -> str:
+def _format_ratio(ratio: float | None) -> str:
     """Format a ratio; None is a dash."""
     return "—" if ratio is None else f"{ratio:.2f}×"
 
 
-def _number_text(value: float) -> str:
+def _format_number(value: float) -> str:
     """Format a number with three significant digits, or from 100 on with all digits before the point."""
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}"
 
 
-def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
+def write_notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> list[str]:
     """Return the notes for readers: both devices, the base of ratios, a stand-in's scale, and missing rows.
 
     entries: all cells of the table.
     show: what the table shows, one of grid.SHOWS or ``beside``.
     """
     bench = timings.bench
-    their_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_their_models(timings)}."
+    paper_note = f"N.NN×: the paper's over its own {bench.base}; the paper's is {_describe_paper_models(timings)}."
     if show == "published":
-        return [their_note, *_printed_notes(entries)]
+        return [paper_note, *_write_notes_on_printed(entries)]
     cells = [entry.timed for entry in entries if entry.timed is not None]
     texts: list[str] = []
     if timings.any_measured:
-        texts += _ours_notes(timings, show)
+        texts += _write_notes_on_ours(timings, show)
     else:
         # only the paper's ratios are shown; otherwise these brackets follow our ratio
-        texts.append(their_note.replace("N.NN×", "(N.NN×)", 1))
+        texts.append(paper_note.replace("N.NN×", "(N.NN×)", 1))
     if any(INTEGRATED in cell.marks for cell in cells):
         texts.append("∫ integrated: steps were run at a few cache lengths and interpolated between them.")
     if show == "ours":
         # marks of printed values do not stand in this table, so leave out their notes
-        texts += _printed_notes([replace(entry, exact="", mark="") for entry in entries])
+        texts += _write_notes_on_printed([replace(entry, exact="", mark="") for entry in entries])
     elif show != "delta":
-        texts += _printed_notes(entries)
+        texts += _write_notes_on_printed(entries)
     # several columns show one row, so a set names each failure once
     failures = set()
     for cell in cells:
         if cell.status in (REFUSED, FAILED) and cell.row:
             failures.add((cell.row["method"], cell.row["workload"], cell.reason))
     texts += [f"✗ {method} at {workload}: {reason}" for method, workload, reason in sorted(failures)]
-    for reason, names in _names_by_reason(timings).items():
+    for reason, names in _group_names_by_reason(timings).items():
         texts.append(f"— not run: {', '.join(names)}: {reason}")
     if any(cell.status == MISSING for cell in cells):
         texts.append(f"— not measured yet: {timings.command}")
@@ -146,7 +151,7 @@ def notes(timings: Timings, entries: Sequence[CellView], show: str = "both") -> 
     return texts
 
 
-def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
+def _group_names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
     """Return the models, methods or datasets that are not run, grouped by the reason.
 
     The names are a dict's keys: each stands once, in the order of the table.
@@ -156,7 +161,7 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
         if cell.status != NOT_RUN:
             continue
         # name an average as such, and any other cell by its method, unless a name is declared as not run
-        excluded = printed.dataset if printed.dataset == "avg" else printed.method
+        excluded = "avg" if printed.dataset == "avg" else printed.method
         # the declaration excludes a cell by its model, method or dataset: name the one that it excludes
         for name in (printed.model, printed.method, printed.dataset):
             if name in timings.bench.not_run:
@@ -166,35 +171,55 @@ def _names_by_reason(timings: Timings) -> dict[str, dict[str, None]]:
     return names_by_reason
 
 
-def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
+def _write_notes_on_ours(timings: Timings, show: str) -> Iterator[str]:
     """Yield notes on our side: both devices, the base of ratios, a stand-in's scale, and how many ratios agree.
 
     show: what the table shows, one of grid.SHOWS or ``beside``.
     """
-    bench, cells = timings.bench, timings.cells
+    bench = timings.bench
     # N.NN stands for any ratio in the table
     start = "±N.NN: our ratio less the paper's. A ratio is" if show == "delta" else "N.NN×:"
     ratio_text = f"{start} ours over our {bench.base} row, measured beside it (the paper's over its own)"
     ours = f"{bench.model} with random weights on {timings.device}; the paper's"
-    measured_rows = {printed: cell.row for printed, cell in cells.items() if cell.row is not None}
     if timings.stand_in:
         yield (
-            f"Substitute model: ours is {ours} is {_their_models(timings)}. {ratio_text}. "
+            f"Substitute model: ours is {ours} is {_describe_paper_models(timings)}. {ratio_text}. "
             "Only ratios compare, and of those the direction; no GPU took part."
         )
-        # the paper's workload, with the scaled one that ran in its place
-        workloads = {bench.printed_workload(printed): str(row["workload"]) for printed, row in measured_rows.items()}
-        pairs = [theirs if theirs == scaled else f"{scaled} for {theirs}" for theirs, scaled in workloads.items()]
-        scale = bench.stand_in.describe()
-        yield f"The substitute's workloads: {scale}. Prompt + new tokens x rows: {', '.join(pairs)}."
+        yield _write_scale(timings)
     else:
-        yield f"Ours: {ours}: {_their_models(timings)}. {ratio_text}. Only ratios compare."
-    if len(_devices(timings)) > 1:
+        yield f"Ours: {ours}: {_describe_paper_models(timings)}. {ratio_text}. Only ratios compare."
+    if len(_list_paper_devices(timings)) > 1:
         yield "Ours is of one device and stands beside each of the paper's."
+    yield _write_repeats([cell.row for cell in timings.cells.values() if cell.row is not None])
+    yield from _write_agreement(timings)
+    for note in bench.notes:
+        yield f"Ours: {note}."
+
+
+def _write_scale(timings: Timings) -> str:
+    """Return a note with a stand-in's scale, and with each of its workloads beside the paper's."""
+    bench = timings.bench
+    scaled_by_paper: dict[str, str] = {}
+    for printed, cell in timings.cells.items():
+        if cell.row is not None:
+            scaled_by_paper[bench.printed_workload(printed)] = str(cell.row["workload"])
+    workloads = []
+    for paper_workload, scaled in scaled_by_paper.items():
+        workloads.append(scaled if scaled == paper_workload else f"{scaled} for {paper_workload}")
+    scale = bench.stand_in.describe()
+    return f"The substitute's workloads: {scale}. Prompt + new tokens x rows: {', '.join(workloads)}."
+
+
+def _write_repeats(rows: Sequence[Row]) -> str:
+    """Return a note with the repeats behind the medians, and the rows of workloads that take as many rows as fit.
+
+    rows: the measured rows of the table.
+    """
     # repeats of rows that ran as a whole, and (workload, method, batch) of rows that took as many prompts as fit
     repeats: set[int] = set()
     largest_batches: set[tuple[str, str, int]] = set()
-    for row in measured_rows.values():
+    for row in rows:
         workload = str(row["workload"])
         # only a row that ran as a whole has a total time
         if "total" in row["quantities"]:
@@ -207,32 +232,29 @@ def _ours_notes(timings: Timings, show: str) -> Iterator[str]:
         batches = [f"{method} {batch}" for _, method, batch in sorted(largest_batches)]
         fitted = f" Rows that fit: {', '.join(batches)}."
     counts = ", ".join(str(count) for count in sorted(repeats)) or "no"
-    yield f"Medians of {counts} repeats in shuffled order.{fitted}"
-    yield from _agreement_note(timings)
-    for note in bench.notes:
-        yield f"Ours: {note}."
+    return f"Medians of {counts} repeats in shuffled order.{fitted}"
 
 
-def _agreement_note(timings: Timings) -> Iterator[str]:
+def _write_agreement(timings: Timings) -> Iterator[str]:
     """Yield how many of our ratios lie on the same side of 1 as the paper's. Yield nothing if none compares."""
     compared, agreeing = 0, 0
     for printed, cell in timings.cells.items():
         if cell.ratio is None or cell.published_ratio is None or printed.method == timings.bench.base:
             continue
         # round as shown, to two digits, so that 1.00 agrees only with 1.00
-        ours, theirs = round(cell.ratio, 2), round(cell.published_ratio, 2)
+        our_ratio, paper_ratio = round(cell.ratio, 2), round(cell.published_ratio, 2)
         compared += 1
         # both above 1, both below 1, or both exactly 1
-        if (ours > 1) == (theirs > 1) and (ours < 1) == (theirs < 1):
+        if (our_ratio > 1) == (paper_ratio > 1) and (our_ratio < 1) == (paper_ratio < 1):
             agreeing += 1
     if compared:
         yield f"{agreeing} of {compared} ratios lie on the paper's side of 1."
 
 
-def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
+def _write_notes_on_printed(entries: Sequence[CellView]) -> Iterator[str]:
     """Yield a note on each mark that stands beside a number of the table."""
     timed_entries = [entry for entry in entries if entry.timed is not None]
-    if any(_printed_text(entry) == OOM or entry.status == OOM for entry in timed_entries):
+    if any(_format_printed(entry) == OOM or entry.status == OOM for entry in timed_entries):
         yield "OOM: out of memory."
     recomputed = [entry.exact for entry in entries if entry.exact]
     if recomputed:
@@ -244,7 +266,7 @@ def _printed_notes(entries: Sequence[CellView]) -> Iterator[str]:
             yield f"{mark}: the printed value is {text} (kvbench/papers/data/{papers[0]})."
 
 
-def _their_models(timings: Timings) -> str:
+def _describe_paper_models(timings: Timings) -> str:
     """Return the names of the paper's models and devices in words."""
     models = []
     for model in timings.table.models():
@@ -253,10 +275,10 @@ def _their_models(timings: Timings) -> str:
             models.append("a model that is not stated")
         elif model:
             models.append(model)
-    return f"{' and '.join(models)} on {' and '.join(_devices(timings)) or timings.bench.device}"
+    return f"{' and '.join(models)} on {' and '.join(_list_paper_devices(timings)) or timings.bench.device}"
 
 
-def _devices(timings: Timings) -> list[str]:
+def _list_paper_devices(timings: Timings) -> list[str]:
     """Return the devices that the paper's rows name, each once."""
     devices = [cell.settings["gpu"] for cell in timings.table.printed if "gpu" in cell.settings]
     return list(dict.fromkeys(devices))

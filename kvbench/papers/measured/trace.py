@@ -21,21 +21,23 @@ def trace_number(ours: OurTable, row: str, column: str) -> str:
     Raises UsageError if there is no such row or column, or if the row is not run here.
     """
     line, wanted_column = find_cell(ours, row, column)
-    seen = build_view(ours)
+    view = build_view(ours)
     lines = [f"{ours.declared.id}, {row}, {column}:"]
+    # an average has no stored result of its own: describe those that it averages
     if wanted_column.dataset in MEANS:
         for score_column in ours.declared.scores:
             lines += [f"  {text}" for text in _describe_cells(ours, line, score_column)]
     else:
         lines += _list_examples(ours, line, wanted_column)
     # rows of two models can have one name, so look for the line itself
-    entries = next(entries for table_line, entries in seen.rows if table_line is line)
-    lines += _describe_entry(entries[seen.columns.index(wanted_column)], ours.stand_in)
+    entries = next(entries for table_line, entries in view.rows if table_line is line)
+    entry = entries[view.columns.index(wanted_column)]
+    lines += _describe_entry(entry, ours.stand_in)
     return "\n".join(lines)
 
 
 def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]:
-    """Return the table's row and column with the names ``row`` and ``column``.
+    """Return the line and the column of a table with the names ``row`` and ``column``.
 
     Raises UsageError if the row or the column is missing, or if the row is not run here.
     """
@@ -43,12 +45,13 @@ def find_cell(ours: OurTable, row: str, column: str) -> tuple[TableLine, Column]
     if not lines:
         raise unknown("row", row, [line.row.name for line in ours.lines])
     # no stored answers stand behind other quantities, such as facts about a dataset
-    columns = [c for c in build_view(ours).columns if c in ours.declared.scores or c.dataset in MEANS]
-    if not columns:
+    shown_columns = build_view(ours).columns
+    traceable = [shown for shown in shown_columns if shown in ours.declared.scores or shown.dataset in MEANS]
+    if not traceable:
         raise UsageError(f"{ours.declared.id} has no numbers of ours to trace: it shows what is printed")
-    wanted_column = next((c for c in columns if c.name == column), None)
+    wanted_column = next((candidate for candidate in traceable if candidate.name == column), None)
     if wanted_column is None:
-        raise unknown("column", column, [c.name for c in columns])
+        raise unknown("column", column, [candidate.name for candidate in traceable])
     # take the row that runs here: two models can have rows of one name
     line = next((candidate for candidate in lines if candidate.chain is not None), lines[0])
     if line.chain is None:
@@ -61,12 +64,12 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
 
     Raises UsageError if the cell is not run here.
     """
-    cells = ours.cells(line, column)
+    cells = ours.find_cells(line, column)
     if not cells or ours.run is None:
         raise UsageError(f"{line.row.name} on {column.name} is not run here: {ours.why_absent(line, column)}")
     store = ours.run.store
     yield from _describe_cells(ours, line, column)
-    for (group, cell), (_, full_cell) in zip(cells, ours.full(line, column), strict=True):
+    for (group, cell), (_, full_cell) in zip(cells, ours.find_full_cells(line, column), strict=True):
         samples = store.samples(cell.id)
         # a stand-in's number is a share of the full cache's score, so both belong to its origin
         full_samples: Mapping[str, Sample] = {}
@@ -75,14 +78,14 @@ def _list_examples(ours: OurTable, line: TableLine, column: Column) -> Iterator[
         yield f"files: {store.folder(cell.id)}/samples-*.jsonl, cell.json, metrics.json"
         for example in group.examples:
             sample = samples.get(example.id)
-            # a planned example without an answer yet belongs to the number of a longer run
+            # an example that the run plans but has not answered yet
             if sample is None:
                 yield f"  {example.id}: not measured"
                 continue
-            full = ""
+            full_score = ""
             if example.id in full_samples:
-                full = f"(full {full_samples[example.id].score!s}) "
-            yield f"  {example.id}: {sample.score!s:<8} {full}{sample.prediction[:60]!r}"
+                full_score = f"(full {full_samples[example.id].score!s}) "
+            yield f"  {example.id}: {sample.score!s:<8} {full_score}{sample.prediction[:60]!r}"
 
 
 def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator[str]:
@@ -90,25 +93,26 @@ def _describe_cells(ours: OurTable, line: TableLine, column: Column) -> Iterator
 
     On a substitute model a second line has the same facts of the full cache.
     """
-    cells = ours.cells(line, column)
+    cells = ours.find_cells(line, column)
     if not cells:
         yield f"{column.name}: not run here"
         return
     tasks = ", ".join(group.column for group, _ in cells)
-    yield f"{column.name} ({tasks}): {_describe_value(ours.value(line, column), cells)}"
+    yield f"{column.name} ({tasks}): {_describe_result(ours.read_result(line, column), cells)}"
     if ours.stand_in:
         # a full-cache line that reads the same data as this line; a chain without stages is the full cache
-        full_line = replace(line, chain=Chain(), refused="", others={})
-        yield f"  full cache: {_describe_value(ours.value(full_line, column), ours.full(line, column))}"
+        full_line = replace(line, chain=Chain(), refused="", other_chains={})
+        full_result = ours.read_result(full_line, column)
+        yield f"  full cache: {_describe_result(full_result, ours.find_full_cells(line, column))}"
 
 
-def _describe_value(value: CellResult, cells: Parts) -> str:
+def _describe_result(result: CellResult, cells: Parts) -> str:
     """Return a number, its metric and its count of stored answers in words, followed by the ids of its results.
 
     If nothing is measured, the status stands in place of the number.
     """
-    summary = value.summary
-    number = value.status
+    summary = result.summary
+    number = result.status
     if summary is not None and summary.score is not None:
         number = f"{summary.score:.6g} ({summary.metric}, {summary.n} lines)"
     ids = [f"result {cell.id}" for _, cell in cells]

@@ -11,7 +11,7 @@ from kvbench.base.progress import progress
 from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, build_view
-from kvbench.papers.measured.grid import cell_texts, notes, title_line
+from kvbench.papers.measured.grid import format_cells, write_notes, write_title
 from kvbench.papers.report.page import MeasuredTable, ReportPart
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
@@ -115,7 +115,7 @@ def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPar
     """
     return ReportPart(
         paper=seen.ours.declared.paper,
-        title=title_line(seen),
+        title=write_title(seen),
         content=table_as_html(seen),
         plain=page.as_json(seen),
         measured=measured,
@@ -142,7 +142,7 @@ def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
 
 def table_as_html(seen: View) -> str:
     """Return one table with its notes as HTML. Each cell has a span for every one of VIEWS; the page shows one view."""
-    tables_by_view = {show: cell_texts(seen, show) for show in VIEWS}
+    tables_by_view = {show: format_cells(seen, show) for show in VIEWS}
 
     def cell(row: int, column: int) -> str:
         """Return a cell's HTML: one span for each view. The labels in the first column are the same in all views."""
@@ -153,7 +153,7 @@ def table_as_html(seen: View) -> str:
             spans += f'<span class="{show}">{writers.html_lines(table.rows[row][column], small=True)}</span>'
         return spans
 
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes(seen, "beside"))
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in write_notes(seen, "beside"))
     # take heads and groups from one view, as all views have the same columns
     table = writers.html(tables_by_view["ours"], kind="paper", cell=cell)
     return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'
