@@ -71,7 +71,7 @@ def page(root: Path) -> str:
     written = ledger.read_ledgers(root)
     if not written:
         raise UsageError(f"{root / ledger.FOLDER} has no ledger: make claims writes one")
-    lines = [note for one in written for note in (*ledger.notes(one), *ledger.reasons(one))]
+    lines = [note for one in written for note in (*ledger.write_notes(one), *ledger.list_reasons(one))]
     tallies = [f"{one['model']}: {ledger.tally_verdicts(one)}" for one in written]
     return writers.compose([ledger.compare_ledgers(written)], list(dict.fromkeys(lines)), "md", above=tallies)
 

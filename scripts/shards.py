@@ -46,7 +46,7 @@ Shard = tuple[tuple[str, ...], str, str, tuple[str, ...]]
 def find(name: str, model: str) -> Sequence[TableSpec]:
     """Return the tables of a name; ``claims/<paper>`` names the tables of rows that the paper's claims compare."""
     first, _, paper = name.partition("/")
-    return claim_runner.tables_of_claims([paper], model) if first == claims.TABLE else table_spec.find_tables(name)
+    return claim_runner.make_tables_of_claims([paper], model) if first == claims.TABLE else table_spec.find_tables(name)
 
 
 def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:

@@ -107,11 +107,11 @@ def test_the_first_measure_that_decides_a_claim_decides_it():
     tested = claim()
     words = {"points": UNDECIDED, "likelihood": SUPPORTED, "divergence": CONTRADICTED}
     verdicts = {m: claims.Verdict(tested, word) for m, word in words.items()}
-    assert claims.deciding_measure(verdicts) == "likelihood"
-    assert claims.deciding_measure({**verdicts, "points": claims.Verdict(tested, NO_DIFFERENCE)}) == "points"
-    assert claims.deciding_measure({m: claims.Verdict(tested, UNDECIDED) for m in words}) == "points"
+    assert claims.choose_deciding_measure(verdicts) == "likelihood"
+    assert claims.choose_deciding_measure({**verdicts, "points": claims.Verdict(tested, NO_DIFFERENCE)}) == "points"
+    assert claims.choose_deciding_measure({m: claims.Verdict(tested, UNDECIDED) for m in words}) == "points"
     floored = {**verdicts, "points": claims.Verdict(tested, FLOOR), "likelihood": claims.Verdict(tested, UNDECIDED)}
-    assert claims.deciding_measure({**floored, "divergence": claims.Verdict(tested, UNDECIDED)}) == "likelihood"
+    assert claims.choose_deciding_measure({**floored, "divergence": claims.Verdict(tested, UNDECIDED)}) == "likelihood"
 
 
 def test_what_the_data_cannot_decide_is_told_apart_from_what_is_open():
@@ -138,7 +138,7 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
     up = {"t": [50.0] * 40}
     assert verdict(up, other={"t": [-3.0] * 10}).verdict == FRAGILE
     assert verdict(up, other={"t": [3.0] * 10}).verdict == SUPPORTED
-    assert verdict(up, other={"t": [-3.0] * 10}).elsewhere == pytest.approx(-3)
+    assert verdict(up, other={"t": [-3.0] * 10}).mean_unscaled == pytest.approx(-3)
 
 
 def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
@@ -156,8 +156,8 @@ def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("test", ["better", "no_worse"])
 def test_divergences_are_compared_even_where_both_are_zero(test):
-    assert evidence.nearness(test, 0.0, 0.0) == 0
-    assert evidence.nearness(test, 0.0, 0.5) > 0 > evidence.nearness(test, 0.5, 0.0)
+    assert evidence.compare_nearness(test, 0.0, 0.0) == 0
+    assert evidence.compare_nearness(test, 0.0, 0.5) > 0 > evidence.compare_nearness(test, 0.5, 0.0)
 
 
 def test_a_claim_that_is_not_measured_is_none_on_which_the_model_fails():
@@ -206,7 +206,7 @@ def test_the_claims_of_every_paper_load_and_name_rows_that_parse(paper):
     loaded = claims.load(paper)
     assert loaded
     assert len({c.id for c in loaded}) == len(loaded)
-    for table in claims.tables_of_sides(loaded, scaled=True):
+    for table in claims.make_tables_of_sides(loaded, scaled=True):
         for row in table.rows:
             run_arguments(row.method, row.setting)
 
@@ -216,7 +216,7 @@ def test_claims_on_the_same_datasets_share_a_table_whatever_their_order():
     given = {"paper": "qhitter", "quote": "", "where": "", "tested": "", "test": "better"}
     on_two = Claim(id="a", pairs=first, datasets=("xsum", "mdqa"), **given)
     reversed_order = Claim(id="b", pairs=second, datasets=("mdqa", "xsum"), **given)
-    (shared,) = claims.tables_of_sides([on_two, reversed_order])
+    (shared,) = claims.make_tables_of_sides([on_two, reversed_order])
     assert [column.dataset for column in shared.scores] == ["xsum", "mdqa"]
     assert {row.name for row in shared.rows} == {"h2o budget=0.2", "full", "h2o budget=0.5"}
 
@@ -235,7 +235,7 @@ def test_every_claim_stands_in_the_papers_own_words(paper):
 
 def test_budgets_by_dataset_are_those_of_the_paper():
     """Section 5.2 of Q-Hitter: 5, 2.5 and 2 times fewer tokens; all three ran at a fifth."""
-    (three, _) = (t for t in claims.tables_of_sides(claims.load("qhitter")))
+    (three, _) = (t for t in claims.make_tables_of_sides(claims.load("qhitter")))
     ours = our_table.prepare(three, "tiny", ["limit=1"])
     line = next(x for x in ours.lines if x.row.name == "qhitter bits=4")
     stages = {d: line.chain_of(d).stages[0] for d in ("xsum", "cnn_dailymail", "mdqa")}
@@ -330,7 +330,7 @@ def test_the_ledger_on_the_page(style):
     tested = [c for c in every if c.test != "elsewhere"]
     verdicts = decide(every, {c.id: shown({"tiny/multikey": [0.0, -100.0, 50.0]}) for c in tested})
     one = content("tiny", verdicts)
-    text = writers.compose([ledger.compare_ledgers([one])], ledger.notes(one), style)
+    text = writers.compose([ledger.compare_ledgers([one])], ledger.write_notes(one), style)
     message = text if style != "latex" else text.replace(r"\_", "_")
     assert all(c.id in message for c in every)
     if style == "text":
@@ -345,7 +345,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     every = claims.load("vatp") + claims.load("think")
     found = {c.id: shown({"t": [0.0, -100.0, 50.0] * 4}) for c in every if c.test != "elsewhere"}
     found["vatp-h2o"] = shown({"t": [50.0] * 80})
-    lines = ledger.brief_text(content("tiny", decide(every, found))).splitlines()
+    lines = ledger.write_brief(content("tiny", decide(every, found))).splitlines()
     assert lines[0] == "1 supported · 0 contradicted · 12 undecided · 1 not testable here"
     assert not any(line.startswith("!") for line in lines) and max(map(len, lines)) <= 100
     (h2o,) = [line for line in lines if line.startswith("✓ vatp-h2o ")]
@@ -355,7 +355,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
     assert re.search(r"−16\.7 \[−[\d.]+, [\d.]+\] +n 12 +undecided, about [\d,]+ would decide$", l2)
     (throughput,) = [line for line in lines if line.startswith("— think-throughput ")]
     assert throughput.endswith("not testable here: a claim about GPU memory and time, see `bench`")
-    few = ledger.brief_text(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
+    few = ledger.write_brief(content("tiny", decide(every, {"vatp-h2o": shown({"t": [50.0] * 3})}))).splitlines()
     assert few[1] == "! n = 3 at most. Preview only: so few examples decide nothing."
 
 

@@ -7,7 +7,7 @@ from support import papers_data
 from kvbench.base.errors import UsageError
 from kvbench.cli.main import main
 from kvbench.papers.claims import claims
-from kvbench.papers.claims.evidence import evidence_by_measure
+from kvbench.papers.claims.evidence import read_evidence
 from kvbench.papers.measured import coverage, grid, our_table, page
 from kvbench.papers.measured.cell_view import build_view
 from kvbench.papers.measured.joint import join_runs
@@ -81,7 +81,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
 
 
 def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
-    by_paper = {p: claims.tables_of_sides(claims.load(p)) for p in claims.papers_with_claims()}
+    by_paper = {p: claims.make_tables_of_sides(claims.load(p)) for p in claims.papers_with_claims()}
     for sides in by_paper.values():
         for side in sides:
             if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
@@ -180,7 +180,7 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
     tables = [t for t in table_spec.find_tables(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
     all_ours = []
-    for table in (*tables, *claims.tables_of_sides(claims.load(paper))):
+    for table in (*tables, *claims.make_tables_of_sides(claims.load(paper))):
         datasets = {c.dataset for c in table.scores}
         more = [x for name in short.keys() & datasets for x in short[name]]
         answers = [] if "wikitext103" in datasets else ["max_new_tokens=2"]
@@ -198,9 +198,9 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
 @pytest.mark.parametrize("paper", claims.papers_with_claims())
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     chosen = [c for c in claims.load(paper) if c.test != "elsewhere"]
-    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.tables_of_sides(chosen)]
+    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.make_tables_of_sides(chosen)]
     for claim in chosen:
-        by_points = evidence_by_measure(claim, tables)[claims.POINTS]
+        by_points = read_evidence(claim, tables)[claims.POINTS]
         assert len(by_points.cells) >= 2 or by_points.reason, claim.id
 
 

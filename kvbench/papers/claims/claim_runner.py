@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import MEASURES, POINTS, Evidence, Verdict
-from kvbench.papers.claims.evidence import evidence_by_measure
+from kvbench.papers.claims.evidence import read_evidence
 from kvbench.papers.claims.ledger import ClaimRecord, Ledger, MeasureRecord
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import join_runs
@@ -23,7 +23,7 @@ Outcomes = Mapping[str, Sequence[Verdict]]
 """By measure, the verdicts on all claims of a ledger, in the ledger's order."""
 
 
-def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.UnprintedTable]:
+def make_tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.UnprintedTable]:
     """Return tables to be measured on ``model``: their rows are the methods that the claims of ``papers`` compare.
 
     On the tiny model each row stands twice, with scaled windows and with the paper's own.
@@ -32,7 +32,7 @@ def tables_of_claims(papers: Sequence[str], model: str) -> list[table_spec.Unpri
     scaled = model == stand_ins.MODEL
     tables: list[table_spec.UnprintedTable] = []
     for paper in papers:
-        tables += claims.tables_of_sides(claims.load(paper), scaled=scaled)
+        tables += claims.make_tables_of_sides(claims.load(paper), scaled=scaled)
     return tables
 
 
@@ -43,7 +43,8 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
     """
     prepared = {}
     for paper in papers:
-        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables_of_claims([paper], model)]
+        tables = make_tables_of_claims([paper], model)
+        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables]
     return prepared
 
 
@@ -79,25 +80,26 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
     all_claims: list[claims.Claim] = []
     for paper in prepared:
         all_claims += claims.load(paper)
-    # both hold evidence by measure and claim id; only the tiny model has rows with the paper's unscaled windows
+    # evidence by measure and claim id, with windows scaled to the model and with the paper's own
     evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
-    evidence_as_printed_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
+    unscaled_evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     tested = [claim for claim in all_claims if claim.test != "elsewhere"]
     for claim in tested:
         our_tables = prepared[claim.paper]
-        for measure, evidence in evidence_by_measure(claim, our_tables, measures).items():
+        for measure, evidence in read_evidence(claim, our_tables, measures).items():
             evidence_of[measure][claim.id] = evidence
+        # only the tiny model has prompts so short that windows are scaled
         if model == stand_ins.MODEL:
-            as_printed = evidence_by_measure(claim, our_tables, measures, windows_as_printed=True)
-            for measure, evidence in as_printed.items():
-                evidence_as_printed_of[measure][claim.id] = evidence
+            unscaled = read_evidence(claim, our_tables, measures, windows_as_printed=True)
+            for measure, evidence in unscaled.items():
+                unscaled_evidence_of[measure][claim.id] = evidence
     outcomes = {}
     for measure in measures:
         # the family counts all testable claims, including those without any measurement yet
         outcomes[measure] = claims.decide(
             all_claims,
             evidence_of[measure],
-            evidence_as_printed_of[measure],
+            unscaled_evidence_of[measure],
             family=len(tested),
             measure=measure,
             measures=len(measures),
@@ -129,11 +131,11 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
         # tables share cells, so count a cell with local changes once
         cell_records.update({record.id: record for record in run.records()})
     notes.append(describe_local_changes(cell_records.values()))
-    # every measure lists the same claims in the same order, so zip gives one claim's verdicts by all measures
     records = []
-    for verdicts in zip(*outcomes.values(), strict=True):
-        verdict_by_measure = dict(zip(outcomes, verdicts, strict=True))
-        records.append(_record_of_claim(verdict_by_measure))
+    # every measure lists the same claims in the same order, so this zip gives one claim's verdicts by all measures
+    for verdicts_on_claim in zip(*outcomes.values(), strict=True):
+        verdict_by_measure = dict(zip(outcomes, verdicts_on_claim, strict=True))
+        records.append(_record_claim(verdict_by_measure))
     return {
         "model": model,
         "stand_in": stand_in,
@@ -146,12 +148,12 @@ def as_plain(prepared: Mapping[str, Sequence[OurTable]], model: str, outcomes: O
     }
 
 
-def _record_of_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
+def _record_claim(verdicts: Mapping[str, Verdict]) -> ClaimRecord:
     """Return one claim as plain data: its statement, its verdict, and each measure's verdict with its numbers.
 
     verdicts: the claim's verdicts by measure, that of POINTS among them.
     """
-    deciding_measure = claims.deciding_measure(verdicts)
+    deciding_measure = claims.choose_deciding_measure(verdicts)
     verdict = verdicts[deciding_measure]
     # the reason, the cells and the methods that ran are those of points, the measure that is tried first
     by_points = verdicts[POINTS]
@@ -185,7 +187,7 @@ def _record_measure(verdict: Verdict) -> MeasureRecord:
         "side": verdict.side,
         "why_not": verdict.why_not,
         "mean": _round_mean(verdict.mean),
-        "elsewhere": _round_mean(verdict.elsewhere),
+        "elsewhere": _round_mean(verdict.mean_unscaled),
         "ci": ci,
         "p_for": verdict.p_for,
         "p_against": verdict.p_against,

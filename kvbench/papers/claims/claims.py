@@ -32,6 +32,7 @@ from kvbench.tasks.longbench import task_names
 from kvbench.tasks.metrics import stats
 
 TABLE = "claims"
+"""The name and title of the tables whose rows are the methods that claims compare."""
 TESTS = ("better", "no_worse", "elsewhere")
 """The tests of claims: a gain, no loss beyond the margin, and none, since no score can decide the claim."""
 LEVEL = 0.05
@@ -39,6 +40,7 @@ LEVEL = 0.05
 POWER = 0.8
 """The chance of a decision with the number of examples that an undecided verdict asks for (``Verdict.needs``)."""
 POINTS, LIKELIHOOD, DIVERGENCE = "points", "likelihood", "divergence"
+"""The measures of differences: scores, the likelihood of the reference answer, and the distance from the full cache."""
 MEASURES = (POINTS, LIKELIHOOD, DIVERGENCE)
 """The measures in the order in which they are tried: the first that decides a claim gives its verdict."""
 NOTHING = {POINTS: 0.01, LIKELIHOOD: 0.01, DIVERGENCE: 0.1}
@@ -176,8 +178,8 @@ class Verdict:
     p_same: the corrected p-value of the hypothesis that a claimed gain is more than next to nothing (None for other
     claims).
     side: SUPPORTED or CONTRADICTED, as the mean has it, if the verdict is mixed or fragile; else ''.
-    elsewhere: the mean difference with the paper's own windows in place of scaled ones, in hundredths; None if that was
-    not measured.
+    mean_unscaled: the mean difference with the paper's own windows in place of scaled ones, in hundredths; None if that
+    was not measured.
     why_not: why there is no mean with the paper's own windows, or why a part of it is missing.
     needs: the number of examples that would decide an undecided claim with a chance of POWER, if their differences had
     the mean and spread seen so far.
@@ -192,7 +194,7 @@ class Verdict:
     p_against: float | None = None
     p_same: float | None = None
     side: str = ""
-    elsewhere: float | None = None
+    mean_unscaled: float | None = None
     why_not: str = ""
     needs: int | None = None
 
@@ -202,7 +204,7 @@ class Verdict:
         return self.claim.why or self.evidence.reason
 
 
-def deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
+def choose_deciding_measure(verdicts: Mapping[str, Verdict]) -> str:
     """Return the measure that gives a claim its verdict, from the claim's verdicts by measure in the order of MEASURES.
 
     It is the first measure that decides the claim, else the first that leaves it undecided, else the first of all.
@@ -249,7 +251,7 @@ def find_papers(wanted: str) -> tuple[str, ...]:
     return (wanted,)
 
 
-def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[UnprintedTable]:
+def make_tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[UnprintedTable]:
     """Return the tables to measure for one paper's claims. Claims on the same datasets share a table.
 
     Each claim compares pairs of methods under some setting. Each method of a pair is a row of the table.
@@ -261,15 +263,15 @@ def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Unpri
     # claims that no score can decide have no pairs, and so no rows
     sides_by_datasets: dict[tuple[str, ...], list[str]] = {}
     # of claims that name the same datasets in another order, the first one gives the order
-    columns_of: dict[frozenset[str], tuple[str, ...]] = {}
+    first_order: dict[frozenset[str], tuple[str, ...]] = {}
     for claim in claims:
-        columns = columns_of.setdefault(frozenset(claim.columns), claim.columns)
+        columns = first_order.setdefault(frozenset(claim.columns), claim.columns)
         for pair in claim.pairs:
             for side in pair:
                 rows = sides_by_datasets.setdefault(columns, [])
                 rows.append(side)
                 if scaled:
-                    rows.append(as_printed(side))
+                    rows.append(keep_printed_windows(side))
     paper_tables = table_spec.find_tables(claims[0].paper)
     # any table of scores supplies the preset, the averages and the models' names
     template = next(table for table in paper_tables if table.measurable)
@@ -277,26 +279,28 @@ def tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[Unpri
     workloads: dict[str, Mapping[str, Any]] = {}
     for table in paper_tables:
         workloads.update(table.workloads)
+    # the cells of a table name one of the paper's models
+    first_model = template.models()[0]
     tables = []
     for columns, rows in sides_by_datasets.items():
         cells = []
         # two claims can compare the same side; it is one row
         for row in dict.fromkeys(rows):
             method, _, setting = row.partition(" ")
-            cells += [(template.models()[0], method, setting, dataset, "mean") for dataset in columns]
+            cells += [(first_model, method, setting, dataset, "mean") for dataset in columns]
         tables.append(table_spec.table_of_cells(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
 
-def as_printed(side: str) -> str:
-    """Return the name of the row in which a claim's ``side`` runs with the paper's windows, not scaled to the model."""
+def keep_printed_windows(side: str) -> str:
+    """Return a claim's ``side`` with the setting that keeps the paper's windows, in place of scaled ones."""
     return f"{side};{AS_PRINTED}"
 
 
 def decide(
     claims: Sequence[Claim],
     evidence_by_claim: Mapping[str, Evidence],
-    evidence_elsewhere: Mapping[str, Evidence] | None = None,
+    unscaled_evidence: Mapping[str, Evidence] | None = None,
     family: int | None = None,
     measure: str = POINTS,
     measures: int = 1,
@@ -304,57 +308,83 @@ def decide(
     """Return the verdict on each of ``claims`` by one measure. The p-values of all claims are corrected together.
 
     Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. If one is decided, the verdict is
-    fragile if the mean of ``evidence_elsewhere`` lies on the other side of the claim's bound, and mixed if a task or a
+    fragile if the mean of ``unscaled_evidence`` lies on the other side of the claim's bound, and mixed if a task or a
     setting does.
 
     evidence_by_claim: the evidence by the claim's id. A claim may have none.
-    evidence_elsewhere: the evidence for the same claims with the paper's own windows in place of scaled ones.
+    unscaled_evidence: the evidence for the same claims with the paper's own windows in place of scaled ones; None if
+    windows are not scaled.
     family: the number of claims to correct for, at least those that are measured; None for those alone.
     measures: how many measures are tried in turn, this one included.
     """
-    measured = {c.id: c for c in claims if len(evidence_by_claim.get(c.id, Evidence()).values)}
+    evidence_of = {claim.id: evidence_by_claim.get(claim.id, Evidence()) for claim in claims}
+    measured = [claim for claim in claims if len(evidence_of[claim.id].values)]
     # claims without measurements count, too: the order of measuring must not decide how strict the correction is
     family_size = max(family or 0, len(measured))
     # Bonferroni over both directions and over the measures, then Holm over the claims
     level = LEVEL / 2 / measures
-    p_values = _correct_p_values(list(measured.values()), evidence_by_claim, family_size, measure)
+    p_values = _correct_p_values(measured, evidence_of, family_size, measure)
     verdicts = []
     for claim in claims:
-        evidence = evidence_by_claim.get(claim.id, Evidence())
+        evidence = evidence_of[claim.id]
         if claim.id not in p_values:
             verdicts.append(Verdict(claim, _name_gap(evidence), evidence))
             continue
-        p = p_values[claim.id]
-        other = (evidence_elsewhere or {}).get(claim.id, Evidence())
-        elsewhere = 100 * float(other.values.mean()) if len(other.values) else None
-        word, side = _choose_verdict(
-            claim, evidence, p, elsewhere=elsewhere, family=family_size, measure=measure, level=level
-        )
-        # the interval is out of 1 (or in nats), but verdicts have hundredths
-        ci = stats.mean_interval(evidence.values, (-1.0, 1.0))
-        if ci is not None:
-            ci = (100 * ci[0], 100 * ci[1])
-        needs = None
-        # the first of a family of claims needs p < level / family (Holm)
-        if word == UNDECIDED:
-            needs = _count_needed_pairs(evidence.values, claim.least(measure), level / family_size)
+        unscaled = (unscaled_evidence or {}).get(claim.id, Evidence())
         verdicts.append(
-            Verdict(
-                claim,
-                word,
-                evidence,
-                mean=100 * float(evidence.values.mean()),
-                ci=ci,
-                p_for=p.supports,
-                p_against=p.opposes,
-                p_same=p.same if claim.test == "better" else None,
-                side=side,
-                elsewhere=elsewhere,
-                why_not=other.reason,
-                needs=needs,
+            _reach_verdict(
+                claim, evidence, unscaled, p_values[claim.id], family=family_size, measure=measure, level=level
             )
         )
     return verdicts
+
+
+def _reach_verdict(
+    claim: Claim,
+    evidence: Evidence,
+    unscaled: Evidence,
+    p: _PValues,
+    *,
+    family: int,
+    measure: str,
+    level: float,
+) -> Verdict:
+    """Return the verdict on a measured claim with all its numbers. Means and intervals are in hundredths.
+
+    unscaled: the evidence with the paper's own windows in place of scaled ones. It may be without differences.
+    p: the claim's corrected p-values.
+    family, measure, level: as in ``_choose_verdict``.
+    """
+    differences = evidence.values
+    mean_unscaled = None
+    if len(unscaled.values):
+        mean_unscaled = 100 * float(unscaled.values.mean())
+    word, side = _choose_verdict(
+        claim, evidence, p, mean_unscaled=mean_unscaled, family=family, measure=measure, level=level
+    )
+    ci = stats.mean_interval(differences, (-1.0, 1.0))
+    if ci is not None:
+        low, high = ci
+        ci = (100 * low, 100 * high)
+    needs = None
+    if word == UNDECIDED:
+        # the first of a family of claims needs p < level / family (Holm)
+        needs = _count_needed_pairs(differences, claim.least(measure), level / family)
+    return Verdict(
+        claim,
+        word,
+        evidence,
+        mean=100 * float(differences.mean()),
+        ci=ci,
+        p_for=p.supports,
+        p_against=p.opposes,
+        # a claim of losing nothing is not tested for a gain that is next to nothing
+        p_same=p.same if claim.test == "better" else None,
+        side=side,
+        mean_unscaled=mean_unscaled,
+        why_not=unscaled.reason,
+        needs=needs,
+    )
 
 
 @dataclass(frozen=True)
@@ -378,24 +408,33 @@ def _correct_p_values(
 
     Holm's method corrects the three hypotheses separately, each over all claims.
 
+    measured: claims whose evidence has differences.
     family: the number of claims over which p-values are corrected.
     measure: one of MEASURES, the measure of the differences in the evidence.
     """
     nothing = NOTHING[measure]
+    # raw p-values by claim
     above, below, same = {}, {}, {}
     for claim in measured:
-        differences, least = evidence_by_claim[claim.id].values, claim.least(measure)
-        # the null hypotheses are mean <= least for the claim, and mean >= least against it
+        differences = evidence_by_claim[claim.id].values
+        least = claim.least(measure)
+        # null hypothesis: mean <= least; a low p supports the claim
         above[claim.id] = stats.p_above(differences, least)
+        # null hypothesis: mean >= least; a low p speaks against the claim
         below[claim.id] = stats.p_above(-differences, -least)
         same[claim.id] = 1.0
         if claim.test == "better":
-            # two one-sided tests: the mean is above -nothing and below +nothing only if both reject
-            same[claim.id] = max(stats.p_above(differences, -nothing), stats.p_above(-differences, -nothing))
+            # two one-sided tests: the mean lies in (-nothing, +nothing) only if both reject, so the larger p counts
+            above_minus_nothing = stats.p_above(differences, -nothing)
+            below_plus_nothing = stats.p_above(-differences, -nothing)
+            same[claim.id] = max(above_minus_nothing, below_plus_nothing)
     above = stats.holm(above, family)
     below = stats.holm(below, family)
     same = stats.holm(same, family)
-    return {c.id: _PValues(supports=above[c.id], opposes=below[c.id], same=same[c.id]) for c in measured}
+    p_values = {}
+    for claim in measured:
+        p_values[claim.id] = _PValues(supports=above[claim.id], opposes=below[claim.id], same=same[claim.id])
+    return p_values
 
 
 def _name_gap(evidence: Evidence) -> str:
@@ -425,13 +464,14 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
         return None
     # a one-sided z test reaches ``level`` with chance POWER at n = ((z(1 - level) + z(POWER)) * spread / distance)^2
     z_sum = stats.normal_quantile(1 - level) + stats.normal_quantile(POWER)
-    # flipping the signs of n differences cannot give a lower p than 2^-n
+    for_power = ceil((z_sum * spread / distance) ** 2)
+    # flipping the signs of n differences cannot give a lower p than 2^-n, so n must be at least -log2(level)
     fewest = ceil(-log2(level))
-    return max(fewest, ceil((z_sum * spread / distance) ** 2))
+    return max(fewest, for_power)
 
 
 @lru_cache
-def _lowest_possible_p(test: str, pairs: int, least: float) -> float:
+def _compute_lowest_p(test: str, pairs: int, least: float) -> float:
     """Return the lowest p-value that a claim can get from this number of ``pairs``, uncorrected.
 
     In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
@@ -448,7 +488,7 @@ def _choose_verdict(
     evidence: Evidence,
     p: _PValues,
     *,
-    elsewhere: float | None,
+    mean_unscaled: float | None,
     family: int,
     measure: str,
     level: float,
@@ -456,8 +496,10 @@ def _choose_verdict(
     """Return (verdict, side) of a measured claim. The side is '' unless the verdict is mixed or fragile.
 
     evidence: the claim's evidence, with differences on one dataset or more.
-    elsewhere: the mean difference in hundredths with the paper's own windows; None if it was not measured.
+    p: the claim's corrected p-values.
+    mean_unscaled: the mean difference in hundredths with the paper's own windows; None if it was not measured.
     family: the number of claims over which p-values are corrected.
+    measure: one of MEASURES, the measure of the differences.
     level: the p-value below which one direction is decided.
     """
     least = claim.least(measure)
@@ -465,20 +507,27 @@ def _choose_verdict(
         return NO_DIFFERENCE, ""
     if p.supports >= level and p.opposes >= level:
         # Holm multiplies the smallest p-value by the size of the family
-        if family * _lowest_possible_p(claim.test, evidence.possible, least) >= level:
+        lowest_corrected = family * _compute_lowest_p(claim.test, evidence.possible, least)
+        if lowest_corrected >= level:
             return NOT_DECIDABLE, ""
         return UNDECIDED, ""
     # fragile and mixed verdicts also state the side that the mean takes
-    decided, sign = (SUPPORTED, 1) if p.supports < level else (CONTRADICTED, -1)
-    if elsewhere is not None and sign * (elsewhere / 100 - least) < -SAME:
-        return FRAGILE, decided
+    side, sign = CONTRADICTED, -1
+    if p.supports < level:
+        side, sign = SUPPORTED, 1
+    if mean_unscaled is not None:
+        # the bound is out of 1 (or in nats), the mean in hundredths
+        distance_to_bound = sign * (mean_unscaled / 100 - least)
+        # unscaled windows lead to the other side of the bound
+        if distance_to_bound < -SAME:
+            return FRAGILE, side
     # each subset holds differences [examples]: of one task, as means over the pairs, or of one pair in all tasks
     subsets = [differences.mean(1) for differences in evidence.differences.values()]
     all_differences = np.concatenate(list(evidence.differences.values()))  # [examples of all tasks, pairs]
     subsets += list(all_differences.T)
     if any(_lies_opposite(subset, least, sign) for subset in subsets):
-        return MIXED, decided
-    return decided, ""
+        return MIXED, side
+    return side, ""
 
 
 def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
@@ -487,13 +536,14 @@ def _lies_opposite(differences: Differences, least: float, sign: int) -> bool:
     differences: those of the task or setting [examples].
     sign: 1 if the claim's mean lies above ``least``, -1 if it lies below.
 
-    The mean of the differences alone does not decide this. The means of a few examples lie on the other side by
-    chance, and every claim about sixteen tasks would be mixed.
+    The mean of the differences alone does not decide this. Means of a few examples often lie on the other side by
+    chance, and then almost every claim about sixteen tasks would be mixed.
     """
     if len(differences) < stats.FEWEST:
         return False
     ci = stats.mean_interval(differences, (-1.0, 1.0))
     assert ci is not None  # there are bounds, and FEWEST differences
+    low, high = ci
     if sign > 0:
-        return ci[1] < least
-    return ci[0] > least
+        return high < least
+    return low > least

@@ -19,7 +19,7 @@ from kvbench.papers.claims.claims import (
     Claim,
     Differences,
     Evidence,
-    as_printed,
+    keep_printed_windows,
 )
 from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
 from kvbench.plan import advice
@@ -67,9 +67,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Sides:
-    """The cells of both sides of a claim. ``evidence`` reads their differences by one measure.
+    """The cells of both sides of a claim. ``read_evidence`` reads their differences by one measure.
 
-    comparisons: by dataset, a comparison for each way in which its examples are asked.
+    comparisons_of: by dataset, a comparison for each way in which its examples are asked.
     unchanged: by dataset, the labels of the sides that compressed nothing. A dataset on which every side compressed
     has no entry.
     absent: the reasons why datasets cannot be read here.
@@ -77,41 +77,35 @@ class _Sides:
 
     claim: Claim
     store: ResultStore
-    comparisons: Mapping[str, Sequence[Comparison]]
+    comparisons_of: Mapping[str, Sequence[Comparison]]
     unchanged: Mapping[str, Sequence[str]]
     absent: Sequence[str]
 
-    def evidence(self, measure: str) -> Evidence:
+    def read_evidence(self, measure: str) -> Evidence:
         """Return the paired differences by one measure, with the datasets that the measure leaves out."""
         floors: list[str] = []
         long: list[str] = []
         unchanged: list[str] = []
-        decidable: dict[str, Sequence[Comparison]] = {}
-        for dataset, ways in self.comparisons.items():
+        decidable: list[str] = []
+        for dataset, comparisons in self.comparisons_of.items():
             # scores say nothing if the full cache fails, but likelihoods and divergences still do
-            if measure == POINTS and all(way.at_floor(self.store) for way in ways):
+            if measure == POINTS and all(comparison.at_floor(self.store) for comparison in comparisons):
                 floors.append(dataset)
             # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
-            elif measure == LIKELIHOOD and not all(way.short for way in ways):
+            elif measure == LIKELIHOOD and not all(comparison.short for comparison in comparisons):
                 long.append(dataset)
             elif dataset in self.unchanged:
                 unchanged.append(dataset)
             else:
-                decidable[dataset] = ways
+                decidable.append(dataset)
         differences: dict[str, Differences] = {}
         waiting: list[str] = []
-        possible = 0
-        for dataset, ways in decidable.items():
-            paired = pair_differences(self.store, ways, self.claim.test, measure)
+        for dataset in decidable:
+            paired = pair_differences(self.store, self.comparisons_of[dataset], self.claim.test, measure)
             if len(paired):
                 differences[dataset] = paired
             else:
                 waiting.append(dataset)
-            # an example that is asked in several ways counts as one
-            examples: set[str] = set()
-            for way in ways:
-                examples.update(e.id for e in way.group.task.examples)
-            possible += len(examples)
         reasons = []
         if floors:
             reasons.append(f"the model fails on {', '.join(floors)}")
@@ -121,7 +115,7 @@ class _Sides:
             reasons.append(f"{dataset}: nothing was compressed by {', '.join(self.unchanged[dataset])}")
         if waiting:
             reasons.append(f"not measured yet: {', '.join(waiting)}")
-        pairs = _cell_pairs(self.comparisons)
+        pairs = _list_cell_pairs(self.comparisons_of)
         # the ids as keys: each once, in the order of the pairs
         cell_ids: dict[str, None] = {}
         for first, second in pairs:
@@ -133,13 +127,21 @@ class _Sides:
             waiting=tuple(waiting),
             cells=tuple(cell_ids),
             ran=tuple(dict.fromkeys(ran)),
-            possible=possible,
+            possible=sum(_count_examples(self.comparisons_of[dataset]) for dataset in decidable),
             reason="; ".join(reasons + list(self.absent)),
             unchanged=tuple(unchanged),
         )
 
 
-def evidence_by_measure(
+def _count_examples(comparisons: Iterable[Comparison]) -> int:
+    """Return the number of a dataset's examples. An example that is asked in several ways counts as one."""
+    ids: set[str] = set()
+    for comparison in comparisons:
+        ids.update(example.id for example in comparison.group.task.examples)
+    return len(ids)
+
+
+def read_evidence(
     claim: Claim, tables: Iterable[OurTable], measures: Sequence[str] = MEASURES, windows_as_printed: bool = False
 ) -> dict[str, Evidence]:
     """Return the evidence for a claim by measure: paired differences, or the reason why there are none.
@@ -148,14 +150,14 @@ def evidence_by_measure(
     windows_as_printed: True for the rows that run with the paper's own windows in place of scaled ones. Only the tiny
     model's tables have such rows.
     """
-    # claims.tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
-    ours = next(table for table in tables if _datasets(table) == set(claim.columns))
-    lines = {line.row.name: line for line in ours.lines}
+    # claims.make_tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
+    ours = next(table for table in tables if _list_datasets(table) == set(claim.columns))
+    line_of = {line.row.name: line for line in ours.lines}
     pairs: list[tuple[TableLine, TableLine]] = []
     for first, second in claim.pairs:
         if windows_as_printed:
-            first, second = as_printed(first), as_printed(second)
-        pairs.append((lines[first], lines[second]))
+            first, second = keep_printed_windows(first), keep_printed_windows(second)
+        pairs.append((line_of[first], line_of[second]))
     # the first reason is enough: without one side of a pair the claim has no evidence at all
     reason = ""
     for pair in pairs:
@@ -166,24 +168,25 @@ def evidence_by_measure(
         reason = reason or "; ".join(dict.fromkeys(ours.absent.values()))
         return dict.fromkeys(measures, Evidence(reason=reason))
     store = ours.run.store
-    comparisons = _compare_rows(ours, pairs)
-    for cell_pair in _cell_pairs(comparisons):
+    comparisons_of = _compare_rows(ours, pairs)
+    for cell_pair in _list_cell_pairs(comparisons_of):
         for cell in cell_pair:
+            # a run can refuse a cell that its plan allowed
             refusal = store.refusal(cell.id)
             if refusal:
                 return dict.fromkeys(measures, Evidence(reason=refusal))
     # whether a side compressed anything is the same for all measures, so it is read once
     unchanged = {}
-    for dataset, ways in comparisons.items():
-        labels = _unchanged_sides(ways, store)
+    for dataset, comparisons in comparisons_of.items():
+        labels = _list_unchanged_sides(comparisons, store)
         if labels:
             unchanged[dataset] = labels
-    absent = _why_absent(ours, pairs)
-    sides = _Sides(claim, store, comparisons, unchanged=unchanged, absent=absent)
-    return {measure: sides.evidence(measure) for measure in measures}
+    absent = _list_missing_datasets(ours, pairs)
+    sides = _Sides(claim, store, comparisons_of, unchanged=unchanged, absent=absent)
+    return {measure: sides.read_evidence(measure) for measure in measures}
 
 
-def _datasets(ours: OurTable) -> set[str]:
+def _list_datasets(ours: OurTable) -> set[str]:
     """Return the names of the datasets on which a table has scores."""
     return {column.dataset for column in ours.declared.scores}
 
@@ -193,153 +196,164 @@ def _compare_rows(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) 
 
     pairs: the two rows of the table that each pair of the claim names.
     """
-    comparisons: dict[str, list[Comparison]] = {}
+    comparisons_of: dict[str, list[Comparison]] = {}
     tasks_seen: set[tuple[str, ...]] = set()
     for column in ours.declared.scores:
         parts_by_pair = []
         for first, second in pairs:
             parts_by_pair.append(zip(ours.find_cells(first, column), ours.find_cells(second, column), strict=True))
-        ways = []
+        comparisons = []
         # a part is (group, cell) of one task; the i-th parts of all rows belong to one group, and so to the i-th way of
         # asking, such as MDQA's i-th position of the answer
         for parts in zip(*parts_by_pair, strict=True):
             (group, _), _ = parts[0]
             cells = tuple((first_cell, second_cell) for (_, first_cell), (_, second_cell) in parts)
-            ways.append(Comparison(group, cells))
+            comparisons.append(Comparison(group, cells))
         # on the tiny model, several of the paper's datasets share one task; count it once
-        tasks = tuple(way.group.column for way in ways)
-        if ways and tasks not in tasks_seen:
+        tasks = tuple(comparison.group.column for comparison in comparisons)
+        if comparisons and tasks not in tasks_seen:
             tasks_seen.add(tasks)
-            comparisons[column.dataset] = ways
-    return comparisons
+            comparisons_of[column.dataset] = comparisons
+    return comparisons_of
 
 
-def _cell_pairs(comparisons: Mapping[str, Sequence[Comparison]]) -> list[tuple[Cell, Cell]]:
+def _list_cell_pairs(comparisons_of: Mapping[str, Sequence[Comparison]]) -> list[tuple[Cell, Cell]]:
     """Return the pairs of cells of all comparisons in one list, dataset by dataset."""
     pairs: list[tuple[Cell, Cell]] = []
-    for ways in comparisons.values():
-        for way in ways:
-            pairs.extend(way.pairs)
+    for comparisons in comparisons_of.values():
+        for comparison in comparisons:
+            pairs.extend(comparison.pairs)
     return pairs
 
 
-def _unchanged_sides(ways: Sequence[Comparison], store: ResultStore) -> list[str]:
+def _list_unchanged_sides(comparisons: Sequence[Comparison], store: ResultStore) -> list[str]:
     """Return the labels of the methods that compressed nothing in some comparison of one dataset, each once.
 
-    ways: the dataset's comparisons, one for each way of asking its examples.
+    comparisons: the dataset's comparisons, one for each way of asking its examples.
     """
     # ids keep each side once, since several pairs of a claim can share it
     sides: dict[str, tuple[Group, Cell]] = {}
-    for way in ways:
-        for pair in way.pairs:
+    for comparison in comparisons:
+        for pair in comparison.pairs:
             for cell in pair:
-                sides[cell.id] = (way.group, cell)
+                sides[cell.id] = (comparison.group, cell)
     labels: dict[str, None] = {}
     for group, cell in sides.values():
         # a reader keeps all samples that it read, so each cell gets a reader of its own
         reader = SampleReader(store)
         # the store may hold examples of a larger run
         ids = {example.id for example in group.examples}
-        samples = {i: sample for i, sample in reader.read(cell.id).items() if i in ids}
+        samples = {example_id: sample for example_id, sample in reader.read(cell.id).items() if example_id in ids}
         if is_unchanged(cell, samples, reader):
             labels[label_cell(cell.identity)] = None
     return list(labels)
 
 
-def _why_absent(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> list[str]:
+def _list_missing_datasets(ours: OurTable, pairs: Sequence[tuple[TableLine, TableLine]]) -> list[str]:
     """Return the reasons why datasets of a claim's rows cannot be read here, each once."""
     reasons: dict[str, None] = {}
     for column in ours.declared.scores:
         for pair in pairs:
             for line in pair:
-                why = ours.why_absent(line, column)
-                if why:
-                    reasons[f"{column.dataset} is missing: {why}"] = None
+                reason = ours.why_absent(line, column)
+                if reason:
+                    reasons[f"{column.dataset} is missing: {reason}"] = None
     return list(reasons)
 
 
-def divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def read_divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     """Return, by example, a cell's mean divergence from the full cache in nats a token; its rounding floor if higher.
 
     The divergence is on the full cache's own answer if that was compared, else on the reference answer.
     """
     samples = store.samples(cell.id)
     means = {}
-    for e in group.examples:
-        texts = samples[e.id].fidelity if e.id in samples else None
+    for example in group.examples:
+        # by name, the texts whose tokens were compared with the full cache's predictions
+        texts = samples[example.id].fidelity if example.id in samples else None
         if texts:
             text = texts.get("greedy") or texts["reference"]
             # two divergences below the floor of the arithmetic cannot be told apart
-            means[e.id] = max(float(np.mean(text.kl)), text.floor)
+            means[example.id] = max(float(np.mean(text.kl)), text.floor)
     return means
 
 
-def nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def read_nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
     """Return, by example, the log-likelihood that the reference answer loses by compression, in nats a token.
 
     It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
     """
     samples = store.samples(cell.id)
     lost = {}
-    for e in group.examples:
-        texts = samples[e.id].fidelity if e.id in samples else None
-        if texts and "reference" in texts:  # a reference may be empty
+    for example in group.examples:
+        texts = samples[example.id].fidelity if example.id in samples else None
+        # an empty reference has no tokens to compare
+        if texts and "reference" in texts:
             text = texts["reference"]
-            lost[e.id] = text.log_ratio / len(text.kl)
+            # kl has one number for each token
+            tokens = len(text.kl)
+            lost[example.id] = text.log_ratio / tokens
     return lost
 
 
-READ = {POINTS: stored_scores, LIKELIHOOD: nats_lost, DIVERGENCE: divergences}
+READ = {POINTS: stored_scores, LIKELIHOOD: read_nats_lost, DIVERGENCE: read_divergences}
 """By measure, the function that returns the numbers of a cell by example id."""
 
 
-def nearness(test: str, x: float, y: float) -> float:
-    """Compare the divergences ``x`` and ``y`` of two methods: above 0 if ``x`` is nearer to the full cache, -1 to 1.
+def compare_nearness(test: str, first: float, second: float) -> float:
+    """Return, from -1 to 1, how much nearer the first of two methods is to the full cache; above 0 if it is nearer.
 
-    For a claimed gain (``test`` is better) it is ``(y - x) / (y + x)``, since the divergences of prompts differ by
-    orders of magnitude and must count alike. For a claim of losing nothing it is ``min(1, y) - min(1, x)`` in nats.
+    first, second: the methods' divergences from the full cache, in nats a token.
+
+    For a claimed gain (``test`` is better) it is ``(second - first) / (second + first)``, since the divergences of
+    prompts differ by orders of magnitude and must count alike. For a claim of losing nothing it is
+    ``min(1, second) - min(1, first)`` in nats.
     """
     # two methods that both equal the full cache exactly have no ratio
-    if x == y == 0:
+    if first == second == 0:
         return 0.0
     if test == "better":
-        return (y - x) / (y + x)
-    return min(1.0, y) - min(1.0, x)
+        return (second - first) / (second + first)
+    return min(1.0, second) - min(1.0, first)
 
 
-def pair_differences(store: ResultStore, ways: Sequence[Comparison], test: str, measure: str) -> Differences:
+def pair_differences(store: ResultStore, comparisons: Sequence[Comparison], test: str, measure: str) -> Differences:
     """Return one dataset's differences between the two sides of each pair, example by example: [examples, pairs].
 
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
-    the reference, or as ``nearness`` compares divergences. It is limited to -1 ... 1. An example counts in a way of
-    asking if all cells answered it there, and its row is the mean over these ways.
+    the reference, or as ``compare_nearness`` compares divergences. It is limited to -1 ... 1. An example counts in a
+    comparison if all cells answered it there, and its row is the mean over the comparisons.
 
-    ways: the comparisons of the dataset, one for each way of asking, at least one.
+    comparisons: those of the dataset, one for each way of asking, at least one.
     test: the claim's test, one of TESTS.
     measure: one of MEASURES.
     """
+    read_numbers = READ[measure]
     differences_by_example: dict[str, list[list[float]]] = {}
-    for way in ways:
-        # lost nats and log losses are better if smaller; only metrics of log losses have a function ``shown``
-        less_is_better = measure == LIKELIHOOD or metric(way.group.task.metric).formula is not None
-        numbers_of = READ[measure]
+    for comparison in comparisons:
+        group = comparison.group
+        # lost nats and log losses are better if smaller; only metrics of log losses have a ``formula``
+        less_is_better = measure == LIKELIHOOD or metric(group.task.metric).formula is not None
         # one entry for each pair of the claim: the values of its two sides by example id
         values_by_pair = []
-        for first_cell, second_cell in way.pairs:
-            values_by_pair.append((numbers_of(store, way.group, first_cell), numbers_of(store, way.group, second_cell)))
-        for e in way.group.examples:
-            if not all(e.id in first and e.id in second for first, second in values_by_pair):
+        for first_cell, second_cell in comparison.pairs:
+            first_values = read_numbers(store, group, first_cell)
+            second_values = read_numbers(store, group, second_cell)
+            values_by_pair.append((first_values, second_values))
+        for example in group.examples:
+            if not all(example.id in first and example.id in second for first, second in values_by_pair):
                 continue
             # row: one difference for each pair of the claim
             row = []
-            for first, second in values_by_pair:
-                x, y = first[e.id], second[e.id]
+            for first_values, second_values in values_by_pair:
+                first, second = first_values[example.id], second_values[example.id]
                 # the tests and intervals of ``stats`` need bounded differences, and nats have no bound
                 if measure == DIVERGENCE:
-                    row.append(nearness(test, x, y))
+                    row.append(compare_nearness(test, first, second))
                 elif less_is_better:
-                    row.append(min(1.0, max(-1.0, y - x)))
+                    row.append(min(1.0, max(-1.0, second - first)))
                 else:
-                    row.append(min(1.0, max(-1.0, x - y)))
-            differences_by_example.setdefault(e.id, []).append(row)
-    return stats.average_by_example(differences_by_example, len(ways[0].pairs))
+                    row.append(min(1.0, max(-1.0, first - second)))
+            differences_by_example.setdefault(example.id, []).append(row)
+    pairs = len(comparisons[0].pairs)
+    return stats.average_by_example(differences_by_example, pairs)

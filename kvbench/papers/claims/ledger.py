@@ -90,7 +90,7 @@ class MeasureRecord(TypedDict):
 class ClaimRecord(TypedDict):
     """A claim with its verdict, in the form of a ledger's JSON. Fields not listed here are those of ``claims.Claim``.
 
-    verdict, side: the verdict and the side by the measure that ``claims.deciding_measure`` chooses.
+    verdict, side: the verdict and the side by the measure that ``claims.choose_deciding_measure`` chooses.
     decided_by: the measure that decides the claim; '' if no measure decides it.
     ran: for each pair, the labels of the two methods as they ran.
     cells: the ids of the cells that were compared.
@@ -160,12 +160,13 @@ def read_ledgers(results: Path) -> list[Ledger]:
     """Read the ledgers below a results folder, the tiny model's last. Raises UsageError for a damaged ledger."""
     ledgers = []
     # False sorts before True, so the tiny model comes last
-    for path in sorted((results / FOLDER).glob("*.json"), key=lambda p: (p.stem == stand_ins.MODEL, p.name)):
+    paths = sorted((results / FOLDER).glob("*.json"), key=lambda path: (path.stem == stand_ins.MODEL, path.name))
+    for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             # showing the ledger raises KeyError or TypeError here if a field is missing or has another form
             compare_ledgers([content])
-            notes(content)
+            write_notes(content)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path} cannot be read ({error}); run kvbench claims again") from None
         ledgers.append(content)
@@ -181,12 +182,13 @@ def read_with_own(results: Path) -> list[Ledger]:
     """
     # ``read_ledgers`` looks for FOLDER below the folder that it is given, here OWN
     users_ledgers = read_ledgers(results / OWN)
-    users_keys = {_key(content) for content in users_ledgers}
-    ledgers = users_ledgers + [content for content in read_ledgers(results) if _key(content) not in users_keys]
+    replaced = {_identify(content) for content in users_ledgers}
+    committed = [content for content in read_ledgers(results) if _identify(content) not in replaced]
+    ledgers = users_ledgers + committed
     return sorted(ledgers, key=lambda content: (content["model"] == stand_ins.MODEL, content["model"]))
 
 
-def _key(content: Ledger) -> tuple[str, str]:
+def _identify(content: Ledger) -> tuple[str, str]:
     """Return (model, ids of the claims as lines). Ledgers with equal keys are two states of one ledger."""
     ids = [record["id"] for record in content["verdicts"]]
     return (content["model"], "\n".join(ids))
@@ -222,7 +224,7 @@ def tally_verdicts(content: Ledger) -> str:
     return " · ".join(counts)
 
 
-def brief_text(content: Ledger) -> str:
+def write_brief(content: Ledger) -> str:
     """Return a ledger as text for a terminal: the tally of verdicts, the model, then two parts for each claim.
 
     The first part is a line with the claim's difference and verdict. The second is the tested statement below it.
@@ -231,14 +233,15 @@ def brief_text(content: Ledger) -> str:
     lines = [tally_verdicts(content)]
     records = content["verdicts"]
     counts = [_count_examples(record) for record in records]
+    most = max(counts)
     # a maximum of 0 means that nothing was measured, which the line of each claim says
-    if 0 < max(counts) < stats.FEWEST:
-        lines.append(f"! n = {max(counts)} at most. Preview only: so few examples decide nothing.")
-    lines.append(fill(f"{_model_note(content)}.", WIDTH, break_on_hyphens=False))
+    if 0 < most < stats.FEWEST:
+        lines.append(f"! n = {most} at most. Preview only: so few examples decide nothing.")
+    lines.append(fill(f"{_describe_model(content)}.", WIDTH, break_on_hyphens=False))
     differences = [_describe_difference(record) for record in records]
     id_width = max(len(record["id"]) for record in records)
     difference_width = max(map(len, differences))
-    count_width = len(str(max(counts)))
+    count_width = len(str(most))
     paper = ""
     for record, difference, count in zip(records, differences, counts, strict=True):
         if record["paper"] != paper:
@@ -246,7 +249,7 @@ def brief_text(content: Ledger) -> str:
             lines += ["", catalogue.read_paper(paper).called]
         start = f"{MARKS.get(record['verdict'], '—')} {record['id']:{id_width}}  "
         if difference:
-            text = f"{difference:{difference_width}}  n {count:<{count_width}}  {_describe_outcome(record, count)}"
+            text = f"{difference:{difference_width}}  n {count:<{count_width}}  {_describe_briefly(record, count)}"
         elif record["reason"]:
             # a reason can name twenty datasets, so it is cut; --explain prints it whole
             text = shorten(f"{record['verdict']}: {record['reason']}", WIDTH - len(start), placeholder=" …")
@@ -283,7 +286,7 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
     return next(iter(record["measures"].items()))
 
 
-def _describe_outcome(record: ClaimRecord, count: int) -> str:
+def _describe_briefly(record: ClaimRecord, count: int) -> str:
     """Return a verdict in a few words. For an undecided claim, add how many examples would decide it."""
     text = record["verdict"]
     if record["decided_by"] and len(record["measures"]) > 1:
@@ -320,13 +323,13 @@ def compare_ledgers(ledgers: Sequence[Ledger]) -> Table:
             if record is None:
                 cells.append("—")
             else:
-                cells.append(f"{outcome(record)}\n{evidence(record)}")
+                cells.append(f"{describe_verdict(record)}\n{describe_evidence(record)}")
         rows.append(tuple(cells))
-    headers = ["what the paper says, and what is tested", *map(_ledger_header, ledgers)]
+    headers = ["what the paper says, and what is tested", *map(_format_header, ledgers)]
     return Table(tuple(headers), tuple(rows), left=len(headers), ruled=True, breaks=True)
 
 
-def _ledger_header(content: Ledger) -> str:
+def _format_header(content: Ledger) -> str:
     """Return the title of a ledger's column: the model, and whether it is a substitute or has points alone."""
     header = content["model"]
     if content["stand_in"]:
@@ -342,7 +345,7 @@ def _has_measures_beside_points(records: Sequence[ClaimRecord]) -> bool:
     return any(len(record["measures"]) > 1 for record in records)
 
 
-def outcome(record: ClaimRecord) -> str:
+def describe_verdict(record: ClaimRecord) -> str:
     """Return a claim's verdict in words, with the side that the mean takes and the measure that decided it, if any."""
     text = record["verdict"]
     if record["side"]:
@@ -352,7 +355,7 @@ def outcome(record: ClaimRecord) -> str:
     return text
 
 
-def evidence(record: ClaimRecord) -> str:
+def describe_evidence(record: ClaimRecord) -> str:
     """Return the numbers behind a claim's verdict as lines, a block for each measure; a dash if none was measured."""
     lines = []
     for measure, numbers in record["measures"].items():
@@ -362,7 +365,7 @@ def evidence(record: ClaimRecord) -> str:
     return "\n".join(lines).replace("-", "−") or "—"
 
 
-def _scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
+def _choose_scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
     """Return (divisor, digits behind the point) for printing a measure's numbers, which a ledger has in hundredths.
 
     The divisor is 100 for numbers that are printed in nats, and 1 for points and per cent.
@@ -373,7 +376,7 @@ def _scale(record: ClaimRecord, measure: str) -> tuple[int, int]:
     return 1, 1
 
 
-def _margin(record: ClaimRecord, measure: str) -> float:
+def _find_margin(record: ClaimRecord, measure: str) -> float:
     """Return the largest loss that counts as no loss, in points or in nats."""
     if measure == POINTS:
         return record["margin"]
@@ -384,9 +387,10 @@ def _format_difference(record: ClaimRecord, measure: str, numbers: MeasureRecord
     """Return a measured mean difference with its unit and interval as text, such as ``+1.2 [0.3, 2.1]``."""
     # callers format only measures that were measured
     assert numbers["mean"] is not None
-    scale, digits = _scale(record, measure)
+    scale, digits = _choose_scale(record, measure)
+    mean = numbers["mean"] / scale
     low, high = numbers["ci"] or (nan, nan)  # a single example has no interval
-    mean, low, high = numbers["mean"] / scale, low / scale, high / scale
+    low, high = low / scale, high / scale
     unit = ""
     if scale == 100:
         unit = " nats"
@@ -404,8 +408,8 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
 
     numbers: the record of a measure that was measured.
     """
-    scale, digits = _scale(record, measure)
-    margin = _margin(record, measure)
+    scale, digits = _choose_scale(record, measure)
+    margin = _find_margin(record, measure)
     # the bound that the mean must exceed, in hundredths like the ledger's numbers: scale is 100 for a margin in nats
     least = -margin * scale if record["test"] != "better" else 0.0
     difference = _format_difference(record, measure, numbers)
@@ -413,21 +417,7 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
         difference += f", margin {margin:g}"
     if len(record["measures"]) > 1:
         difference = f"{NAMES[measure]}\n{difference}"
-    # tasks can have different numbers of examples
-    sizes = sorted(numbers["n"].values())
-    n = f"{sizes[0]} to {sizes[-1]}" if sizes[0] != sizes[-1] else f"{sizes[0]}"
-    task_word = "tasks" if len(sizes) > 1 else "task"
-    # only a claimed gain has a p-value for no difference
-    p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
-    # a task is on neither side if its mean is the bound itself, up to rounding
-    tasks_for = sum(task_mean > least + claims.SAME for task_mean in numbers["tasks"].values())
-    tasks_against = sum(task_mean < least - claims.SAME for task_mean in numbers["tasks"].values())
-    tasks_even = len(numbers["tasks"]) - tasks_for - tasks_against
-    lines = [
-        difference,
-        f"n {n} in {len(sizes)} {task_word}, p {min(p_values):.2g}",
-        f"tasks for {tasks_for}, even {tasks_even}, against {tasks_against}",
-    ]
+    lines = [difference, _describe_sample(numbers), _count_tasks(list(numbers["tasks"].values()), least)]
     if len(numbers["settings"]) > 1:
         settings = [f"{setting_mean / scale:+.{digits}f}" for setting_mean in numbers["settings"]]
         lines.append("settings " + ", ".join(settings))
@@ -441,7 +431,28 @@ def _describe_measure(record: ClaimRecord, measure: str, numbers: MeasureRecord)
     return lines
 
 
-def _model_note(content: Ledger) -> str:
+def _describe_sample(numbers: MeasureRecord) -> str:
+    """Return a line with the examples of a task, the number of tasks, and the lowest corrected p-value."""
+    # tasks can have different numbers of examples
+    sizes = numbers["n"].values()
+    fewest, most = min(sizes), max(sizes)
+    n = str(fewest) if fewest == most else f"{fewest} to {most}"
+    task_word = "tasks" if len(sizes) > 1 else "task"
+    # only a claimed gain has a p-value for no difference
+    p_values = [p for p in (numbers["p_for"], numbers["p_against"], numbers["p_same"]) if p is not None]
+    return f"n {n} in {len(sizes)} {task_word}, p {min(p_values):.2g}"
+
+
+def _count_tasks(task_means: Sequence[float], least: float) -> str:
+    """Return a line with the numbers of tasks whose mean difference lies above, at and below the bound ``least``."""
+    # a task is on neither side if its mean is the bound itself, up to rounding
+    tasks_for = sum(task_mean > least + claims.SAME for task_mean in task_means)
+    tasks_against = sum(task_mean < least - claims.SAME for task_mean in task_means)
+    tasks_even = len(task_means) - tasks_for - tasks_against
+    return f"tasks for {tasks_for}, even {tasks_even}, against {tasks_against}"
+
+
+def _describe_model(content: Ledger) -> str:
     """Return the model and its dtype in words. For a substitute, add whose data, tasks and budgets it has."""
     note = str(content["model"])
     if content["dtype"]:
@@ -455,14 +466,14 @@ def _model_note(content: Ledger) -> str:
     return f"{note}, a substitute for the papers' models: {read_here}"
 
 
-def notes(content: Ledger) -> list[str]:
+def write_notes(content: Ledger) -> list[str]:
     """Return notes for readers that explain a ledger's numbers and verdicts, then the ledger's own notes."""
     tested = content["tested"]
     # the corrected p-value that a verdict needs: half of the level for each direction, shared among the measures
     measure_count = max((len(record["measures"]) for record in content["verdicts"]), default=1)
     p_needed = content["level"] / 2 / measure_count
     lines = [
-        f"{_model_note(content)}.",
+        f"{_describe_model(content)}.",
         "Differences are paired, in points of 100, pooled over tasks, [95 % interval]. p is corrected for the number "
         f"of claims (signs of the differences are flipped at random; Holm). A verdict needs a p of {p_needed:.2g} or "
         f"less. The chance of one or more wrong verdicts on the {tested} claims, by any measure, is then at most "
@@ -481,7 +492,7 @@ def notes(content: Ledger) -> list[str]:
     return lines + content["notes"]
 
 
-def reasons(content: Ledger) -> list[str]:
+def list_reasons(content: Ledger) -> list[str]:
     """Return a sentence for each reason for a missing verdict or missing data, with the claims that it concerns."""
     ids_by_reason: dict[str, list[str]] = {}
     for record in content["verdicts"]:

@@ -349,7 +349,7 @@ def ledger_table(content: ledger.Ledger) -> str:
         if verdict["ran"]:
             tested += f" Ran: {'; '.join(verdict['ran'])}."
         quote = f"“{verdict['quote']}” ({verdict['paper']}, {verdict['where']})"
-        outcome, evidence = ledger.outcome(verdict), ledger.evidence(verdict)
+        outcome, evidence = ledger.describe_verdict(verdict), ledger.describe_evidence(verdict)
         body.append((verdict["id"], quote, tested, outcome, evidence, verdict["reason"]))
         # page.css colours a row by the first word of its verdict
         verdict_classes.append(f"verdict-{verdict['verdict'].split()[0]}")
@@ -357,7 +357,7 @@ def ledger_table(content: ledger.Ledger) -> str:
     title = content["model"]
     if content["stand_in"]:
         title += ", a substitute model"
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.notes(content))
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in ledger.write_notes(content))
     return (
         f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally_verdicts(content))}</b></p>"
         f"<details><summary>How verdicts are made</summary><ul>{notes}</ul></details>"

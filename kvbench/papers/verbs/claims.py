@@ -76,12 +76,12 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
         return 0
     # first how to read the ledger, then why verdicts are missing
-    notes = ledger.notes(content) + ledger.reasons(content)
+    notes = ledger.write_notes(content) + ledger.list_reasons(content)
     table = ledger.compare_ledgers([content])
     if args.format != "text":
         print(writers.compose([table], notes, args.format, above=[ledger.tally_verdicts(content)]), end="")
         return 0
-    print(ledger.brief_text(content))
+    print(ledger.write_brief(content))
     if args.explain:
         print(writers.compose([table], notes, "text"), end="")
     else:
