@@ -37,6 +37,7 @@ from kvbench.models.load import EMBEDDED
 from kvbench.plan import presets
 
 Entry = str | Mapping[str, Any] | Chain
+"""A method as callers name it (see ``prefill``)."""
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -86,43 +87,48 @@ def prefill(
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
-    # stacklevel 3: the caller's line, behind in_turn's
     note = traits.of_model(model).note
     if note:
+        # stacklevel 3 names the caller's line: level 2 is that of the wrapper ``in_turn``
         warnings.warn(note, stacklevel=3)
     if tokenizer is not None:
         traits.check_tokenizer(tokenizer)
-    chains = _chains(model, methods, preset, knobs)
+    chains = _resolve_chains(model, methods, preset, knobs)
     ids = prepare_ids(model, input_ids)
     warn_beyond_context(model, len(ids), stacklevel=3)
     return prefill_chains(model, ids, chains, tokenizer=tokenizer)
 
 
-def _chains(
+def _resolve_chains(
     model: PreTrainedModel, methods: Sequence[Entry], preset: str | None, knobs: Mapping[str, object]
 ) -> list[Chain]:
-    """Return the chain of each entry. An entry that is a chain is returned as it is."""
+    """Return the chain of each entry. An entry that is a chain is returned as it is.
+
+    preset, knobs: as in ``prefill``. ``knobs`` are for all entries that are no chains yet.
+
+    Raises UsageError for an unknown method or preset, and for a knob that no entry has.
+    """
     check("preset", preset, preset is None or isinstance(preset, str), "the name of an entry of conf/preset")
     preset_values: dict[str, object] = {}
     if preset is not None:
-        preset_values = dict(presets.values(preset, _model_entry(model)))
+        preset_values = dict(presets.values(preset, _find_model_entry(model)))
     # all entries are resolved together: a knob is an error only if no entry owns it
     entries_to_resolve = [entry for entry in methods if not isinstance(entry, Chain)]
     if knobs and methods and not entries_to_resolve:
         names = ", ".join(f"{name}=" for name in knobs)
         raise UsageError(f"{names} is not possible: a Chain has its options already. Make the Chain with them")
     try:
-        # the chains of the entries that are none yet, in order
         resolved_chains = iter(chains_of(entries_to_resolve, knobs, preset_values))
     except UsageError as error:
         raise presets.explain(error, preset) from None
     chains = []
     for entry in methods:
+        # the resolved chains are in the order of their entries
         chains.append(entry if isinstance(entry, Chain) else next(resolved_chains))
     return chains
 
 
-def _model_entry(model: PreTrainedModel) -> str:
+def _find_model_entry(model: PreTrainedModel) -> str:
     """Return the name of the entry of conf/model with the model's hub id, or '' if there is none."""
     # transformers stores the argument of from_pretrained here
     path = str(getattr(model.config, "_name_or_path", ""))
@@ -141,33 +147,37 @@ def generate(
 ) -> list[list[int]]:
     """Return greedy continuations, one list of token ids per cache, in order.
 
+    max_new_tokens: the most tokens of a continuation.
+    eos_token_id: the id, or ids, of end-of-sequence tokens; None to generate all ``max_new_tokens``.
+
     A continuation starts with the token that the prompt's prefill predicts. It ends with an end-of-sequence token if
     one is generated, as with ``model.generate``. Caches of methods that leave the model unchanged run as rows of one
     batch. The caches are not changed and can be used again.
     """
-    new = tokens_of("max_new_tokens", max_new_tokens)
+    new_tokens = tokens_of("max_new_tokens", max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(entry, PromptCache) for entry in caches):
         raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
-    stop = _end_tokens(eos_token_id)
+    stop = _read_end_tokens(eos_token_id)
     # chains of one key run the same model: those that change its weights or projections cannot share a batch
     rows_by_key: dict[str, list[int]] = {}
     for i, prompt_cache in enumerate(caches):
         rows_by_key.setdefault(prompt_cache.chain.prefill_key, []).append(i)
     outputs: list[list[int]] = [[] for _ in caches]
     for rows in rows_by_key.values():
-        for i in rows:
-            decode.check_continuation(model, caches[i], new)
+        batch = [caches[i] for i in rows]
+        for prompt_cache in batch:
+            decode.check_continuation(model, prompt_cache, new_tokens)
             # a rolled chain gives new tokens the positions of slots: any text stays within the model's context
-            if not caches[i].chain.rolled:
-                warn_beyond_context(model, caches[i].seen + new, stacklevel=3)
-        endings = [Ending(new, stop)] * len(rows)
-        answers = decode.generate_rows(model, [caches[i] for i in rows], endings)
+            if not prompt_cache.chain.rolled:
+                warn_beyond_context(model, prompt_cache.seen + new_tokens, stacklevel=3)
+        endings = [Ending(new_tokens, stop)] * len(batch)
+        answers = decode.generate_rows(model, batch, endings)
         for i, answer in zip(rows, answers, strict=True):
             outputs[i] = answer.tokens
     return outputs
 
 
-def _end_tokens(eos_token_id: Any) -> frozenset[int]:
+def _read_end_tokens(eos_token_id: Any) -> frozenset[int]:
     """Return the ids that end an answer. Raises UsageError for a value that is neither an id nor a list of ids."""
     if eos_token_id is None:
         return frozenset()
@@ -207,7 +217,7 @@ def calibrate(
     """
     check("folder", folder, isinstance(folder, (str, Path)), "a path")
     model_traits = traits.of_model(model)
-    (chain,) = _chains(model, [method], preset, knobs)
+    (chain,) = _resolve_chains(model, [method], preset, knobs)
     chain.check_model(model_traits)
     traits.check_tokenizer(tokenizer)
     path = Path(str(getattr(model.config, "_name_or_path", "")))
@@ -247,16 +257,18 @@ def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **kn
 
     transformers before 5.24 calls this argument ``past_key_values``; either name may be given with any release. The
     prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. To
-    continue the conversation, call ``generate`` again with the whole text so far and the new turn behind it. Until the
-    cache is closed, the model's ``generate`` looks for it. ``with kvbench.cache(...) as cache`` closes it. The
-    arguments are those of ``prefill``. Raises UsageError for batches, beams, assisted decoding, another model, and
-    another prompt.
+    continue the conversation, call ``generate`` again with the whole text so far and the new turn behind it.
+
+    Until the cache is closed, the model's ``generate`` looks for it. ``with kvbench.cache(...) as cache`` closes it.
+
+    The arguments are those of ``prefill``. The cache raises UsageError for batches, beams, assisted decoding, another
+    model, and another prompt.
     """
     model_traits = traits.of_model(model)
     if model_traits.note:
-        # stacklevel 3: the caller's line, behind in_turn's
+        # stacklevel 3 names the caller's line: level 2 is that of the wrapper ``in_turn``
         warnings.warn(model_traits.note, stacklevel=3)
-    (chain,) = _chains(model, [method], preset, knobs)
+    (chain,) = _resolve_chains(model, [method], preset, knobs)
     chain.check_model(model_traits)
     # prefill makes the same check when it reads; here the reading waits for model.generate
     check_calibrated(chain, model)

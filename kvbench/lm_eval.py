@@ -134,7 +134,10 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         return info | {"kvbench": {"chain": self.chain.identity(), "tasks": tasks}}
 
     def _run_by_task(self, run: Callable[..., list[Any]], requests: Sequence[Any], disable_tqdm: bool) -> list[Any]:
-        """Return the results of ``run`` for all requests in order, run task by task so that bytes are told apart."""
+        """Return the results of ``run`` for all requests in order. It runs task by task, so that bytes are told apart.
+
+        run: the method of lm-eval's ``hf`` that answers a list of requests.
+        """
         places_by_task: dict[str, list[int]] = {}
         for i, request in enumerate(requests):
             places_by_task.setdefault(request.task_name, []).append(i)
@@ -167,41 +170,49 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         requests: ((context, continuation), context ids, continuation ids) each. A context is compressed once, and all
         its continuations are forced on its cache.
         """
-        # the places of the requests with one context
-        by_context: dict[tuple[int, ...], list[int]] = {}
-        for i, ((context, continuation), ids, forced) in enumerate(requests):
-            # cut the context at its start as hf does: the last token of the continuation is predicted but not read
-            start = max(0, len(ids) + len(forced) - self.max_length - 1)
-            if not context or start >= len(ids):
+        places_by_context: dict[tuple[int, ...], list[int]] = {}
+        for i, ((context, continuation), context_ids, continuation_ids) in enumerate(requests):
+            # the last token of the continuation is predicted but not read
+            tokens_to_read = len(context_ids) + len(continuation_ids) - 1
+            # cut a context that is too long at its start, as hf does
+            start = max(0, tokens_to_read - self.max_length)
+            if not context or start >= len(context_ids):
                 raise UsageError(
                     f"task {self.task}: no context stands before {continuation[:40]!r}, so that there is nothing "
                     "to compress and its likelihood would not be the method's"
                 )
-            by_context.setdefault(tuple(ids[start:]), []).append(i)
+            places_by_context.setdefault(tuple(context_ids[start:]), []).append(i)
         results: dict[int, tuple[float, bool]] = {}
-        for ids, places in by_context.items():
-            continuations = [requests[i][2] for i in places]
-            answer = partial(self._likelihoods, ids, continuations)
-            likelihoods = self._answer_prompt(torch.tensor(ids), answer, same=operator.eq)
+        for context_ids, places in places_by_context.items():
+            continuations = [continuation_ids for _, _, continuation_ids in (requests[i] for i in places)]
+            answer = partial(self._score_continuations, context_ids, continuations)
+            likelihoods = self._answer_prompt(torch.tensor(context_ids), answer, same=operator.eq)
             for i, result in zip(places, likelihoods, strict=True):
                 results[i] = result
                 # lm-eval's --use_cache stores it under the texts
-                self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
+                texts, _, _ = requests[i]
+                self.cache_hook.add_partial("loglikelihood", texts, result)
         return [results[i] for i in range(len(requests))]
 
-    def _likelihoods(
+    def _score_continuations(
         self, ids: Sequence[int], continuations: Sequence[Sequence[int]], cache: TransformersCache
     ) -> list[tuple[float, bool]]:
-        """Return (log-likelihood, whether it is the greedy answer) of each continuation of a context."""
+        """Return (log-likelihood, whether it is the greedy answer) of each continuation of a context.
+
+        ids, continuations: token ids.
+        cache: an empty cache, into which the context is read.
+        """
         cache.read(ids)
         assert cache.state is not None, "reading a prompt makes the state"
         results = []
         for continuation in continuations:
-            # log p(y) = sum over t of log p(y_t | context, y_1 ... y_{t-1})
             forced = torch.tensor(continuation, device=self.device)
+            # log-probabilities [t, vocabulary], one row for each token of the continuation
             logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
             greedy = bool((logp.argmax(dim=-1) == forced).all())
-            results.append((float(logp.gather(1, forced[:, None]).sum()), greedy))
+            # log p(y) = sum over t of log p(y_t | context, y_1 ... y_{t-1})
+            likelihood = float(logp.gather(1, forced[:, None]).sum())
+            results.append((likelihood, greedy))
         return results
 
     def _answer_prompt(
@@ -211,51 +222,59 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
 
         answer: the function from a cache of the prompt to the answer.
         same: whether two answers are equal.
+
         The full cache answers, too, if the compressed cache holds all tokens and bytes, and if it is still open whether
         the method compresses anything on this task.
         """
         # sampled answers of both caches must draw the same numbers
-        states_before = _random_states()
-        with self._cache(ids, self.chain) as cache:
+        states_before = _get_random_states()
+        with self._open_cache(ids, self.chain) as cache:
             result = answer(cache)
             # ``answer`` has read the prompt, and reading it measures the cache
             assert cache.measured is not None
             self.measured.setdefault(self.task, []).append(cache.measured)
-            unchanged = only_compresses(self.chain) and _is_whole(cache, cache.measured)
+            unchanged = only_compresses(self.chain) and _holds_everything(cache, cache.measured)
         verdicts = self.unchanged.setdefault(self.task, [])
-        # once more prompts differ than UNCHANGED allows, the verdict on the task is settled without a second answer
-        if unchanged and verdicts.count(False) <= (1 - UNCHANGED) * self.prompts[self.task]:
+        # a task counts as unchanged if at least the share UNCHANGED of its prompts does
+        most_changed = (1 - UNCHANGED) * self.prompts[self.task]
+        # with more changed prompts the verdict on the task is settled, and a second answer would be for nothing
+        if unchanged and verdicts.count(False) <= most_changed:
             # draw the same numbers for the second answer, and then go on as if it had not been given
-            states_after = _random_states()
-            _restore(states_before)
-            with self._cache(ids, Chain()) as cache:
+            states_after = _get_random_states()
+            _set_random_states(states_before)
+            with self._open_cache(ids, Chain()) as cache:
                 unchanged = same(result, answer(cache))
-            _restore(states_after)
+            _set_random_states(states_after)
         verdicts.append(unchanged)
         return result
 
     @contextmanager
-    def _cache(self, ids: torch.Tensor, chain: Chain) -> Iterator[TransformersCache]:
+    def _open_cache(self, ids: torch.Tensor, chain: Chain) -> Iterator[TransformersCache]:
         """Yield a cache for a prompt [n], which is closed on exit.
 
         If there is a separator, the tokens before the question are read into the cache first.
         """
         with TransformersCache(self.model, chain, self.prefix) as cache:
             if self.separator:
-                cache.read(ids[: self._before_question(ids)])
+                cache.read(ids[: self._count_before_question(ids)])
             yield cache
 
-    def _before_question(self, ids: torch.Tensor) -> int:
-        """Return how many tokens of a prompt [n] end before the separator's last occurrence."""
+    def _count_before_question(self, ids: torch.Tensor) -> int:
+        """Return how many tokens of a prompt [n] end before the separator's last occurrence.
 
-        def characters(n: int) -> int:
+        Raises UsageError if there is no such token.
+        """
+
+        def count_characters(n: int) -> int:
             """Return the length of the text of the first n tokens."""
             return len(self.tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False))
 
-        # -1 where the text has no separator: then no number of tokens ends before it
-        question_start = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False).rfind(self.separator)
-        # the largest n with characters(n) <= question_start, by halving, as more tokens decode to no fewer characters
-        count = bisect_right(range(len(ids) + 1), question_start, key=characters) - 1
+        text = self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        # -1 if the text has no separator: then no number of tokens ends before it
+        question_start = text.rfind(self.separator)
+        # the largest n with count_characters(n) <= question_start; it is found by halving, since more tokens decode to
+        # no fewer characters
+        count = bisect_right(range(len(ids) + 1), question_start, key=count_characters) - 1
         if count < 1:
             raise UsageError(
                 f"separator={self.separator!r} begins no question behind a context in a prompt of task {self.task}: "
@@ -264,32 +283,35 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         return count
 
 
-def _is_whole(cache: TransformersCache, measured: MeasuredBytes) -> bool:
+def _holds_everything(cache: TransformersCache, measured: MeasuredBytes) -> bool:
     """Return True if a cache holds all tokens to the end of the answer, and no byte less than the full cache."""
-    # the head that holds fewest tokens of all layers
-    fewest = len(cache.ids)
     for layer in cache.kept_positions():
         for positions in layer:
-            fewest = min(fewest, len(positions))
-    size = float(measured.full16)
+            if len(positions) < len(cache.ids):
+                return False
+    full_size = float(measured.full16)
     # the full cache's bytes are those of key-value heads: copies for each query head are more
     if cache.chain.per == "query_head":
-        size *= measured.payload_query_head / measured.payload_kv_head
-    return fewest >= len(cache.ids) and measured.payload16 >= size
+        full_size *= measured.payload_query_head / measured.payload_kv_head
+    return measured.payload16 >= full_size
 
 
-def _random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
+def _get_random_states() -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Return the states of torch's generators of random numbers, on the CPU and on all GPUs."""
     # asking CUDA for its states would start it
     gpu_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return torch.get_rng_state(), gpu_states
 
 
-def _restore(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    """Set the states of torch's generators, so that the same numbers are drawn again."""
-    torch.set_rng_state(states[0])
-    if states[1]:
-        torch.cuda.set_rng_state_all(states[1])
+def _set_random_states(states: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    """Set the states of torch's generators, so that the same numbers are drawn again.
+
+    states: the states of the CPU's generator and of all GPUs' generators, from ``_get_random_states``.
+    """
+    cpu_state, gpu_states = states
+    torch.set_rng_state(cpu_state)
+    if gpu_states:
+        torch.cuda.set_rng_state_all(gpu_states)
 
 
 def main() -> int:

@@ -174,42 +174,50 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
     overhead = shape.local_overhead(n)
     tokens = 0
     for layer, count in counts.items():
-        expected = layer.expected
         blocks = []
         for size in layer.sizes:
             blocks.append(chain.layout(size, shape.head_dim, itemsize, layer.layout_layer, shape.own_values))
-        keeps_all = min(layer.sizes) >= layer.tokens_read
-        # Heads are ragged if their promises differ, or if only the sum over the heads is fixed.
-        only_sum_fixed = expected.total is not None or (chain.selector is not None and chain.selector.ragged)
-        sizes_open = expected.low != expected.high and only_sum_fixed
-        ragged = not keeps_all and (sizes_open or len(set(expected.low)) > 1)
-        # All heads use one row of positions if they keep the same tokens.
-        shared = not ragged and (chain.selector is None or chain.selector.shared or keeps_all)
-        if not ragged:
-            count_tensors = 0
-        elif chain.quantiser:
-            # A ragged packed segment stores the lengths of its heads and the counts of its packed keys and values.
-            count_tensors = 3
-        else:
-            count_tensors = _count_ragged_segments(chain, expected, shape)
         payload += count * payload_bytes(blocks)
-        overhead += count * overhead_bytes(blocks, shared, count_tensors)
+        overhead += count * _declare_overhead(chain, layer, blocks, shape)
         tokens += count * sum(layer.sizes)
     overhead += shape.layers * chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
     if chain.sharer is not None:
         keyless_heads = heads_without_keys(chain, shape, n)
         if keyless_heads is None:
             return None
-        # A head without keys saves n D numbers. A layer with such a head stores an id for each query head: that of its
-        # leading head.
+        # A head without keys saves n D numbers.
         payload -= sum(keyless_heads) * n * shape.head_dim * itemsize
-        overhead += sum(HEAD_ID_BYTES * shape.query_heads for count in keyless_heads if count)
+        # A layer with such a head stores an id for each query head: that of its leading head.
+        layers_with_ids = sum(count > 0 for count in keyless_heads)
+        overhead += layers_with_ids * HEAD_ID_BYTES * shape.query_heads
     return DeclaredBytes(
         tokens=tokens / (heads * shape.layers),
         payload=payload,
         overhead=overhead,
         even=any(layer.expected.low != layer.expected.high for layer in counts),
     )
+
+
+def _declare_overhead(chain: Chain, layer: LayerTokens, blocks: Sequence[Sequence[Block]], shape: Shape) -> int:
+    """Return the overhead bytes that a chain declares for one layer. ``blocks`` are the blocks of each head."""
+    expected, selector = layer.expected, chain.selector
+    keeps_all = min(layer.sizes) >= layer.tokens_read
+    # Heads are ragged if they differ in their numbers of tokens: by promise, or because only their sum is fixed.
+    promises_differ = len(set(expected.low)) > 1
+    only_sum_fixed = expected.total is not None or (selector is not None and selector.ragged)
+    sizes_open = expected.low != expected.high and only_sum_fixed
+    ragged = not keeps_all and (sizes_open or promises_differ)
+    # All heads use one row of positions if they keep the same tokens.
+    same_tokens = selector is None or selector.shared or keeps_all
+    shared = same_tokens and not ragged
+    if not ragged:
+        count_tensors = 0
+    elif chain.quantiser:
+        # A ragged packed segment stores the lengths of its heads and the counts of its packed keys and values.
+        count_tensors = 3
+    else:
+        count_tensors = _count_ragged_segments(chain, expected, shape)
+    return overhead_bytes(blocks, shared, count_tensors)
 
 
 def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | None:
@@ -221,12 +229,13 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | N
     promises = [chain.expected(n, i, shape.layers, heads) for i in range(shape.layers)]
     # In an open layer neither the heads nor their sum are fixed. The other layers' tokens are subtracted from the sum
     # over all layers, and the open layers divide the rest.
-    open_layers = [p for p in promises if p.low != p.high and p.total is None]
+    open_layers = [promise for promise in promises if promise.low != promise.high and promise.total is None]
     total = chain.expected_sum(n, shape.layers, heads)
     if open_layers and total is None:
         return None
     # Without open layers, ``total`` may be None, and there is nothing to divide.
-    remaining_tokens = (total or 0) - sum(sum(p.low) for p in promises if p.low == p.high)
+    fixed_tokens = sum(sum(promise.low) for promise in promises if promise.low == promise.high)
+    remaining_tokens = (total or 0) - fixed_tokens
     open_layer_tokens = iter(spread_evenly(remaining_tokens, len(open_layers)))
     counts: Counter[LayerTokens] = Counter()
     for i, promise in enumerate(promises):
@@ -265,13 +274,11 @@ def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
 
 def spread_evenly(total: int, parts: int) -> list[int]:
     """Return ``parts`` whole numbers that add up to ``total`` and differ by at most one, the larger ones first."""
-    sizes = []
-    for i in range(parts):
-        size = total // parts
-        if i < total % parts:
-            size += 1
-        sizes.append(size)
-    return sizes
+    # without parts there is nothing to divide by
+    if not parts:
+        return []
+    size, remainder = divmod(total, parts)
+    return [size + 1] * remainder + [size] * (parts - remainder)
 
 
 def payload_bytes(blocks: Iterable[Iterable[Block]]) -> int:
@@ -291,9 +298,10 @@ def overhead_bytes(blocks: Sequence[Sequence[Block]], shared: bool, count_tensor
     named_heads: how many head ids are stored, 2 bytes each. An id names the head whose logits or output another takes.
     """
     heads = len(blocks)
-    position_rows = blocks[:1] if shared else blocks
+    # any head's blocks give the length of a shared row
+    heads_with_positions = blocks[:1] if shared else blocks
     positions = 0
-    for head_blocks in position_rows:
+    for head_blocks in heads_with_positions:
         positions += sum(POSITION_BYTES * block.slots for block in head_blocks)
     state = 0
     for head_blocks in blocks:
@@ -354,7 +362,8 @@ def nominal_payload(chain: Chain, shape: Shape, n: int, itemsize: int) -> float 
 
 def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: int, layer: int) -> float:
     """Return the bytes that ``nominal_payload`` counts for one stored head of ``slots`` tokens, in layer ``layer``."""
-    pruner, head_dim = _find_pruner(chain), shape.head_dim
+    head_dim = shape.head_dim
+    pruner = _find_pruner(chain)
     if pruner is None:
         return payload_bytes([chain.layout(slots, head_dim, itemsize, layer, shape.own_values)])
     dense = head_dim * itemsize  # the bytes of one exact key or value
@@ -362,8 +371,8 @@ def _count_nominal_bytes(chain: Chain, slots: int, shape: Shape, *, itemsize: in
     value_ratio = float(getattr(pruner, "value_ratio", 0.0))  # some pruners leave values alone
     coder = chain.coder_at(layer)
     if chain.quantiser is None or coder is None:
-        # the latest ``recent`` tokens keep all channels
-        # bytes = 2 slots dense - (key_ratio + value_ratio) older dense: keys and values less the older tokens' channels
+        # the latest ``recent`` tokens keep all channels, and the older ones lose the share ``ratio`` of theirs:
+        # bytes = 2 slots dense - (key_ratio + value_ratio) older_tokens dense
         older_tokens = max(0, slots - pruner.recent)
         return 2 * slots * dense - (key_ratio + value_ratio) * older_tokens * dense
     # Only packed tokens lose channels: bytes = exact + (1 - key_ratio) packed keys + (1 - value_ratio) packed values
@@ -384,40 +393,21 @@ def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, 
     The limits differ only if a chain evicts and some tokens lack channels: the data then decide how many of those
     tokens are left.
     """
-    head_dim, itemsize = shape.head_dim, shape.itemsize
-    stored_tokens = layer.kept_counts()  # by head
-    # the bytes of one exact token in one head: a key and a value, or a key that is its own value
-    tensors = 1 if shape.own_values else 2
-    dense = tensors * head_dim * itemsize
-
-    def payload_of(head_tokens: Iterable[int]) -> int:
-        """Return the declared payload bytes of heads that hold these numbers of tokens."""
-        return payload_bytes(
-            chain.layout(tokens, head_dim, itemsize, index, shape.own_values) for tokens in head_tokens
-        )
-
-    evictor = chain.evictor
-    if evictor is None:
-        if chain.coder and chain.coder.grows:
-            total = payload_of(tokens + new for tokens in stored_tokens)
-        elif chain.coder:
-            # the coder packs the prompt alone: new tokens stay exact
-            prompt_bytes = sum(storage_bytes(segment.payload()) for segment in layer.segments)
-            total = prompt_bytes + new * len(stored_tokens) * dense
-        else:
-            kv_token_bytes = shape.kv_heads * dense
-            total = _count_exact_bytes(chain, layer, index, itemsize=itemsize, kv_token_bytes=kv_token_bytes, new=new)
-        return total, total
-    head_tokens, _ = evictor.tokens_after(layer, index, new)
+    if chain.evictor is None:
+        payload = _count_grown_bytes(chain, layer, index, new=new, shape=shape)
+        return payload, payload
+    head_tokens, _ = chain.evictor.tokens_after(layer, index, new)
     pruner = _find_pruner(chain)
     if pruner is None:
-        payload = payload_of(head_tokens)
+        payload = _declare_payload(chain, head_tokens, index, shape)
         return payload, payload
-    if layer.segments[0].key_channels is None and layer.segments[0].value_channels is None:
+    dense = _compute_exact_token_bytes(shape)
+    first_segment = layer.segments[0]
+    if first_segment.key_channels is None and first_segment.value_channels is None:
         # The prompt was too short to lose channels, or all tokens that lost some are gone. New ones have all channels.
         payload = sum(head_tokens) * dense
         return payload, payload
-    thin = (pruner.kept_keys(head_dim) + pruner.kept_values(head_dim)) * itemsize
+    thin = (pruner.kept_keys(shape.head_dim) + pruner.kept_values(shape.head_dim)) * shape.itemsize
     # At least: eviction leaves only thin tokens, those without some of their channels. At most: it leaves every token
     # that has all channels, the exact ones of the prompt (segments behind the first) and the new ones.
     least = sum(head_tokens) * thin
@@ -429,19 +419,45 @@ def bytes_after_decoding(chain: Chain, layer: LayerCache, index: int, new: int, 
     return least, most
 
 
-def _count_exact_bytes(
-    chain: Chain, layer: LayerCache, index: int, *, itemsize: int, kv_token_bytes: int, new: int
-) -> int:
+def _compute_exact_token_bytes(shape: CacheShape) -> int:
+    """Return the bytes of one exact token in one head: a key and a value, or a key that is its own value."""
+    tensors = 1 if shape.own_values else 2
+    return tensors * shape.head_dim * shape.itemsize
+
+
+def _declare_payload(chain: Chain, head_tokens: Iterable[int], index: int, shape: CacheShape) -> int:
+    """Return the payload bytes that a chain declares for layer ``index``, whose heads hold ``head_tokens`` tokens."""
+    return payload_bytes(
+        chain.layout(tokens, shape.head_dim, shape.itemsize, index, shape.own_values) for tokens in head_tokens
+    )
+
+
+def _count_grown_bytes(chain: Chain, layer: LayerCache, index: int, *, new: int, shape: CacheShape) -> int:
+    """Return the payload bytes of a layer that stores ``new`` more tokens and evicts none.
+
+    layer: the layer's cache as it was before the new tokens.
+    index: the layer's number.
+    """
+    stored_tokens = layer.kept_counts()  # by head
+    if chain.coder and chain.coder.grows:
+        return _declare_payload(chain, [tokens + new for tokens in stored_tokens], index, shape)
+    if chain.coder:
+        # the coder packs the prompt alone: new tokens stay exact
+        prompt_bytes = sum(storage_bytes(segment.payload()) for segment in layer.segments)
+        return prompt_bytes + new * len(stored_tokens) * _compute_exact_token_bytes(shape)
+    return _count_exact_bytes(chain, layer, index, new=new, shape=shape)
+
+
+def _count_exact_bytes(chain: Chain, layer: LayerCache, index: int, *, new: int, shape: CacheShape) -> int:
     """Return the payload bytes of a layer that stores ``new`` more tokens exactly and evicts none.
 
     layer: the layer's cache as it was before the new tokens.
     index: the layer's number.
-    kv_token_bytes: the bytes of a token's keys and values over all kv heads.
     """
     if chain.lowrank:
-        new_token = sum(chain.lowrank.widths(index)) * itemsize  # latents, which all heads use
+        new_token = sum(chain.lowrank.widths(index)) * shape.itemsize  # latents, which all heads use
     else:
-        new_token = kv_token_bytes
+        new_token = shape.kv_heads * _compute_exact_token_bytes(shape)
     stored_heads = len(layer.kept_counts())
     ragged = any(segment.lengths is not None for segment in layer.segments)
     total = new * new_token

@@ -33,33 +33,9 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
     cache: the cache as it was before the new tokens.
     held: for each layer, the most tokens that one of its heads held at any time while decoding.
     fed: the number of new tokens.
-
-    A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's
-    ``decode_limit``, which is a sum over layers if the method divides its budget among them by the data.
     """
     chain = cache.chain
-    selector, evictor = chain.selector, chain.evictor
-    grown_sizes = [layer.tokens + fed for layer in cache.layers]
-    limit_over_layers: int | None = None
-    # ``every``: after so many new tokens the evictor chooses again
-    if evictor is not None and evictor.every:
-        # heads grow until the next choice, so they are largest just before it
-        limits = []
-        for i, layer in enumerate(cache.layers):
-            _, most_tokens = evictor.tokens_after(layer, i, fed)
-            limits.append(max(most_tokens))
-    elif isinstance(selector, EvictingSelector) and selector.evicts:
-        budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(cache.layers))]
-        if chain.rebalancer is None:
-            layer_budgets = budgets
-        else:
-            # the data divide one budget among the layers: each layer has its share, and only the sum is fixed
-            layer_budgets = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
-            limit_over_layers = sum(min(budget, cache.seen + fed) for budget in budgets)
-        # before its budget is full, a cache grows
-        limits = [min(size, budget) for size, budget in zip(grown_sizes, layer_budgets, strict=True)]
-    else:
-        limits = grown_sizes
+    limits, limit_over_layers = _declare_limits(cache, fed)
     # a head may hold fewer than its limit, for example if the answer ends before the next choice
     for i, (most, limit) in enumerate(zip(held, limits, strict=True)):
         if most > limit:
@@ -72,6 +48,38 @@ def check_peak(cache: PromptCache, held: Sequence[int], fed: int) -> int:
             f"declared are at most {limit_over_layers}"
         )
     return max(held)
+
+
+def _declare_limits(cache: PromptCache, fed: int) -> tuple[list[int], int | None]:
+    """Return the most tokens that a head of each layer may hold while decoding, and the most over all layers.
+
+    A cache that grows may hold its earlier tokens and the new ones. A cache that evicts may hold its selector's
+    ``decode_limit``. The limit over all layers is None unless the data divide one budget among the layers.
+
+    cache: the cache as it was before the new tokens.
+    fed: the number of new tokens.
+    """
+    selector, evictor = cache.chain.selector, cache.chain.evictor
+    # ``every``: after so many new tokens the evictor chooses again
+    if evictor is not None and evictor.every:
+        # heads grow until the next choice, so they are largest just before it
+        limits = []
+        for i, layer in enumerate(cache.layers):
+            _, most_tokens = evictor.tokens_after(layer, i, fed)
+            limits.append(max(most_tokens))
+        return limits, None
+    grown_sizes = [layer.tokens + fed for layer in cache.layers]
+    if not isinstance(selector, EvictingSelector) or not selector.evicts:
+        return grown_sizes, None
+    budgets = [selector.decode_limit(cache.prompt_tokens, i) for i in range(len(cache.layers))]
+    limit_over_layers = None
+    if cache.chain.rebalancer is not None:
+        # the data divide one budget among the layers: each layer has its share, and only the sum is fixed
+        limit_over_layers = sum(min(budget, cache.seen + fed) for budget in budgets)
+        budgets = [selector.layer_budget(layer, i) for i, layer in enumerate(cache.layers)]
+    # before its budget is full, a cache grows
+    limits = [min(size, budget) for size, budget in zip(grown_sizes, budgets, strict=True)]
+    return limits, limit_over_layers
 
 
 def check_bytes(cache: PromptCache, stored: Stored, shape: CacheShape) -> None:

@@ -27,27 +27,34 @@ def pages_freed(layers: Sequence[LayerCache], n: int, alike: Sequence[int] | Non
     rows = _Rows(layers, n)
     if rows.whole:
         return PagesFreed(apart=0.0, united=0.0, apart_compacted=0.0, united_compacted=0.0)
-    occupied = rows.occupied(pages)
-    used = occupied.sum(dim=2).tolist()
-    used_united = occupied.any(dim=1).sum(dim=1).tolist()
-    # the numbers of free pages for the four fields of ``PagesFreed``, and the number of layers that they are taken over
-    apart = united = apart_compacted = united_compacted = tables = 0
+    occupied = rows.find_occupied(pages)
+    # pages with a kept token: of each layer's rows [layers, rows], and of all rows of a layer together [layers]
+    used_by_row = occupied.sum(dim=2).tolist()
+    used_by_layer = occupied.any(dim=1).sum(dim=1).tolist()
+    # the numbers of free pages, summed over the model's layers
+    apart = united = apart_compacted = united_compacted = 0
+    model_layers = 0
     for i, kept in enumerate(rows.kept):
         count = 1 if alike is None else alike[i]
+        model_layers += count
         # a row stands for all heads that keep its tokens
         heads_of_row = rows.heads // len(kept)
         # the pages of each row once its tokens are moved together
         compacted_pages = [ceil_div(tokens, PAGE_TOKENS) for tokens in kept]
-        apart += count * heads_of_row * sum(pages - used[i][row] for row in range(len(kept)))
-        apart_compacted += count * heads_of_row * sum(pages - needed for needed in compacted_pages)
-        united += count * (pages - used_united[i])
+        # ``find_occupied`` has further rows if another layer has more
+        used_pages = used_by_row[i][: len(kept)]
+        apart += count * heads_of_row * sum(pages - used for used in used_pages)
+        apart_compacted += count * heads_of_row * sum(pages - used for used in compacted_pages)
+        united += count * (pages - used_by_layer[i])
+        # the heads' tokens lie in common pages, of which the longest row takes most
         united_compacted += count * (pages - max(compacted_pages))
-        tables += count
+    pages_of_layers = model_layers * pages
+    pages_of_heads = model_layers * rows.heads * pages
     return PagesFreed(
-        apart=apart / (tables * rows.heads * pages),
-        united=united / (tables * pages),
-        apart_compacted=apart_compacted / (tables * rows.heads * pages),
-        united_compacted=united_compacted / (tables * pages),
+        apart=apart / pages_of_heads,
+        united=united / pages_of_layers,
+        apart_compacted=apart_compacted / pages_of_heads,
+        united_compacted=united_compacted / pages_of_layers,
     )
 
 
@@ -67,17 +74,18 @@ class _Rows:
         # for each piece of ``_positions``: (layer, row, number of tokens)
         self._pieces: list[tuple[int, int, int]] = []
         for i, layer in enumerate(layers):
-            if any(s.lengths is not None for s in layer.segments):
+            if any(segment.lengths is not None for segment in layer.segments):
                 rows = self.heads  # ragged heads keep tokens of their own
             else:
-                rows = max((s.positions.shape[0] for s in layer.segments), default=1)
+                rows = max((segment.positions.shape[0] for segment in layer.segments), default=1)
             kept = [0] * rows
-            for s in layer.segments:
-                if s.lengths is None:
-                    positions, counts = per_head(s.positions, rows), [s.tokens] * rows
+            for segment in layer.segments:
+                if segment.lengths is None:
+                    # heads that share one row of positions get a copy each if other segments have a row for each head
+                    positions, counts = per_head(segment.positions, rows), [segment.tokens] * rows
                 else:
                     # the tokens of ragged heads lie one head after the other
-                    positions, counts = s.positions, s.counts
+                    positions, counts = segment.positions, segment.counts
                 self._positions.append(positions.flatten())
                 for row, tokens in enumerate(counts):
                     self._pieces.append((i, row, tokens))
@@ -85,7 +93,7 @@ class _Rows:
             self.kept.append(kept)
         self.whole = all(set(kept) == {n} for kept in self.kept)
 
-    def occupied(self, pages: int) -> Tensor:
+    def find_occupied(self, pages: int) -> Tensor:
         """Return a mask [layers, rows, pages] of the pages with a kept token. Rows that a layer lacks are empty.
 
         pages: the number of pages that the whole prompt takes.

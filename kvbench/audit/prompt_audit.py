@@ -14,7 +14,7 @@ from kvbench.base.errors import Refused
 from kvbench.kv.model_shape import POSITION_BYTES, CacheShape
 from kvbench.kv.ops import key_heads
 from kvbench.kv.pages import PagesFreed
-from kvbench.kv.segment import LayerCache, storage_bytes
+from kvbench.kv.segment import LayerCache, Segment, storage_bytes
 from kvbench.kv.state import state_bytes
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Block
@@ -100,12 +100,12 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     # numbers of the full cache in the layers that methods compress: keys and values [kv_heads, n, head_dim] each, or
     # keys alone if these are their own values
     tensors = 1 if shape.own_values else 2
-    entries = tensors * n_layers * shape.kv_heads * n * shape.head_dim
-    local, local_overhead = _audit_local_layers(cache, shape, sums.storages)
+    full_numbers = tensors * n_layers * shape.kv_heads * n * shape.head_dim
+    local_numbers, local_overhead = _audit_local_layers(cache, shape, sums.storages)
     states = _audit_states(cache, sums.storages)
-    # what the model itself holds beside the layers that methods compress: its bytes, and those at 16 bits
-    fixed = local * shape.itemsize + states.bytes
-    fixed16 = local * HALF + states.bytes16
+    # the payload that every method has alike, that of local layers and states: as held, and at 16 bits
+    fixed = local_numbers * shape.itemsize + states.bytes
+    fixed16 = local_numbers * HALF + states.bytes16
     if chain.lowrank:
         # latents are one head that all others read
         payload_kv_head, payload_query_head = sums.payload, sums.payload
@@ -119,12 +119,12 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
         nominal=chain.nominal(n),
         payload=sums.payload + fixed,
         overhead=sums.overhead + local_overhead,
-        full_bytes=entries * shape.itemsize + fixed,
+        full_bytes=full_numbers * shape.itemsize + fixed,
         payload_kv_head=payload_kv_head + fixed,
         payload_query_head=payload_query_head + fixed,
         payload16=sums.payload16 + fixed16,
         overhead16=sums.overhead16 + local_overhead,
-        full16=entries * HALF + fixed16,
+        full16=full_numbers * HALF + fixed16,
         pages_freed=pages_freed(cache.layers, n),
     )
 
@@ -151,6 +151,7 @@ def _audit_layer(cache: PromptCache, index: int, shape: CacheShape, sums: _Sums)
             f"{chain.name}: layer {index} holds {payload} payload bytes for {_describe_counts(counts)} "
             f"tokens per head, the formula says {declared_payload:g}"
         )
+    # some methods keep the layer's last queries
     queries = chain.observed_bytes(n, layer.query_heads, shape.head_dim, shape.itemsize)
     declared_overhead = overhead_formula(layer, blocks) + queries
     if overhead != declared_overhead:
@@ -215,9 +216,9 @@ def _audit_states(cache: PromptCache, storage_addresses: set[int]) -> _States:
     tensors: list[torch.Tensor] = []
     bytes16 = 0
     for number, state in enumerate(cache.states):
-        for t in state.tensors():
-            _check_owned(f"the model: state {number}", t, storage_addresses)
-            tensors.append(t)
+        for tensor in state.tensors():
+            _check_owned(f"the model: state {number}", tensor, storage_addresses)
+            tensors.append(tensor)
         bytes16 += state_bytes(*state.counts, HALF)
     return _States(storage_bytes(tensors), bytes16)
 
@@ -269,18 +270,8 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
         raise Refused(f"{name}: layer {index} says that it has read {layer.seen} tokens, the prompt has {n}")
     if layer.stored_heads != heads:
         raise Refused(f"{name}: layer {index} stores {layer.stored_heads} heads, the method declares {heads}")
-    for segment in layer.segments:
-        # keys and values of this segment, counted in tokens: the exact ones, and the packed ones before them
-        keys, values = segment.k.shape[1], segment.v.shape[1]
-        if segment.codes is not None:
-            keys += segment.codes.k.shape[1]
-            values += segment.codes.v.shape[1]
-        # the lengths of ragged heads must add up to the tokens stored one after the other
-        lengths_differ = segment.lengths is not None and int(segment.lengths.sum()) != keys
-        # if query heads share logits, keys may have fewer heads than values
-        heads_differ = segment.k.shape[0] != segment.v.shape[0] and segment.leads is None
-        if values != keys or heads_differ or segment.positions.shape[1] != keys or lengths_differ:
-            raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
+    if not all(_has_equal_lengths(segment) for segment in layer.segments):
+        raise Refused(f"{name}: layer {index} holds keys, values and positions of different lengths")
     # Heads of equal numbers are checked in one tensor, which saves a GPU most of the waiting. If that check fails, the
     # loop below names the head.
     even_positions = layer.even_positions()
@@ -296,6 +287,22 @@ def check_positions(name: str, layer: LayerCache, index: int, n: int, heads: int
                 f"{name}: layer {index}, head {head} does not hold distinct prompt positions 0..{n - 1} in order"
             )
     return [len(positions) for positions in positions_by_head]
+
+
+def _has_equal_lengths(segment: Segment) -> bool:
+    """Return True if a segment has as many values and positions as keys, in as many heads."""
+    # counted in tokens: the exact keys and values, and the packed ones before them
+    keys, values = segment.k.shape[1], segment.v.shape[1]
+    if segment.codes is not None:
+        keys += segment.codes.k.shape[1]
+        values += segment.codes.v.shape[1]
+    if values != keys or segment.positions.shape[1] != keys:
+        return False
+    # the lengths of ragged heads must add up to the tokens stored one after the other
+    if segment.lengths is not None and int(segment.lengths.sum()) != keys:
+        return False
+    # if query heads share logits, keys may have fewer heads than values
+    return segment.k.shape[0] == segment.v.shape[0] or segment.leads is not None
 
 
 def _are_in_order(positions: torch.Tensor, n: int) -> bool:
@@ -317,16 +324,18 @@ def check_sharing(chain: Chain, layer: LayerCache, index: int, n_layers: int, kv
     # all segments of a layer have the same leading heads
     first_segment = layer.segments[0]
     leads = first_segment.leads
+    # without shared logits every query head leads itself
     leading = len(leads.unique()) if leads is not None else layer.query_heads
     if leading != declared:
         raise Refused(
             f"{chain.name}: layer {index} computes the logits of {leading} query heads, the method declares {declared}"
         )
-    if leads is not None and first_segment.k.shape[0] != len(key_heads(leads, heads)):
-        raise Refused(
-            f"{chain.name}: layer {index} holds keys of {first_segment.k.shape[0]} heads, "
-            f"{len(key_heads(leads, heads))} are read"
-        )
+    if leads is None:
+        return
+    stored_heads = first_segment.k.shape[0]
+    read_heads = len(key_heads(leads, heads))
+    if stored_heads != read_heads:
+        raise Refused(f"{chain.name}: layer {index} holds keys of {stored_heads} heads, {read_heads} are read")
 
 
 def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> None:
@@ -336,16 +345,17 @@ def check_storages(name: str, layer: LayerCache, index: int, seen: set[int]) -> 
     index: the layer's number.
     seen: collects the addresses of storages over the layers of a cache.
     """
-    for kind, t in _describe_tensors(layer):
-        _check_owned(f"{name}: layer {index}: {kind}", t, seen)
+    for description, tensor in _describe_tensors(layer):
+        _check_owned(f"{name}: layer {index}: {description}", tensor, seen)
 
 
-def _check_owned(tensor_name: str, t: torch.Tensor, seen: set[int]) -> None:
+def _check_owned(tensor_name: str, tensor: torch.Tensor, seen: set[int]) -> None:
     """Raise Refused unless a tensor owns its storage. ``seen`` collects the addresses of all storages so far."""
-    storage = t.untyped_storage()
-    if storage.nbytes() > t.nbytes:
+    storage = tensor.untyped_storage()
+    if storage.nbytes() > tensor.nbytes:
         raise Refused(
-            f"{tensor_name} shows {t.nbytes} bytes but is a view that keeps {storage.nbytes()} alive: nothing is saved"
+            f"{tensor_name} shows {tensor.nbytes} bytes but is a view that keeps {storage.nbytes()} alive: "
+            "nothing is saved"
         )
     # a tensor without elements has no storage to share, and address 0
     if storage.nbytes() and storage.data_ptr() in seen:
@@ -355,13 +365,13 @@ def _check_owned(tensor_name: str, t: torch.Tensor, seen: set[int]) -> None:
 
 def _describe_tensors(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (description for messages, tensor) of every tensor that a layer stores."""
-    for t in layer.of_layer():
-        yield "a tensor of the layer (heads that copy others, last queries)", t
-    for i, s in enumerate(layer.segments):
-        for t in s.payload():
-            yield f"a payload tensor of segment {i}", t
-        for t in s.overhead():
-            yield f"an overhead tensor of segment {i}", t
+    for tensor in layer.of_layer():
+        yield "a tensor of the layer (heads that copy others, last queries)", tensor
+    for i, segment in enumerate(layer.segments):
+        for tensor in segment.payload():
+            yield f"a payload tensor of segment {i}", tensor
+        for tensor in segment.overhead():
+            yield f"an overhead tensor of segment {i}", tensor
 
 
 def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
@@ -382,7 +392,8 @@ def payload_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
 
 def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
     """Return the declared overhead bytes of a layer as it is stored. ``blocks`` are the blocks of each head."""
-    shared = all(s.positions.shape[0] == 1 and s.lengths is None for s in layer.segments)
+    # all heads use one row of positions
+    shared = all(segment.positions.shape[0] == 1 and segment.lengths is None for segment in layer.segments)
     # ragged segments store the length of each head, and packed ones the counts of its packed keys and values
     count_tensors: list[torch.Tensor | None] = []
     # each of these tensors has an id for every query head: the head it copies, or whose logits it takes
@@ -392,8 +403,8 @@ def overhead_formula(layer: LayerCache, blocks: list[list[Block]]) -> int:
         id_tensors.append(segment.leads)
         if segment.codes is not None:
             count_tensors += [segment.codes.k_counts, segment.codes.v_counts]
-    stored_count_tensors = len([t for t in count_tensors if t is not None])
-    stored_id_tensors = len([t for t in id_tensors if t is not None])
+    stored_count_tensors = sum(tensor is not None for tensor in count_tensors)
+    stored_id_tensors = sum(tensor is not None for tensor in id_tensors)
     return overhead_bytes(blocks, shared, stored_count_tensors, named_heads=layer.query_heads * stored_id_tensors)
 
 

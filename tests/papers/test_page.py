@@ -74,14 +74,14 @@ def test_shades_are_the_share_of_layers_and_heads():
 
 def test_text_from_data_cannot_become_markup():
     evil = "</script><img src=x onerror=alert(1)>"
-    text = page.build_page(evil, [("a", evil, page.sortable_table([evil], [[evil]], ["x"]))], [{"tokens": [evil]}])
+    text = page.build_page(evil, [("a", evil, page.render_sortable([evil], [[evil]], ["x"]))], [{"tokens": [evil]}])
     assert "<img" not in text
     assert text.count("</script>") == 2
     assert data_of(text) == [{"tokens": [evil]}]
 
 
 def test_columns_of_numbers_stand_right_and_long_texts_are_wrapped():
-    text = page.sortable_table(["n", "id", "why"], [["−1.5", "a/2", "x" * 40], ["1,200", "b", ""]])
+    text = page.render_sortable(["n", "id", "why"], [["−1.5", "a/2", "x" * 40], ["1,200", "b", ""]])
     assert text.count('<td class="number">') == text.count('<td class="short">') == text.count('<td class="text">') == 2
 
 
@@ -91,7 +91,7 @@ def test_figures_say_what_they_show_and_what_is_here(tmp_path):
     committed = Path(__file__).parents[2] / "results" / "figures" / "think"
     for kind in ("png", "csv"):
         (folder / f"fig3b.{kind}").write_bytes((committed / f"fig3b.{kind}").read_bytes())
-    text = page.figures_as_html(registry.read_drawn(tmp_path))
+    text = page.render_figures(registry.read_drawn(tmp_path))
     assert "think/fig3b: memory against batch size" in text
     assert "<b>Here</b> One sequence of 497 tokens: full" in text
     assert "<b>The paper</b> KIVI alone allows four times the batch" in text

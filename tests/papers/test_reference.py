@@ -14,7 +14,7 @@ def entry(paper, number):
 
 
 def test_every_value_of_every_preset_is_there_with_its_source():
-    page = reference.markdown(catalogue.choose_papers("all"))
+    page = reference.write_markdown(catalogue.choose_papers("all"))
     names = {paper.preset for paper in catalogue.choose_papers("all")} - {""}
     assert names == {*presets.available()} - {"kvpress"}  # which is no paper's
     for name in names:

@@ -253,10 +253,10 @@ def test_rows_that_failed_are_an_error_with_its_reason(tmp_path, capsys):
 
 def test_the_report_shows_them(results):
     table = table_spec.load("think", "10")
-    text = html_tables.table_as_html(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.render_table(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "0.75×" in text and "OOM" in text and "CPU a processor" in text
     records.append_rows(results / "gpu" / "think10.jsonl", think10("llama2-7b", "160+338x300", device="a GPU"))
-    text = html_tables.table_as_html(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
+    text = html_tables.render_table(build_view(our_table.prepare(table, "tiny", [f"results={results}"])))
     assert "on a GPU" in text and "CPU a processor" not in text
 
 

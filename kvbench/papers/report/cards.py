@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from kvbench.report import listing, verdict
 from kvbench.report.data import CellResult, ReportColumn, ReportData, ReportRow
@@ -24,6 +25,7 @@ from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics import metric
 
 FULL = "full"
+"""The label of the full cache's results."""
 WIDTH, HEIGHT = 560, 300
 """The size of the picture in SVG units, which scale with the page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
@@ -61,11 +63,65 @@ class _Point:
     ci: tuple[float, float] | None
 
 
+@dataclass(frozen=True)
+class _Axes:
+    """The picture's axes, which both begin at 0.
+
+    widest: the size in per cent at the right end.
+    top: the score at the upper end.
+    """
+
+    widest: int
+    top: int
+
+    def x(self, size: float) -> float:
+        """Return the picture's horizontal coordinate of a size in per cent."""
+        return LEFT + (WIDTH - LEFT - RIGHT) * size / self.widest
+
+    def y(self, score: float) -> float:
+        """Return the picture's vertical coordinate of a score, which SVG counts from the top."""
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - max(0.0, score) / self.top)
+
+
+class _Box(NamedTuple):
+    """An area of the picture that no number may cover, in SVG's coordinates, which grow to the right and down."""
+
+    left: float
+    right: float
+    upper: float
+    lower: float
+
+    def meets(self, other: _Box) -> bool:
+        """Return True if two areas overlap. They do not if one ends before the other begins, across or down."""
+        apart_across = self.right <= other.left or other.right <= self.left
+        apart_down = self.lower <= other.upper or other.lower <= self.upper
+        return not (apart_across or apart_down)
+
+
 def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
     """Return the verdicts on all stored methods that can be compared with a full cache, sorted by model and dataset."""
-    # outer keys: model, dataset and prompt; inner keys: the identity without its chain, and then the method's label.
-    # results under one inner key differ in the method alone
-    comparable: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
+    sets = []
+    for (model, family, _), groups in _group_comparable(store).items():
+        cells_by_task: dict[str, Mapping[str, listing.StoredCell]] = {}
+        for cells in groups:
+            # all cells of a group are of one task
+            task = next(iter(cells.values())).record.column
+            # if a task was measured under several settings, take the settings that most methods share
+            if FULL in cells and len(cells) > len(cells_by_task.get(task, {})):
+                cells_by_task[task] = cells
+        verdict_set = _judge_dataset(store, model, family, cells_by_task)
+        if verdict_set is not None:
+            sets.append(verdict_set)
+    return sorted(sets, key=lambda verdict_set: (verdict_set.model, verdict_set.dataset))
+
+
+def _group_comparable(store: ResultStore) -> dict[tuple[str, str, str], list[dict[str, listing.StoredCell]]]:
+    """Return groups of stored results by (model, dataset, prompt). The results of a group differ in the method alone.
+
+    A group is a mapping from the method's label to its result.
+    """
+    # the inner keys are identities without their chains: results under one inner key make a group
+    groups: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
     for cell in listing.list_cells(store, {}):
         identity = cell.record.identity
         # a result that was imported from another program has no chain in its identity
@@ -77,30 +133,18 @@ def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
         same_but_chain = json.dumps(other_parts, sort_keys=True)
         # a column is named dataset/task, with swept options behind a space
         family = cell.record.column.partition("/")[0].partition(" ")[0]
-        cells_by_identity = comparable.setdefault((cell.record.model, family, prompt), {})
-        cells_by_identity.setdefault(same_but_chain, {})[cell.label] = cell
-    sets = []
-    for (model, family, _), cells_by_identity in comparable.items():
-        by_column: dict[str, dict[str, listing.StoredCell]] = {}
-        for cells in cells_by_identity.values():
-            # all cells of one identity are of one task
-            column = next(iter(cells.values())).record.column
-            # if a task was measured under several settings, take the settings that most methods share
-            if FULL in cells and len(cells) > len(by_column.get(column, {})):
-                by_column[column] = cells
-        verdict_set = _judge_dataset(store, model, family, by_column)
-        if verdict_set is not None:
-            sets.append(verdict_set)
-    return sorted(sets, key=lambda verdict_set: (verdict_set.model, verdict_set.dataset))
+        groups_by_identity = groups.setdefault((cell.record.model, family, prompt), {})
+        groups_by_identity.setdefault(same_but_chain, {})[cell.label] = cell
+    return {key: list(groups_by_identity.values()) for key, groups_by_identity in groups.items()}
 
 
 def _judge_dataset(
-    store: ResultStore, model: str, family: str, by_column: Mapping[str, Mapping[str, listing.StoredCell]]
+    store: ResultStore, model: str, family: str, cells_by_task: Mapping[str, Mapping[str, listing.StoredCell]]
 ) -> VerdictSet | None:
     """Return the verdicts on the methods of one dataset, or None if no method has a verdict.
 
     family: the dataset's name.
-    by_column: the results of each task, by the method's label. Each task has a result of the full cache.
+    cells_by_task: the results of each task, by the method's label. Each task has a result of the full cache.
     """
     # the keys are the methods' labels in order
     labels: dict[str, None] = {}
@@ -108,7 +152,7 @@ def _judge_dataset(
     samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
     columns = []
     counts: set[int] = set()
-    for task, cells in by_column.items():
+    for task, cells in cells_by_task.items():
         labels |= dict.fromkeys(cells)
         samples_of[task] = {}
         for label, cell in cells.items():
@@ -119,28 +163,11 @@ def _judge_dataset(
         if full.summary is not None:
             # verdicts need neither the category of a task nor its floor
             columns.append(ReportColumn(task, full.summary.metric, category="", floor=False))
-    # tasks that the full cache has not answered are left out: there is nothing to compare with
-    names = [column.task for column in columns]
-    rows = []
     # the full cache comes first, since the verdicts below skip the first row
     labels_in_order = [FULL]
     labels_in_order += [label for label in labels if label != FULL]
-    for label in labels_in_order:
-        cells_of_row = []
-        for report_column in columns:
-            task = report_column.task
-            cells_of_row.append(_entry_of_result(by_column[task].get(label), report_column, samples_of[task]))
-        summaries = [cell.summary for cell in cells_of_row if cell.summary is not None]
-        means = None
-        if summaries:
-            # the full cache is not compared with itself
-            full_scores = None
-            if label != FULL:
-                full_scores = [_known_scores(samples_of[name].get(FULL, {})) for name in names]
-            own_scores = [_known_scores(samples_of[name].get(label, {})) for name in names]
-            means = summarise_row(summaries, own_scores, full_scores)
-        # verdicts do not depend on whether a method evicts tokens
-        rows.append(ReportRow(label, evicts=False, cells=tuple(cells_of_row), means=means, is_full=label == FULL))
+    # tasks that the full cache has not answered have no column: there is nothing to compare with
+    rows = [_make_row(label, columns, cells_by_task, samples_of) for label in labels_in_order]
     report = ReportData(
         model=model,
         settings="",
@@ -154,11 +181,39 @@ def _judge_dataset(
     verdicts = tuple((method_verdict, row) for method_verdict, row in pairs if method_verdict.outcome)
     if not verdicts:
         return None
-    dataset = names[0] if len(names) == 1 else f"{len(names)} tasks of {family}"
+    dataset = f"{len(columns)} tasks of {family}"
+    if len(columns) == 1:
+        dataset = columns[0].task
     return VerdictSet(model, dataset, examples=f"n = {range_text(counts)} a task", report=report, verdicts=verdicts)
 
 
-def _entry_of_result(
+def _make_row(
+    label: str,
+    columns: Sequence[ReportColumn],
+    cells_by_task: Mapping[str, Mapping[str, listing.StoredCell]],
+    samples_of: Mapping[str, Mapping[str, Mapping[str, Sample]]],
+) -> ReportRow:
+    """Return the row of one method, or of the full cache: a cell for each of ``columns``, and the means over them.
+
+    cells_by_task, samples_of: the results and their samples, by task and the method's label.
+    """
+    cells = []
+    for column in columns:
+        cells.append(_report_result(cells_by_task[column.task].get(label), column, samples_of[column.task]))
+    summaries = [cell.summary for cell in cells if cell.summary is not None]
+    means = None
+    if summaries:
+        # the full cache is not compared with itself
+        full_scores = None
+        if label != FULL:
+            full_scores = [_read_known_scores(samples_of[column.task].get(FULL, {})) for column in columns]
+        own_scores = [_read_known_scores(samples_of[column.task].get(label, {})) for column in columns]
+        means = summarise_row(summaries, own_scores, full_scores)
+    # verdicts do not depend on whether a method evicts tokens
+    return ReportRow(label, evicts=False, cells=tuple(cells), means=means, is_full=label == FULL)
+
+
+def _report_result(
     cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
 ) -> CellResult:
     """Return a stored result as a cell of a report. Without a result (None) the cell has the status ``missing``.
@@ -187,12 +242,12 @@ def _entry_of_result(
     )
 
 
-def _known_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
+def _read_known_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
     """Return the scores by example id, without examples that have no score."""
     return {example: float(sample.score) for example, sample in samples.items() if sample.score is not None}
 
 
-def render(sets: Sequence[VerdictSet]) -> str:
+def render_cards(sets: Sequence[VerdictSet]) -> str:
     """Return the cards and pictures of all sets as HTML."""
     if not sets:
         return "<p>No method stands beside the full cache yet: kvbench run method=snapkv.</p>"
@@ -201,39 +256,39 @@ def render(sets: Sequence[VerdictSet]) -> str:
 
 def _render_set(verdict_set: VerdictSet) -> str:
     """Return one model's verdicts on one dataset as HTML: a heading, a picture, and a card for each method."""
-    cards = []
-    points = _sized_methods(verdict_set)
+    points = _list_points(verdict_set)
     # the number of each method's point in the picture
     numbers = {point.name: i for i, point in enumerate(points, start=1)}
-
-    def number_of(pair: tuple[MethodVerdict, ReportRow]) -> int:
-        # methods without a point come last
-        return numbers.get(pair[0].method, len(numbers) + 1)
-
-    for method_verdict, _ in sorted(verdict_set.verdicts, key=number_of):
-        method, size, tokens, score, difference, divergence, outcome = method_verdict.texts()
-        # ``texts`` puts the options of a method below its name
-        name, _, options = method.partition("\n")
-        start = ""
-        if method_verdict.method in numbers:
-            start = f"<b>{numbers[method_verdict.method]}</b> "
-        lines = []
-        if size:
-            lines.append(f'<p class="size">{html.escape(size)}</p>')
-        for text in (score, difference, tokens, divergence):
-            if text:
-                lines.append(f"<p>{html.escape(text)}</p>")
-        css_class = LEVELS.get(outcome.split()[0], "open")
-        cards.append(
-            f'<article class="card {css_class}"><h4>{start}{html.escape(name)}</h4>'
-            f"<p>{html.escape(options)}</p>{''.join(lines)}"
-            f'<p class="outcome">{html.escape(outcome)}</p></article>'
-        )
+    verdicts = [method_verdict for method_verdict, _ in verdict_set.verdicts]
+    # methods without a point come last
+    verdicts.sort(key=lambda method_verdict: numbers.get(method_verdict.method, len(numbers) + 1))
+    cards = [_render_card(method_verdict, numbers.get(method_verdict.method)) for method_verdict in verdicts]
     heading = html.escape(f"{verdict_set.model} on {verdict_set.dataset}, {verdict_set.examples}")
-    return f'<h3>{heading}</h3>{_picture(verdict_set, points)}<div class="cards">{"".join(cards)}</div>'
+    return f'<h3>{heading}</h3>{_draw_picture(verdict_set, points)}<div class="cards">{"".join(cards)}</div>'
 
 
-def _sized_methods(verdict_set: VerdictSet) -> list[_Point]:
+def _render_card(method_verdict: MethodVerdict, number: int | None) -> str:
+    """Return a method's card as HTML. ``number`` is that of its point in the picture, None without a point."""
+    method, size, tokens, score, difference, divergence, outcome = method_verdict.texts()
+    # ``texts`` puts the options of a method below its name
+    name, _, options = method.partition("\n")
+    start = "" if number is None else f"<b>{number}</b> "
+    lines = []
+    if size:
+        lines.append(f'<p class="size">{html.escape(size)}</p>')
+    for text in (score, difference, tokens, divergence):
+        if text:
+            lines.append(f"<p>{html.escape(text)}</p>")
+    first_word, *_ = outcome.split()
+    css_class = LEVELS.get(first_word, "open")
+    return (
+        f'<article class="card {css_class}"><h4>{start}{html.escape(name)}</h4>'
+        f"<p>{html.escape(options)}</p>{''.join(lines)}"
+        f'<p class="outcome">{html.escape(outcome)}</p></article>'
+    )
+
+
+def _list_points(verdict_set: VerdictSet) -> list[_Point]:
     """Return a point for each method with a score and a size, the smallest size first."""
     points = []
     for method_verdict, row in verdict_set.verdicts:
@@ -243,7 +298,7 @@ def _sized_methods(verdict_set: VerdictSet) -> list[_Point]:
     return sorted(points, key=lambda point: point.size)
 
 
-def _picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
+def _draw_picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
     """Return a picture of scores against sizes as SVG, in a figure of HTML.
 
     Return '' for scores without a fixed scale, such as perplexities, without points, and without a score of the full
@@ -257,53 +312,23 @@ def _picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
         return ""
     full_score = full.means.score_mean
     # the upper end of everything that is drawn
-    ends = [full_score]
+    upper_ends = [full_score]
     for point in points:
-        ends.append(point.ci[1] if point.ci else point.score)
+        _, upper_end = point.ci or (point.score, point.score)
+        upper_ends.append(upper_end)
     # scores begin at 0, so that a small difference looks small; both axes end at a ten
-    top = max(10, 10 * math.ceil(max(ends) / 10))
-    widest = max(100, 10 * math.ceil(max(point.size for point in points) / 10))
-
-    def x(size: float) -> float:
-        """Return the picture's horizontal coordinate of a size in per cent."""
-        return LEFT + (WIDTH - LEFT - RIGHT) * size / widest
-
-    def y(score: float) -> float:
-        """Return the picture's vertical coordinate of a score, which SVG counts from the top. The axis begins at 0."""
-        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - max(0.0, score) / top)
-
-    parts = []
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        parts.append(_svg_text(x(share * widest), HEIGHT - BOTTOM + 16, f"{share * widest:.0f}", "middle"))
-        parts.append(_svg_text(LEFT - 6, y(share * top) + 4, f"{share * top:.0f}", "end"))
-        parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(share * top):.1f}" y2="{y(share * top):.1f}"/>'
-        )
-    parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
-    full_y = f"{y(full_score):.1f}"
-    parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{full_y}" y2="{full_y}"/>')
-    # the label of the line stands at the right end, where few methods have a point
-    parts.append(_svg_text(WIDTH - RIGHT, y(full_score) - 4, f"full {full_score:.1f}", "end"))
+    axes = _Axes(
+        widest=max(100, 10 * math.ceil(max(point.size for point in points) / 10)),
+        top=max(10, 10 * math.ceil(max(upper_ends) / 10)),
+    )
+    parts = _draw_axes(axes, full_score)
     front = find_front(points)
     if front:
-        path = " ".join(f"{x(point.size):.1f},{y(point.score):.1f}" for point in front)
+        path = " ".join(f"{axes.x(point.size):.1f},{axes.y(point.score):.1f}" for point in front)
         parts.append(f'<polyline class="front" points="{path}"/>')
-    places = [(x(point.size), y(point.score)) for point in points]
-    for (px, py), point in zip(places, points, strict=True):
-        look = look_of(" ".join(point.name.split()))
-        color = look.color
-        if point.ci is not None:
-            parts.append(
-                f'<line class="bar" style="stroke:{color}" x1="{px:.1f}" x2="{px:.1f}" '
-                f'y1="{y(point.ci[0]):.1f}" y2="{y(point.ci[1]):.1f}"/>'
-            )
-        # as in the figures, a combination has the colour of its first method and is hollow
-        filling = "var(--bg)" if look.hollow else color
-        parts.append(
-            f'<circle style="fill:{filling};stroke:{color}" cx="{px:.1f}" cy="{py:.1f}" r="4">'
-            f"<title>{html.escape(point.name)}</title></circle>"
-        )
-    parts += _number_texts(places)
+    for point in points:
+        parts += _draw_point(point, axes)
+    parts += _place_numbers([(axes.x(point.size), axes.y(point.score)) for point in points])
     caption = (
         "Mean score by size. Bars are 95 % intervals, and numbers are those of the cards. A colour is a method, and a "
         "hollow point is a combination."
@@ -317,7 +342,44 @@ def _picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
     return f'<figure class="pareto">{drawing}<figcaption>{caption}</figcaption></figure>'
 
 
-def _number_texts(places: Sequence[tuple[float, float]]) -> list[str]:
+def _draw_axes(axes: _Axes, full_score: float) -> list[str]:
+    """Return the grid with its numbers, the label of the axis of sizes, and the line of the full cache, as SVG."""
+    parts = []
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        size, score = share * axes.widest, share * axes.top
+        parts.append(_svg_text(axes.x(size), HEIGHT - BOTTOM + 16, f"{size:.0f}", "middle"))
+        parts.append(_svg_text(LEFT - 6, axes.y(score) + 4, f"{score:.0f}", "end"))
+        grid_y = f"{axes.y(score):.1f}"
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{grid_y}" y2="{grid_y}"/>')
+    parts.append(_svg_text((WIDTH + LEFT) / 2, HEIGHT - 8, "size, % of the full cache (16 bits)", "middle"))
+    full_y = f"{axes.y(full_score):.1f}"
+    parts.append(f'<line class="full" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{full_y}" y2="{full_y}"/>')
+    # the label of the line stands at the right end, where few methods have a point
+    parts.append(_svg_text(WIDTH - RIGHT, axes.y(full_score) - 4, f"full {full_score:.1f}", "end"))
+    return parts
+
+
+def _draw_point(point: _Point, axes: _Axes) -> list[str]:
+    """Return a method's point as SVG, with a bar for the interval of its score if there is one."""
+    parts = []
+    x, y = axes.x(point.size), axes.y(point.score)
+    look = look_of(" ".join(point.name.split()))
+    if point.ci is not None:
+        low, high = point.ci
+        parts.append(
+            f'<line class="bar" style="stroke:{look.color}" x1="{x:.1f}" x2="{x:.1f}" '
+            f'y1="{axes.y(low):.1f}" y2="{axes.y(high):.1f}"/>'
+        )
+    # as in the figures, a combination has the colour of its first method and is hollow
+    filling = "var(--bg)" if look.hollow else look.color
+    parts.append(
+        f'<circle style="fill:{filling};stroke:{look.color}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
+        f"<title>{html.escape(point.name)}</title></circle>"
+    )
+    return parts
+
+
+def _place_numbers(places: Sequence[tuple[float, float]]) -> list[str]:
     """Return the numbers of the points as SVG texts, each at the first of PLACES where it covers no point or number.
 
     A number without a free position is left out. The reader still finds the method in the title of its point.
@@ -325,19 +387,19 @@ def _number_texts(places: Sequence[tuple[float, float]]) -> list[str]:
     places: the coordinates (x, y) of each point.
     """
     texts = []
-    # (left, right, upper, lower) end of each area that may not be covered: a point has a radius of 4
-    taken = [(px - 4, px + 4, py - 4, py + 4) for px, py in places]
-    for number, (px, py) in enumerate(places, start=1):
+    # a point has a radius of 4
+    taken = [_Box(left=x - 4, right=x + 4, upper=y - 4, lower=y + 4) for x, y in places]
+    for number, (x, y) in enumerate(places, start=1):
         # a digit is about 7 units wide and 9 high
-        wide = 7.0 * len(str(number))
+        width = 7.0 * len(str(number))
+        # the anchor is the part of the text that stands at the coordinates
+        before_anchor = {"start": 0.0, "middle": width / 2, "end": width}
         for across, down, anchor in PLACES:
-            # the anchor is the part of the text that stands at the coordinates
-            left = px + across - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
-            box = (left, left + wide, py + down - 9, py + down)
-            # two areas do not meet if one ends before the other begins, across or down
-            if all(box[1] <= b[0] or b[1] <= box[0] or box[3] <= b[2] or b[3] <= box[2] for b in taken):
+            left = x + across - before_anchor[anchor]
+            box = _Box(left, left + width, upper=y + down - 9, lower=y + down)
+            if not any(box.meets(other) for other in taken):
                 taken.append(box)
-                texts.append(_svg_text(px + across, py + down, str(number), anchor))
+                texts.append(_svg_text(x + across, y + down, str(number), anchor))
                 break
     return texts
 
@@ -353,9 +415,15 @@ def find_front(points: Sequence[_Point]) -> list[_Point]:
         if not front or point.score > front[-1].score:
             front.append(point)
     for lower, upper in pairwise(front):
-        if lower.ci is None or upper.ci is None or lower.ci[1] >= upper.ci[0]:
+        if lower.ci is None or upper.ci is None:
             return []
-    return front if len(front) > 1 else []
+        _, end_of_lower = lower.ci
+        start_of_upper, _ = upper.ci
+        if end_of_lower >= start_of_upper:
+            return []
+    if len(front) < 2:
+        return []
+    return front
 
 
 def _svg_text(x: float, y: float, text: str, anchor: str) -> str:

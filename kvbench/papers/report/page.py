@@ -27,6 +27,7 @@ from kvbench.report.table import Table
 from kvbench.store.labels import explain_budgets
 
 HERE = Path(__file__).parent
+"""The folder of page.css and page.js."""
 # the page may fetch nothing: its pictures, styles and scripts are all inline
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 NAMED = 3
@@ -169,15 +170,16 @@ class ReportPage:
         """Return the report as one HTML page."""
         # the user's own numbers come first
         sections = [
-            ("verdicts", "Verdicts", cards.render(self.verdicts)),
-            ("runs", "Your runs", self._runs()),
-            ("samples", "Examples", sample_browser(len(self.samples))),
+            ("verdicts", "Verdicts", cards.render_cards(self.verdicts)),
+            ("runs", "Your runs", self._render_runs()),
+            ("samples", "Examples", render_sample_browser(len(self.samples))),
         ]
         if self.papers:
-            sections += self._paper_sections()
-        return build_page(f"kvbench: KV-cache compression, {self._title()}", sections, self.samples, self._lead())
+            sections += self._render_paper_sections()
+        title = f"kvbench: KV-cache compression, {self._write_title()}"
+        return build_page(title, sections, self.samples, self._write_lead())
 
-    def _title(self) -> str:
+    def _write_title(self) -> str:
         """Return the words in the page's title: the models of the user's runs, and the papers if it shows any."""
         # lines of other folders may be about other models than the report's
         models = list(dict.fromkeys(str(run.get("model")) for run in self.runs))
@@ -191,7 +193,7 @@ class ReportPage:
             return runs
         return f"{runs}, and five papers beside {self.model}"
 
-    def _lead(self) -> list[str]:
+    def _write_lead(self) -> list[str]:
         """Return the first lines of the page: counts of its contents, and how to read them."""
         counts = f"{len(self.runs)} results of your runs, {len(self.samples)} single example"
         if len(self.samples) != 1:
@@ -216,36 +218,46 @@ class ReportPage:
         lines.append("Click a column's head to sort.")
         return lines
 
-    def _paper_sections(self) -> list[tuple[str, str, str]]:
+    def _render_paper_sections(self) -> list[tuple[str, str, str]]:
         """Return (id, heading, HTML) of each section on the papers."""
         heads = ("table", "row", "value", "printed", "recomputed", "weight", "why")
         findings = []
-        for f in self.audit:
+        for finding in self.audit:
             # a finding about a statement has the statement as its row: do not show it twice
-            printed = f.printed if f.printed != f.row else ""
-            findings.append((f"{f.paper}/{f.table}", f.row, f.cell, printed, f.recomputed, f.weight, f.why))
-        ledgers = "".join(map(ledger_table, self.claims)) or "<p>None yet: kvbench claims.</p>"
+            printed = finding.printed if finding.printed != finding.row else ""
+            findings.append(
+                (
+                    f"{finding.paper}/{finding.table}",
+                    finding.row,
+                    finding.cell,
+                    printed,
+                    finding.recomputed,
+                    finding.weight,
+                    finding.why,
+                )
+            )
+        ledgers = "".join(map(render_ledger, self.claims)) or "<p>None yet: kvbench claims.</p>"
         return [
             ("tables", "Tables", fold_tables((table.paper, table.title, table.content) for table in self.tables)),
-            ("figures", "Figures", figures_as_html(self.figures)),
+            ("figures", "Figures", render_figures(self.figures)),
             ("claims", "Claims", ledgers),
-            ("audit", "Audit", sortable_table(heads, findings)),
-            ("provenance", "Samples behind the tables", self._provenance()),
+            ("audit", "Audit", render_sortable(heads, findings)),
+            ("provenance", "Samples behind the tables", self._render_provenance()),
         ]
 
-    def _runs(self) -> str:
+    def _render_runs(self) -> str:
         """Return the figures of the user's methods, and a table of results for each method, as HTML.
 
         Results that only the papers' tables and claims use come last, in one table.
         """
         if self.own_figures:
-            figures_html = figures_as_html(self.own_figures)
+            figures_html = render_figures(self.own_figures)
         else:
             figures_html = f"<p>No figures yet: {html.escape(OWN_PLOT)}.</p>"
         if not self.runs:
             return f"{figures_html}<p>None.</p>"
-        run_values = [_printed_run(run) for run in self.runs]
-        columns = _filled_columns(run_values)
+        run_values = [_format_run(run) for run in self.runs]
+        columns = _list_filled_columns(run_values)
         own_runs: dict[str, list[dict[str, object]]] = {}
         paper_runs: list[dict[str, object]] = []
         for values in run_values:
@@ -259,9 +271,9 @@ class ReportPage:
         folds = [_fold_runs(method, method_runs, columns) for method, method_runs in own_runs.items()]
         if paper_runs:
             folds.append(_fold_runs("measured for papers' tables and claims", paper_runs, columns))
-        return figures_html + with_filter("".join(folds))
+        return figures_html + add_filter("".join(folds))
 
-    def _provenance(self) -> str:
+    def _render_provenance(self) -> str:
         """Return a table with the provenance of the samples behind the papers' tables, as HTML."""
         measured = [table.measured for table in self.tables if table.measured is not None]
         if not measured:
@@ -274,10 +286,10 @@ class ReportPage:
             cells: list[object] = [samples.table, samples.cells, samples.answers]
             cells.extend(samples.facts.values())
             body.append(cells)
-        return sortable_table(heads, body)
+        return render_sortable(heads, body)
 
 
-def _filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
+def _list_filled_columns(run_values: Sequence[Mapping[str, object]]) -> list[str]:
     """Return the RUN_COLUMNS that at least one run fills. An empty column would only push others out of sight."""
     filled: set[str] = set()
     for values in run_values:
@@ -297,10 +309,10 @@ def _fold_runs(name: str, runs: Sequence[Mapping[str, object]], columns: Sequenc
         body.append([values.get(key) for key in columns])
     results = "result" if len(runs) == 1 else "results"
     summary = html.escape(f"{name}: {len(runs)} {results}")
-    return f"<details><summary>{summary}</summary>{sortable_table(heads, body)}</details>"
+    return f"<details><summary>{summary}</summary>{render_sortable(heads, body)}</details>"
 
 
-def _printed_run(run: Mapping[str, Any]) -> dict[str, object]:
+def _format_run(run: Mapping[str, Any]) -> dict[str, object]:
     """Return the values of RUN_COLUMNS by key for one line of the open format, its numbers as they are printed.
 
     Other values of the line are kept.
@@ -337,10 +349,11 @@ def _format_divergence(divergence: DivergenceRecord) -> str | None:
     interval = divergence.get("ci")
     if not interval:
         return f"{mean:.3g}"
-    return "{:.3g} [{:.2g}, {:.2g}]".format(mean, *interval)
+    low, high = interval
+    return f"{mean:.3g} [{low:.2g}, {high:.2g}]"
 
 
-def ledger_table(content: ledger.Ledger) -> str:
+def render_ledger(content: ledger.Ledger) -> str:
     """Return a model's claims with their verdicts and evidence as HTML."""
     # a row of the table, and the class of its element, for each claim
     body, verdict_classes = [], []
@@ -361,7 +374,7 @@ def ledger_table(content: ledger.Ledger) -> str:
     return (
         f"<h3>{html.escape(title)}</h3><p><b>{html.escape(ledger.tally_verdicts(content))}</b></p>"
         f"<details><summary>How verdicts are made</summary><ul>{notes}</ul></details>"
-        + sortable_table(heads, body, verdict_classes)
+        + render_sortable(heads, body, verdict_classes)
     )
 
 
@@ -379,31 +392,38 @@ def build_page(
     """
     style = (HERE / "page.css").read_text(encoding="utf-8")
     script = (HERE / "page.js").read_text(encoding="utf-8")
-    links = "".join(f'<a href="#{section}">{html.escape(heading)}</a>' for section, heading, _ in sections)
-    buttons = []
-    for view, label in VIEWS:
-        # the page opens with both sides of a cell
-        pressed = "true" if view == "both" else "false"
-        buttons.append(f'<button data-view="{view}" aria-pressed="{pressed}">{label}</button>')
-    views_note = ""
-    if any(section == "tables" for section, _, _ in sections):
-        views_note = f" <span>tables show {''.join(buttons)}</span>"
+    links = ""
     elements = []
+    view_buttons = ""
     for section, heading, content in sections:
+        links += f'<a href="#{section}">{html.escape(heading)}</a>'
         elements.append(f'<section><h2 id="{section}">{html.escape(heading)}</h2>\n{content}</section>')
+        # only the papers' tables have views
+        if section == "tables":
+            view_buttons = _render_view_buttons()
     body = "\n".join(elements)
-    first = "".join(f"<li>{html.escape(line)}</li>" for line in lead)
+    first_lines = "".join(f"<li>{html.escape(line)}</li>" for line in lead)
     # a tag inside the data must not end the element that holds it
     samples = json.dumps(list(data), ensure_ascii=False).replace("<", "\\u003c")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<style>{style}</style></head>\n'
-        f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<ul class="lead">{first}</ul>\n'
-        f'<nav>{links}{views_note} <button id="unfold">open all</button></nav>\n'
+        f'<body class="view-both">\n<h1>{html.escape(title)}</h1>\n<ul class="lead">{first_lines}</ul>\n'
+        f'<nav>{links}{view_buttons} <button id="unfold">open all</button></nav>\n'
         f'{body}\n<script type="application/json" id="samples-data">{samples}</script>\n'
         f"<script>{script}</script>\n</body></html>\n"
     )
+
+
+def _render_view_buttons() -> str:
+    """Return the buttons that switch the views of the papers' tables, as HTML."""
+    buttons = []
+    for view, label in VIEWS:
+        # the page opens with both sides of a cell
+        pressed = "true" if view == "both" else "false"
+        buttons.append(f'<button data-view="{view}" aria-pressed="{pressed}">{label}</button>')
+    return f" <span>tables show {''.join(buttons)}</span>"
 
 
 def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
@@ -423,7 +443,7 @@ def fold_tables(parts: Iterable[tuple[str, str, str]]) -> str:
     return "\n".join(elements)
 
 
-def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
+def render_figures(figure_texts: Sequence[Mapping[str, str]]) -> str:
     """Return figures as HTML: each picture with its captions, folded.
 
     figure_texts: the texts of each figure by key (name, title, Shows, ...), and the path of its ``picture``.
@@ -444,34 +464,36 @@ def figures_as_html(figure_texts: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(elements) or "<p>None yet: kvbench plot.</p>"
 
 
-def sortable_table(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
+def render_sortable(headers: Sequence[str], body: Iterable[Sequence[object]], classes: Iterable[str] = ()) -> str:
     """Return rows of values as an HTML table that the reader can sort. Columns of numbers are aligned to the right.
 
     headers: the heads of the columns.
     body: the values of each row, one for each column.
     classes: the CSS class of each row.
     """
-    texts = tuple(tuple(map(_cell_text, row)) for row in body)
-    # zip of a table without rows gives no columns, so their kinds are set here
-    kinds = [_column_kind(column) for column in zip(*texts, strict=True)] or ["text"] * len(headers)
+    texts = tuple(tuple(map(_format_value, row)) for row in body)
+    kinds = [_classify_column(column) for column in zip(*texts, strict=True)]
+    # zip of a table without rows gives no columns
+    if not texts:
+        kinds = ["text"] * len(headers)
     table = writers.html(Table(tuple(headers), texts), kind="sortable", columns=kinds, rows=list(classes))
     return f'<div class="scroll">{table}</div>'
 
 
-def _cell_text(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a value on one line, or '' for None."""
     if value is None:
         return ""
     return str(value).replace("\n", " ")
 
 
-def with_filter(table: str) -> str:
+def add_filter(table: str) -> str:
     """Return sortable tables as HTML with a search box above them. Typed words hide the rows that lack any of them."""
     box = '<label>Rows with <input type="search" class="filter" placeholder="snapkv needle withheld"></label>'
     return f'<div class="filtered"><p>{box} <span class="count" aria-live="polite"></span></p>{table}</div>'
 
 
-def _column_kind(column: Sequence[str]) -> str:
+def _classify_column(column: Sequence[str]) -> str:
     """Return the kind of a column by its cells: number, short (texts on one line) or text (wrapped lines)."""
     if all(re.fullmatch(r"[+\-−]?[\d,.]*(e-?\d+)?", cell) for cell in column):
         return "number"
@@ -480,7 +502,7 @@ def _column_kind(column: Sequence[str]) -> str:
     return "text"
 
 
-def sample_browser(count: int) -> str:
+def render_sample_browser(count: int) -> str:
     """Return the HTML elements in which the page's script shows the samples, or a sentence if ``count`` is 0."""
     if not count:
         return "<p>No examples were asked for (samples=).</p>"

@@ -66,7 +66,7 @@ class ClaimRow(NamedTuple):
 
 
 def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
-    """Describe in words what can be reproduced of a table or figure, and which models or data kvbench lacks for it."""
+    """Return in words what can be reproduced of a table or figure, and which models or data kvbench lacks for it."""
     if entry.kind == "drawing":
         return "a drawing"
     if entry.kind == "dataset-facts":
@@ -78,20 +78,25 @@ def describe_reproduction(entry: CatalogueEntry, book: Book) -> str:
         parts.append(TIMES)
     # the entries of conf/model by a common spelling: papers write llama-2-7b, kvbench llama2-7b
     our_name_by_id = {model_id(model): model for model in entries("model")}
-    our_models = [our_name_by_id[model_id(name)] for name in entry.model_names if model_id(name) in our_name_by_id]
+    our_models = []
+    # models, methods and datasets of the table that kvbench does not have
+    absent = []
+    for name in entry.model_names:
+        if model_id(name) in our_name_by_id:
+            our_models.append(our_name_by_id[model_id(name)])
+        else:
+            absent.append(name)
     if our_models:
         parts.append(f"with {', '.join(our_models)}")
     else:
         parts.append("with the paper's model")
-    # models, methods and datasets of the table that kvbench does not have
-    absent = [model for model in entry.model_names if model_id(model) not in our_name_by_id]
-    absent += _absent_stages(entry) + _absent_datasets(entry)
+    absent += _list_absent_stages(entry) + _list_absent_datasets(entry)
     if absent:
         parts.append(f"not here: {', '.join(absent)}")
     return "; ".join(parts)
 
 
-def _absent_stages(entry: CatalogueEntry) -> list[str]:
+def _list_absent_stages(entry: CatalogueEntry) -> list[str]:
     """Return the stages of a table's methods that kvbench does not have, sorted."""
     # snapkv+think is a chain of two methods, of which either can be missing
     stages: set[str] = set()
@@ -100,14 +105,14 @@ def _absent_stages(entry: CatalogueEntry) -> list[str]:
     return sorted(stages - {QUANT} - set(registry.available()))
 
 
-def _absent_datasets(entry: CatalogueEntry) -> list[str]:
+def _list_absent_datasets(entry: CatalogueEntry) -> list[str]:
     """Return the datasets of a table's scores that kvbench cannot read, sorted."""
     # columns of bytes and times have no dataset that kvbench would need
     datasets = {cell.dataset for cell in entry.cells if cell.metric in SCORES or cell.metric == "perplexity"}
     return sorted(datasets - {AVERAGE} - set(entries("dataset")) - set(TASKS))
 
 
-def markdown(papers: Sequence[Paper]) -> str:
+def write_markdown(papers: Sequence[Paper]) -> str:
     """Return the reference of papers as a Markdown page: presets with sources, tables and figures, and statements."""
     book = read_published()
     parts = [HEAD]
@@ -117,27 +122,29 @@ def markdown(papers: Sequence[Paper]) -> str:
         if paper.preset:
             preset = f", `preset={paper.preset}`. {presets.about(paper.preset)}"
         parts.append(f"## {paper.title}\n\n{paper.source}{preset}\n")
-        settings = [(s.key, _as_typed(s.value), s.model or "any", s.source) for s in _preset_settings(paper)]
+        settings = []
+        for setting in _read_preset_settings(paper):
+            settings.append((setting.key, _format_value(setting.value), setting.model or "any", setting.source))
         parts += ["### What the preset sets\n", table(("key", "value", "model", "where it comes from"), settings)]
-        entry_rows = [_entry_row(entry, book) for entry in paper.entries]
+        entry_rows = [_make_entry_row(entry, book) for entry in paper.entries]
         parts += ["### Tables, figures and prose\n", table(COLUMNS, entry_rows)]
-        notes = [f"- {_place_name(entry)}: {entry.note}" for entry in paper.entries if entry.note]
+        notes = [f"- {_name_place(entry)}: {entry.note}" for entry in paper.entries if entry.note]
         if notes:
             parts.append("\n".join(notes) + "\n")
-        parts += ["### What it says\n", table(SAYS, list(_claim_rows(paper, book)))]
+        parts += ["### What it says\n", table(SAYS, list(_list_claims(paper, book)))]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def text(papers: Sequence[Paper]) -> str:
+def write_text(papers: Sequence[Paper]) -> str:
     """Return the reference of papers as plain text, WIDTH characters wide, with the same parts as the Markdown page."""
     book = read_published()
     lines = []
     for paper in papers:
         preset = f", preset={paper.preset}" if paper.preset else ""
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
-        for setting in _preset_settings(paper):
+        for setting in _read_preset_settings(paper):
             # all keys of a preset begin alike, which a line of text has no room for
-            line = f"{setting.key.removeprefix('method.')}={_as_typed(setting.value)}"
+            line = f"{setting.key.removeprefix('method.')}={_format_value(setting.value)}"
             line = f"{line:<30} {setting.source}"
             if setting.model:
                 line += f" ({setting.model} only)"
@@ -145,10 +152,10 @@ def text(papers: Sequence[Paper]) -> str:
             lines.append(_wrap_hanging(line, indent=33))
         lines.append("")
         # explain_budgets reads labels, such as "snapkv kv_size=": a word stands for the method
-        for note in explain_budgets(f"preset {setting.key}=" for setting in _preset_settings(paper)):
+        for note in explain_budgets(f"preset {setting.key}=" for setting in _read_preset_settings(paper)):
             lines += [fill(note, WIDTH), ""]
         for entry in paper.entries:
-            row = _entry_row(entry, book)
+            row = _make_entry_row(entry, book)
             line = f"{row.name:<10} {row.kind}: {row.title}"
             if row.cells:
                 line += f"; values: {row.cells}"
@@ -158,7 +165,7 @@ def text(papers: Sequence[Paper]) -> str:
             reproducible = row.reproduction.replace("`", "")
             lines.append(fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent))
         lines.append("")
-        for claim in _claim_rows(paper, book):
+        for claim in _list_claims(paper, book):
             lines.append(_wrap_hanging(f"{claim.verdict:<14} {claim.text} ({claim.place})", indent=17))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -173,20 +180,20 @@ def as_json(paper: Paper) -> dict[str, object]:
         "title": paper.title,
         "source": paper.source,
         "preset": {"name": paper.preset, "about": about},
-        "settings": [asdict(setting) for setting in _preset_settings(paper)],
-        "entries": [_entry_row(entry, book)._asdict() for entry in paper.entries],
-        "statements": [claim._asdict() for claim in _claim_rows(paper, book)],
+        "settings": [asdict(setting) for setting in _read_preset_settings(paper)],
+        "entries": [_make_entry_row(entry, book)._asdict() for entry in paper.entries],
+        "statements": [claim._asdict() for claim in _list_claims(paper, book)],
     }
 
 
-def _preset_settings(paper: Paper) -> tuple[Setting, ...]:
+def _read_preset_settings(paper: Paper) -> tuple[Setting, ...]:
     """Return the settings of a paper's preset. They are empty for a paper without a preset."""
     if not paper.preset:
         return ()
     return presets.settings(paper.preset)
 
 
-def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
+def _make_entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
     """Return the row of one table or figure. For a table it counts the published cells, and those with a flag."""
     cells = ""
     if not entry.is_figure:
@@ -197,7 +204,7 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
         if flagged:
             cells += f" ({', '.join(flagged)})"
     return EntryRow(
-        name=_place_name(entry),
+        name=_name_place(entry),
         kind=entry.kind,
         title=entry.title,
         cells=cells,
@@ -206,19 +213,22 @@ def _entry_row(entry: CatalogueEntry, book: Book) -> EntryRow:
 
 
 def _describe_exact_part(entry: CatalogueEntry, book: Book) -> str:
-    """Describe the part of a table that can be computed without a model.
+    """Return in words the part of a table that can be computed without a model.
 
     If values were recomputed, add how many, and how many of these differ from the printed ones.
     """
     description = f"without a model: {entry.exact}"
-    recomputed = [e for e in recomputed_cells(book) if (e.cell.paper, e.cell.table) == (entry.paper, entry.id)]
+    recomputed = []
+    for value in recomputed_cells(book):
+        if (value.cell.paper, value.cell.table) == (entry.paper, entry.id):
+            recomputed.append(value)
     if recomputed:
-        off = sum(not e.ok for e in recomputed)
+        off = sum(not value.ok for value in recomputed)
         description += f" ({len(recomputed)} values, {off} off)"
     return description
 
 
-def _claim_rows(paper: Paper, book: Book) -> Iterator[ClaimRow]:
+def _list_claims(paper: Paper, book: Book) -> Iterator[ClaimRow]:
     """Yield a paper's statements with their verdicts, without notes and statements about tables."""
     for judgement in judge_statements(book):
         statement = judgement.statement
@@ -227,14 +237,14 @@ def _claim_rows(paper: Paper, book: Book) -> Iterator[ClaimRow]:
             yield ClaimRow(statement.place, statement.text, judgement.verdict)
 
 
-def _place_name(entry: CatalogueEntry) -> str:
+def _name_place(entry: CatalogueEntry) -> str:
     """Return the name of a table or figure in its paper, such as ``figure 3``."""
     if entry.is_figure:
         return f"figure {entry.id.removeprefix('figure')}"
     return name_table(entry.id)
 
 
-def _as_typed(value: object) -> str:
+def _format_value(value: object) -> str:
     """Return a knob's value as a user types it on the command line, such as ``[1,2]``."""
     # YAML ends a lone number or word with a line of three dots
     return yaml.safe_dump(value, default_flow_style=True, width=1000).replace("\n...", "").strip()

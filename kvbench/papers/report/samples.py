@@ -29,16 +29,16 @@ def collect_samples(prepared: RunPlan, per_task: int) -> list[dict[str, object]]
     model = prepared.load_model()
     host = experiment.make_host(prepared, model)
     examples = []
-    # a method that needs calibration must have it to read a prompt
+    # ``bound`` gives methods their calibrations, without which some cannot read a prompt
     for group in prepared.bound(prepared.groups, model, quiet=True):
         for example in group.examples[:per_task]:
             # a text that is scored by its likelihood alone has no answers to show
             if example.scored is None:
-                examples.append(_answered_example(host, prepared, group, example))
+                examples.append(_record_example(host, prepared, group, example))
     return examples
 
 
-def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
+def _record_example(host: Host, prepared: RunPlan, group: Group, example: Example) -> dict[str, object]:
     """Return one example as the page's script reads it: prompt tokens, question, references, and a record a method.
 
     A method's record has its answer, its score and, as ``kept``, one digit for each prompt token: the token's shade.
@@ -53,8 +53,10 @@ def _answered_example(host: Host, prepared: RunPlan, group: Group, example: Exam
     methods = []
     for cell, cache in zip(cells, caches, strict=True):
         sample = prepared.store.samples(cell.id)[example.id]
-        # shades are below 10, so each is one digit
-        digits = "".join(map(str, shade_tokens(cache).tolist())) if cache is not None else ""
+        digits = ""
+        if cache is not None:
+            # shades are below 10, so each is one digit
+            digits = "".join(map(str, shade_tokens(cache).tolist()))
         methods.append(
             {
                 "label": cell.label,
@@ -84,11 +86,13 @@ def shade_tokens(cache: PromptCache) -> Tensor:
 
     The result is a tensor of whole numbers [n] for n prompt tokens.
     """
+    # by token, how many heads keep it
     counts = torch.zeros(cache.seen)
     heads = 0
     for layer in cache.layers:
         for positions in layer.kept_positions():
             counts[positions.long().cpu()] += 1
             heads += 1
-    # round(9 c / H) for a token that c of all layers' H heads keep; a cache without layers has no heads
-    return (counts / max(1, heads) * (LEVELS - 1)).round().long()
+    # the share c / H of a token that c of all layers' H heads keep; a cache without layers has no heads
+    shares = counts / max(1, heads)
+    return (shares * (LEVELS - 1)).round().long()

@@ -15,6 +15,7 @@ from kvbench.papers.measured.grid import format_cells, write_notes, write_title
 from kvbench.papers.report.page import MeasuredTable, ReportPart
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
+from kvbench.plan.run_plan import RunPlan
 from kvbench.report import writers
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -43,8 +44,10 @@ def build_tables(model: str, results: str, samples: Path, arguments: Sequence[st
         for table in tables:
             part = None
             if table.measurable:
-                part = _committed_part(table, model, samples, arguments)
-            report_parts.append(part or _stored_part(table, model, results, arguments))
+                part = _build_committed_part(table, model, samples, arguments)
+            if part is None:
+                part = _build_stored_part(table, model, results, arguments)
+            report_parts.append(part)
             tick("tables", 1)
     return report_parts
 
@@ -63,12 +66,16 @@ def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[s
     for ours in prepared:
         # a table that cannot be run has no results
         if ours.run is not None:
-            for group in ours.run.groups:
-                ids.update(cell.id for cell in group.cells)
+            ids |= _list_cells_of_run(ours.run)
     return ids
 
 
-def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
+def _list_cells_of_run(run: RunPlan) -> set[str]:
+    """Return the ids of all results that a run measures."""
+    return {cell.id for group in run.groups for cell in group.cells}
+
+
+def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
     """Build a table from its committed samples. Return None without such samples, or if all are of other versions.
 
     samples: the folder of the committed samples.
@@ -90,39 +97,36 @@ def _committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequ
         # nothing of the table can be run here, such as for lack of data
         if ours.run is None:
             return None
-        shown_cells: set[str] = set()
-        for group in ours.run.groups:
-            shown_cells.update(cell.id for cell in group.cells)
         # samples of another version of the methods belong to cells that this one does not have
-        if shown_cells.isdisjoint(cells):
+        if _list_cells_of_run(ours.run).isdisjoint(cells):
             return None
-        measured = MeasuredTable(table.id, len(cells), sum(answer_counts), joined_facts(store, cells))
-        return _report_part(build_view(ours), measured)
+        measured = MeasuredTable(table.id, len(cells), sum(answer_counts), join_facts(store, cells))
+        return _make_part(build_view(ours), measured)
 
 
-def _stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
+def _build_stored_part(table: TableSpec, model: str, results: str, arguments: Sequence[str]) -> ReportPart:
     """Build a table from the results that the store in the folder ``results`` has for it."""
     words = [f"results={results}"]
     if table.measurable:
         words.extend(arguments)
-    return _report_part(build_view(our_table.prepare(table, model, words)))
+    return _make_part(build_view(our_table.prepare(table, model, words)))
 
 
-def _report_part(seen: View, measured: MeasuredTable | None = None) -> ReportPart:
-    """Build a table's part of the report from its view ``seen``.
+def _make_part(view: View, measured: MeasuredTable | None = None) -> ReportPart:
+    """Build a table's part of the report from its view.
 
     measured: the samples behind a table whose committed samples are shown; None for any other table.
     """
     return ReportPart(
-        paper=seen.ours.declared.paper,
-        title=write_title(seen),
-        content=table_as_html(seen),
-        plain=page.as_json(seen),
+        paper=view.ours.declared.paper,
+        title=write_title(view),
+        content=render_table(view),
+        plain=page.as_json(view),
         measured=measured,
     )
 
 
-def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
+def join_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     """Return the facts of FACTS (model, device, ...) by key, each as text: its different values in all cells.
 
     cells: the ids of the cells.
@@ -140,11 +144,11 @@ def joined_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
     return facts
 
 
-def table_as_html(seen: View) -> str:
+def render_table(view: View) -> str:
     """Return one table with its notes as HTML. Each cell has a span for every one of VIEWS; the page shows one view."""
-    tables_by_view = {show: format_cells(seen, show) for show in VIEWS}
+    tables_by_view = {show: format_cells(view, show) for show in VIEWS}
 
-    def cell(row: int, column: int) -> str:
+    def render_cell(row: int, column: int) -> str:
         """Return a cell's HTML: one span for each view. The labels in the first column are the same in all views."""
         if column == 0:
             return writers.html_lines(tables_by_view["ours"].rows[row][0], small=True)
@@ -153,7 +157,7 @@ def table_as_html(seen: View) -> str:
             spans += f'<span class="{show}">{writers.html_lines(table.rows[row][column], small=True)}</span>'
         return spans
 
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in write_notes(seen, "beside"))
+    items = "".join(f"<li>{html.escape(note)}</li>" for note in write_notes(view, "beside"))
     # take heads and groups from one view, as all views have the same columns
-    table = writers.html(tables_by_view["ours"], kind="paper", cell=cell)
+    table = writers.html(tables_by_view["ours"], kind="paper", cell=render_cell)
     return f'<div class="scroll">{table}</div><ul class="notes">{items}</ul>'

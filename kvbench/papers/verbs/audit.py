@@ -34,11 +34,12 @@ def main(args: argparse.Namespace) -> int:
 
     # "think/7" is a table, "think" all tables of a paper
     name, _, table = args.what.partition("/")
+    # called without a table, too, since it refuses an unknown paper
+    papers = catalogue.choose_papers(name)
     known_tables = []
-    # called for ``all`` and papers without a table, too, since it refuses an unknown paper
-    for paper in catalogue.choose_papers(name):
-        # "all/7" would be a table of every paper, which is refused
-        if name != "all":
+    # "all/7" would be a table of every paper, which is refused
+    if name != "all":
+        for paper in papers:
             known_tables += [f"{name}/{entry.id}" for entry in paper.entries if not entry.is_figure]
     if "/" in args.what and args.what not in known_tables:
         raise unknown("table", args.what, known_tables, "As in think/7.")
@@ -70,15 +71,16 @@ def _select_cells(cells: Iterable[Exact], paper: str, table: str) -> list[Exact]
     table: the table's id; '' for all tables.
     """
     selected = []
-    for exact in cells:
-        is_of_paper = paper == "all" or exact.cell.paper == paper
-        is_of_table = not table or exact.cell.table == table
+    for recomputed in cells:
+        is_of_paper = paper == "all" or recomputed.cell.paper == paper
+        is_of_table = not table or recomputed.cell.table == table
         if is_of_paper and is_of_table:
-            selected.append(exact)
+            selected.append(recomputed)
 
-    def place(exact: Exact) -> tuple[str, bool, str]:
-        # numbered tables come first; numbers are ordered as texts of three characters, so that 10 comes behind 9
-        name = exact.cell.table
-        return exact.cell.paper, not name.isdigit(), name.zfill(3)
+    def place_of(recomputed: Exact) -> tuple[str, bool, str]:
+        """Return the sort key of a cell: its paper, False for a numbered table, and the table's number or name."""
+        table_id = recomputed.cell.table
+        # numbers are ordered as texts of three characters: 010 comes behind 009
+        return recomputed.cell.paper, not table_id.isdigit(), table_id.zfill(3)
 
-    return sorted(selected, key=place)
+    return sorted(selected, key=place_of)

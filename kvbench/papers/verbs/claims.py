@@ -7,9 +7,13 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbench.base.errors import UsageError
 from kvbench.plan.keys import parse_pairs
+
+if TYPE_CHECKING:
+    from kvbench.papers.claims.ledger import Ledger
 
 FIXED = ("method", "dataset", "preset", "match", "reference")
 """Keys of `run` that a claim or a table of a paper decides itself."""
@@ -54,14 +58,15 @@ def main(args: argparse.Namespace) -> int:
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
     from kvbench.papers.claims import claim_runner, claims, ledger
-    from kvbench.report import writers
 
     papers = claims.find_papers(args.paper)
     prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
     claim_runner.measure(prepared)
-    content = claim_runner.as_plain(prepared, model, claim_runner.reach_verdicts(prepared, model))
-    is_measured = ledger.any_measured(content)
-    committed = None if is_measured else ledger.read_committed(model, results, papers)
+    outcomes = claim_runner.reach_verdicts(prepared, model)
+    content = claim_runner.as_plain(prepared, model, outcomes)
+    committed = None
+    if not ledger.any_measured(content):
+        committed = ledger.read_committed(model, results, papers)
     if committed is None:
         # stored before it is printed: the report page reads it
         ledger.write_ledger(content, ledger.own_path(model, results, papers))
@@ -72,15 +77,24 @@ def main(args: argparse.Namespace) -> int:
         missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
         print(f"The verdicts below are those of {path}. Nothing could be measured here:\n{missing}\n", file=sys.stderr)
         content = committed
+    _print_ledger(content, args)
+    return 0
+
+
+def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
+    """Print a ledger as the user asked for it: as JSON, as a table with all evidence, or in brief."""
+    from kvbench.papers.claims import ledger
+    from kvbench.report import writers
+
     if args.json:
         print(json.dumps(content, indent=1, ensure_ascii=False))
-        return 0
+        return
     # first how to read the ledger, then why verdicts are missing
     notes = ledger.write_notes(content) + ledger.list_reasons(content)
     table = ledger.compare_ledgers([content])
     if args.format != "text":
         print(writers.compose([table], notes, args.format, above=[ledger.tally_verdicts(content)]), end="")
-        return 0
+        return
     print(ledger.write_brief(content))
     if args.explain:
         print(writers.compose([table], notes, "text"), end="")
@@ -89,4 +103,3 @@ def main(args: argparse.Namespace) -> int:
         print("Numbers: the mean paired difference in points of 100, or in the unit beside it, with its 95 % interval.")
         print("It is above 0 where the claim's method is better. n: examples of both sides.")
         print(f"Quotations, all evidence and how verdicts are made: {command}")
-    return 0

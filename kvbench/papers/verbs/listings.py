@@ -66,11 +66,11 @@ def tables(results: Path) -> list[dict[str, object]]:
         for entry in paper.entries:
             # a table that was not measured has no counts in a folder
             ours = [counts[entry.name] for counts in counts_by_folder if entry.name in counts]
-            records.append(_table_record(entry, ours))
+            records.append(_record_entry(entry, ours))
     return records
 
 
-def _table_record(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> dict[str, object]:
+def _record_entry(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> dict[str, object]:
     """Return the record of one table or figure.
 
     ours: for each model that was measured, the counts of our cells by state, with the model's name under ``model``.
@@ -78,10 +78,11 @@ def _table_record(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> d
     from kvbench.papers.measured import coverage
 
     counts_in_words = []
-    printed = ", ".join(f"{n} {kind}" for kind, n in entry.count_cells().items() if n)
+    printed = ", ".join(f"{count} {kind}" for kind, count in entry.count_cells().items() if count)
     # a table whose numbers are not entered has no counts
     if printed:
         counts_in_words.append(printed)
+    # by model, the counts as numbers
     measured = []
     for counts in ours:
         cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")

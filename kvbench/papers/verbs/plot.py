@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from kvbench.papers.figures.figure import Figure
 
 
-def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
+def _make_numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -> Key:
     """Return a key whose values are whole numbers separated by commas.
 
     kind: a description of the allowed numbers, for error messages.
     allowed: the numbers that a user may type; None for all from 0.
     """
 
-    def read(text: str) -> tuple[int, ...]:
+    def read_numbers(text: str) -> tuple[int, ...]:
+        """Return the numbers of a typed value. Raises ValueError if a number is not allowed."""
         numbers = [whole_number(part, least=0) for part in split_list(text)]
         # Key turns a ValueError into a message that says what is allowed
         if allowed is not None and not set(numbers) <= set(allowed):
@@ -36,16 +37,16 @@ def _numbers_key(name: str, kind: str, allowed: Collection[int] | None = None) -
         # a number that is given twice is drawn once
         return tuple(dict.fromkeys(numbers))
 
-    return Key(name, read=read, allowed=f"{kind}, separated by commas")
+    return Key(name, read=read_numbers, allowed=f"{kind}, separated by commas")
 
 
 _OWN_KEYS = (
     whole("samples", least=1),
     whole("tokens", least=2),
     whole("top", least=1),
-    _numbers_key("layers", "layer numbers"),
-    _numbers_key("heads", "head numbers"),
-    _numbers_key("bits", "1, 2, 3, 4 or 8", allowed=(1, 2, 3, 4, 8)),
+    _make_numbers_key("layers", "layer numbers"),
+    _make_numbers_key("heads", "head numbers"),
+    _make_numbers_key("bits", "1, 2, 3, 4 or 8", allowed=(1, 2, 3, 4, 8)),
     Key("text"),
 )
 OWN = {key.name: key for key in _OWN_KEYS}
@@ -222,7 +223,7 @@ def _draw_results(
         facts = source.facts()
         folder = Place.of(options, results, model).folder(figure, facts)
         paths, finding = figure.write(data, facts, folder)
-        records.append(_record_of_figure(figure.captioned(facts), paths, finding))
+        records.append(_record_figure(figure.captioned(facts), paths, finding))
     return records
 
 
@@ -257,6 +258,7 @@ def _draw_activations(
     place = Place.of(options, cfg.results, cfg.model.name)
 
     def decode_token(token: int) -> str:
+        """Return the text of one token id."""
         return origin.tokenizer.decode([token])
 
     records = []
@@ -272,17 +274,26 @@ def _draw_activations(
                 tick=partial(tick, figure.id, 1),
             )
             data = figure.compute(reading)
-        # the head of the CSV states where the data come from, and then the figure's knobs as users type them; a knob
-        # without a value is at the default of the figure's caption
+        # the head of the CSV states where the data come from, and then the figure's knobs
         facts = dict(origin.facts(prompts, knobs.get("tokens")))
-        for key, value in knobs.items():
-            if isinstance(value, tuple):
-                facts[key] = ",".join(map(str, value))
-            elif value is not None:
-                facts[key] = value
+        facts.update(_format_knobs(knobs))
         paths, finding = figure.write(data, facts, place.folder(figure, facts))
-        records.append(_record_of_figure(figure, paths, finding))
+        records.append(_record_figure(figure, paths, finding))
     return records
+
+
+def _format_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a figure's knobs for the head of its CSV: several numbers as users type them, other values as they are.
+
+    A knob without a value is left out. It is at the default that the figure's caption states.
+    """
+    formatted = {}
+    for key, value in knobs.items():
+        if isinstance(value, tuple):
+            formatted[key] = ",".join(map(str, value))
+        elif value is not None:
+            formatted[key] = value
+    return formatted
 
 
 def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> FigureRecord:
@@ -304,10 +315,12 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     name, text = read_csv(path)
     # an id names exactly one figure
     (figure,) = registry.select_figures([name])
-    results, output = options.get("results", ""), options.get("output", "")
-    stem = place.redrawn_path(figure, path, text, results=results, output=output)
+    # the path of the pictures, without the ending
+    stem = place.redrawn_path(
+        figure, path, text, results=options.get("results", ""), output=options.get("output", "")
+    )
     paths, finding = figure.redraw(text, stem)
-    return _record_of_figure(figure.captioned(facts_of(text)), paths, finding)
+    return _record_figure(figure.captioned(facts_of(text)), paths, finding)
 
 
 def _print_list(as_json: bool) -> None:
@@ -322,7 +335,7 @@ def _print_list(as_json: bool) -> None:
         print(f"{'':14} takes {takes or 'what run takes: model=, limit=, ...'}")
 
 
-def _record_of_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
+def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:
     """Return the record of a drawn figure. ``paths`` are its files, and ``finding`` is the text on its data."""
     return {
         "id": figure.id,

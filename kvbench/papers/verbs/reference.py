@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> int:
         print(json.dumps([reference.as_json(paper) for paper in papers], indent=1, ensure_ascii=False))
     elif args.format == "md":
         # the text ends with its own newline, so that a file made of it has one
-        print(reference.markdown(papers), end="")
+        print(reference.write_markdown(papers), end="")
     else:
-        print(reference.text(papers), end="")
+        print(reference.write_text(papers), end="")
     return 0

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
 SAMPLES = whole("samples", least=0, default="1", allowed="a whole number, 0 for none")
+"""The key for the number of examples of each task that the page shows."""
 PAPERS = choice("papers", ("true", "false"))
+"""The key that says whether the page shows the papers' tables, figures and claims."""
 METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.125}
 """The settings of the run whose answers the page shows, if the user names no method."""
 
@@ -79,7 +81,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     results = Path(options.get("results", "results"))
     model = options.get("model", "tiny")
     # parsed even if no answers are shown, so that a wrong key is an error in any case
-    request = words.request(_run_settings(options, results, count))
+    request = words.request(_choose_run_settings(options, results, count))
     answers = []
     if count:
         answers = samples.collect_samples(run_plan.prepare(config.parse(request)), count)
@@ -105,11 +107,11 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     if not papers:
         return report
     # samples of the stand-in model and those of pretrained models are committed to a folder each
-    committed = results / "tiny" if model == stand_ins.MODEL else results / "tables"
+    committed_samples = results / "tiny" if model == stand_ins.MODEL else results / "tables"
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
     return replace(
         report,
-        tables=tables.build_tables(model, str(results), committed, table_words),
+        tables=tables.build_tables(model, str(results), committed_samples, table_words),
         figures=registry.read_drawn(figure_folder(results, model)),
         claims=ledger.read_with_own(results),
         audit=audit(),
@@ -117,7 +119,7 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     )
 
 
-def _run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
+def _choose_run_settings(options: Mapping[str, str], results: Path, count: int) -> dict[str, object]:
     """Return the settings of the run whose answers the page shows.
 
     A method or a limit that the user typed replaces the default.

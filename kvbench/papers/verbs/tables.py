@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
@@ -31,7 +31,6 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     from kvbench.papers.measured import page
     from kvbench.papers.spec import table_spec
     from kvbench.papers.timed import timings
-    from kvbench.store.labels import explain_budgets
 
     model = options.pop("model", "")
     tables = table_spec.find_tables(args.table)
@@ -45,13 +44,14 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         # an empty line between two tables of text
         if i and args.format == "text" and not args.json:
             print()
-        overrides = [f"{key}={value}" for key, value in options.items()]
+        table_options = options
         if table.kind == timings.KIND:
             # several tables each take their own keys; one table refuses a key that it does not take
             if len(tables) > 1:
-                overrides = [word for word in overrides if timings.is_table_key(word.partition("=")[0])]
-            outcome = _time_table(table, model, overrides, args)
+                table_options = {key: value for key, value in options.items() if timings.is_table_key(key)}
+            outcome = _time_table(table, model, table_options, args)
         else:
+            overrides = [f"{key}={value}" for key, value in options.items()]
             outcome = _measure_table(table, model, overrides, args)
         # an exit status: something else was printed, or a signal ended the measuring (128 and more)
         if isinstance(outcome, int):
@@ -62,11 +62,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         views.append(outcome)
         # each table is printed once it is measured: all tables of a paper take hours
         if not args.json:
-            print(page.render(outcome, args.format, args.show, sys.stdout.isatty()), end="")
-            if args.format == "text":
-                # a row is named by its method and settings, which semicolons separate
-                for note in explain_budgets(line.row.name.replace(";", " ") for line, _ in outcome.rows):
-                    print(fill(note, 100))
+            _print_view(outcome, args)
     if args.json:
         records = [page.as_json(view) for view in views]
         # one table is printed alone, not as a list of one
@@ -78,12 +74,21 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
     return int(has_failed)
 
 
+def _print_view(view: View, args: argparse.Namespace) -> None:
+    """Print a table as the user asked for it. Below a table of text, explain the budgets of its rows."""
+    from kvbench.papers.measured import page
+    from kvbench.store.labels import explain_budgets
+
+    print(page.render(view, args.format, args.show, sys.stdout.isatty()), end="")
+    if args.format == "text":
+        # a row is named by its method and settings, which semicolons separate
+        for note in explain_budgets(line.row.name.replace(";", " ") for line, _ in view.rows):
+            print(fill(note, 100))
+
+
 def _has_failed_cells(view: View) -> bool:
     """Return True if a cell of a paper's table was refused or failed."""
-    statuses: set[str] = set()
-    for _, entries in view.rows:
-        statuses |= {entry.status for entry in entries}
-    return bool(statuses & {"refused", "failed"})
+    return any(entry.status in ("refused", "failed") for _, entries in view.rows for entry in entries)
 
 
 def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
@@ -114,8 +119,10 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         for reason in grid.reasons_for_absence(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
         return 0
+    # args.trace has the names of a row and a column
     if args.trace:
-        trace.find_cell(ours, *args.trace)  # a name that is not there costs no measuring
+        # an unknown name is refused before anything is measured
+        trace.find_cell(ours, *args.trace)
     if ours.run is not None and not args.stored:
         # W&B shows the runs of one table together
         logger = ours.run.cfg.logger
@@ -130,11 +137,11 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
     return cell_view.build_view(ours)
 
 
-def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: argparse.Namespace) -> int | View:
+def _time_table(table: TableSpec, model: str, options: Mapping[str, str], args: argparse.Namespace) -> int | View:
     """Time one efficiency table and return its view. Return exit status 0 if something else was printed.
 
     model: an entry of conf/model, a folder or a hub id; '' for the default.
-    overrides: the user's other key=value arguments.
+    options: the user's other key=value arguments.
     args: the verb's other arguments.
     """
     from kvbench.papers.measured import cell_view, our_table
@@ -142,17 +149,17 @@ def _time_table(table: TableSpec, model: str, overrides: Sequence[str], args: ar
 
     results = Path("results")
     bench_words = []
-    for word in overrides:
-        key, _, value = word.partition("=")
+    for key, value in options.items():
         if not timings.is_table_key(key):
             keys = ", ".join(f"{name}=" for name in timings.KEYS)
             raise UsageError(
-                f"{word} is not possible here: {table.id} is timed, not scored; it takes model=, results=, {keys}"
+                f"{key}={value} is not possible here: {table.id} is timed, not scored; it takes model=, results=, "
+                f"{keys}"
             )
         if key == "results":
             results = Path(value)
         else:
-            bench_words.append(word)
+            bench_words.append(f"{key}={value}")
     # keys that a whole paper is given may be meant for its scored tables
     if bench_words and args.stored and "/" in args.table:
         raise UsageError(
