@@ -120,7 +120,7 @@ def cost(ours: OurTable) -> str:
 def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
     """Return the table's run with its results in ``results``. A timed table's results are the committed ones."""
     if table.kind == timings.KIND:
-        return our_table.timed_table(timings.read_timings(table, "", goal.root))
+        return our_table.make_timed_table(timings.read_timings(table, "", goal.root))
     return shards.prepare(table, goal.model, results, *goal.arguments, *more)
 
 

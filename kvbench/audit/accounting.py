@@ -182,7 +182,7 @@ def bytes_declared(chain: Chain, shape: Shape, n: int, itemsize: int) -> Declare
         tokens += count * sum(layer.sizes)
     overhead += shape.layers * chain.observed_bytes(n, shape.query_heads, shape.head_dim, itemsize)
     if chain.sharer is not None:
-        keyless_heads = heads_without_keys(chain, shape, n)
+        keyless_heads = count_heads_without_keys(chain, shape, n)
         if keyless_heads is None:
             return None
         # A head without keys saves n D numbers.
@@ -256,7 +256,7 @@ def layer_counts(chain: Chain, shape: Shape, n: int) -> Counter[LayerTokens] | N
     return counts
 
 
-def heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
+def count_heads_without_keys(chain: Chain, shape: Shape, n: int) -> list[int] | None:
     """Return for each layer how many stored heads have no keys, because their query heads share another head's logits.
 
     Only heads that lead compute logits, so only they need keys. Returns None if the prompt's text decides the number.

@@ -215,7 +215,7 @@ def test_tables_of_other_methods_are_measured_as_one(packed, folder):
 def test_processes_share_the_calibrations(packed, folder, monkeypatch):
     of, _ = packed
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
-    monkeypatch.setattr(stand_ins, "replace_depth_knobs", lambda size: few)
+    monkeypatch.setattr(stand_ins, "choose_depth_knobs", lambda size: few)
     names, results = ("think/12",), str(folder / "shared")
     for shard in (0, 1):
         assert len(list(Path(results).glob("calibration/**/*.safetensors"))) == shard

@@ -77,7 +77,7 @@ def test_on_a_model_of_the_paper_numbers_are_those_printed():
 
 
 def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
-    seen = build_view(our_table.printed_table(table("think/4"), "tiny", "not run"))
+    seen = build_view(our_table.make_printed_table(table("think/4"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "kivi+think")
     cells = [line.row.cells[c.name].value for c in seen.ours.declared.scores]
     assert entries[-1].published == pytest.approx(sum(cells) / 16)
@@ -86,7 +86,7 @@ def test_averages_follow_from_the_cells_and_a_stated_one_that_differs_is_kept():
 
 
 def test_relative_averages_are_those_of_refreekv():
-    seen = build_view(our_table.printed_table(table("refreekv/2"), "tiny", "not run"))
+    seen = build_view(our_table.make_printed_table(table("refreekv/2"), "tiny", "not run"))
     line, entries = next(x for x in seen.rows if x[0].row.method == "refreekv" and "llama" in x[0].row.model)
     full = seen.ours.declared.full_row(line.row.model)
     shares = [line.row.cells[c.name].value / full.cells[c.name].value for c in seen.ours.declared.scores]
@@ -94,15 +94,15 @@ def test_relative_averages_are_those_of_refreekv():
 
 
 def test_the_papers_own_full_row_has_an_average_that_is_right():
-    seen = build_view(our_table.printed_table(table("refreekv/8"), "tiny", "not run"))
+    seen = build_view(our_table.make_printed_table(table("refreekv/8"), "tiny", "not run"))
     full = [entries[-1] for line, entries in seen.rows if line.row.method == "full"]
     assert [(e.published, e.stated) for e in full] == [(100, None)] * 3
-    wrong = build_view(our_table.printed_table(table("refreekv/2"), "tiny", "not run"))
+    wrong = build_view(our_table.make_printed_table(table("refreekv/2"), "tiny", "not run"))
     assert sum(e.stated is not None for _, row in wrong.rows for e in row) == 8
 
 
 def test_printed_shares_are_averaged_as_printed():
-    seen = build_view(our_table.printed_table(table("refreekv/1"), "tiny", "not run"))
+    seen = build_view(our_table.make_printed_table(table("refreekv/1"), "tiny", "not run"))
     line, entries = seen.rows[3]
     assert line.row.name == "h2o budget=0.2"
     assert [e.published_relative for e in entries[:-1]] == [3.2, 8.5, 96.5]
@@ -173,7 +173,7 @@ def test_every_view_in_every_format(store, capsys, style, show):
 
 @pytest.mark.parametrize("name", ["refreekv/1", "refreekv/10", "uncomp/5", "think/4", "think/10"])
 def test_latex_has_no_sign_that_its_fonts_lack(name):
-    ours = our_table.printed_table(table(name), "tiny", "")
+    ours = our_table.make_printed_table(table(name), "tiny", "")
     text = page.render(build_view(ours), "latex", "both" if ours.timings else "published")
     lines = [line for line in text.splitlines() if not line.startswith("%")]
     assert all(line.isascii() for line in lines)
@@ -192,12 +192,13 @@ def test_notes_say_what_the_view_shows(store):
     ]
     assert "n = " not in notes["published"]
     assert grid.write_title(seen, "published").endswith("as printed")
-    printed = " ".join(grid.write_notes(build_view(our_table.printed_table(table("think/4"), "tiny", "")), "published"))
+    as_printed = build_view(our_table.make_printed_table(table("think/4"), "tiny", ""))
+    printed = " ".join(grid.write_notes(as_printed, "published"))
     assert "suspect" in printed and "stated: the average that the paper states" in printed
 
 
 def test_groups_of_tasks_stand_over_their_columns():
-    seen = build_view(our_table.printed_table(table("think/4"), "tiny", ""))
+    seen = build_view(our_table.make_printed_table(table("think/4"), "tiny", ""))
     lines = page.render(seen, "text", "published").splitlines()
     above, names = next((a, b) for a, b in pairwise(lines) if "single-document QA" in a)
     rule = next(line for line in lines[lines.index(names) :] if line.startswith("─"))
@@ -215,7 +216,7 @@ def test_groups_of_one_column_each_are_left_out(tmp_path):
     seen = build_view(our_table.prepare(table("uncomp/2"), "tiny", [f"results={tmp_path}", "limit=1"]))
     assert not any(grid.format_cells(seen, "both").groups)
     for name in ("refreekv/2", "refreekv/8", "think/1", "vatp/1"):  # names of groups in folded pieces
-        lines = page.render(build_view(our_table.printed_table(table(name), "tiny", "")), "text").splitlines()
+        lines = page.render(build_view(our_table.make_printed_table(table(name), "tiny", "")), "text").splitlines()
         assert any("summarisation" in line for line in lines)
         assert max(map(len, lines)) <= 100
 

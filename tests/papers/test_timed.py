@@ -153,12 +153,12 @@ def test_a_stand_in_divides_what_is_declared_and_rounds_up():
 @pytest.mark.parametrize(("paper", "table"), bench_spec.table_ids())
 def test_a_stand_in_measures_every_row_at_a_size_of_its_own(paper, table):
     declared = bench_spec.load(paper, table)
-    small = declared.scaled_for("tiny")
+    small = declared.scale_for("tiny")
     printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
-    wanted = {small.row_key(c) for c in printed}
+    wanted = {small.find_row_key(c) for c in printed}
     assert None not in wanted
     # two of the paper's workloads never fall together
-    assert len(wanted) == len({declared.row_key(c) for c in printed})
+    assert len(wanted) == len({declared.find_row_key(c) for c in printed})
     arguments = dict(a.split("=", 1) for a in small.list_arguments(sorted({w for w, _ in wanted})))
     rest = [f"{k}={v}" for k, v in arguments.items() if k not in OWN]
     cfg = config.read([*rest, "weights=random"])
@@ -221,7 +221,7 @@ def test_every_declared_row_is_measured_by_a_part(paper, table, dry):
         built |= {(w, m) for w in split_list(options["workloads"]) for m in methods}
     printed = [c for c in published.load_table(paper, table) if c.dataset != "avg" and not declared.why_not(c)]
     # the script measures single-GPU settings in the order of their value, and not all of a table's batches
-    wanted = {at for c in printed if (at := declared.row_key(c)) is not None}
+    wanted = {at for c in printed if (at := declared.find_row_key(c)) is not None}
     assert {m for _, m in wanted} <= {m for _, m in built}, "a method that no part measures"
     assert wanted & built and len(wanted & built) >= 0.7 * len(wanted)
     assert {c.metric for c in printed} <= set(declared.quantities)

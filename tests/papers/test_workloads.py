@@ -76,7 +76,7 @@ def test_printed_fractions_are_shown_in_per_cent(folder, data, tmp_path):
     assert build_view(ours).rows[0][1][0].published == pytest.approx(17.1)
     assert "17.1" in page.render(build_view(ours), show="published")
     assert "What the paper prints as fractions stands here in per cent" in " ".join(grid.write_notes(build_view(ours)))
-    coqa = build_view(our_table.printed_table(table("refreekv/7"), "x", ""))
+    coqa = build_view(our_table.make_printed_table(table("refreekv/7"), "x", ""))
     assert next(e.printed for e in coqa.rows[1][1] if e.printed) == "25.0"
 
 
@@ -113,7 +113,7 @@ def test_a_dataset_that_is_not_there_leaves_its_column_out_and_says_what_it_need
         ours = prepared(table("refreekv/1"), folder, data, tmp_path)
     finally:
         (data / "away.csv").rename(data / "gpqa_main.csv")
-    assert grid.reasons_for_absence(ours) == ["gpqa is missing: the file gpqa_main.csv is not in the data folder"]
+    assert grid.list_reasons_for_absence(ours) == ["gpqa is missing: the file gpqa_main.csv is not in the data folder"]
     assert str(data) not in page.render(build_view(ours))
     column = next(c for c in ours.declared.scores if c.dataset == "gpqa")
     assert not ours.find_cells(ours.lines[0], column) and ours.read_result(ours.lines[0], column).status == "missing"
@@ -176,7 +176,7 @@ def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, 
 def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
-    monkeypatch.setattr(stand_ins, "replace_depth_knobs", lambda size: few)
+    monkeypatch.setattr(stand_ins, "choose_depth_knobs", lambda size: few)
     tables = [t for t in table_spec.find_tables(paper) if t.measurable]
     short = {"needle": ["lengths=300", "depths=50"], "wikitext103": ["length=128", "prefix=64", "chunk=8"]}
     all_ours = []

@@ -267,7 +267,8 @@ def _read_score(
     full_score = None
     if len(pairs) and groups:
         # the tasks of one dataset have one metric
-        full_score = metric(groups[0].task.metric).show(float(full_scores.mean()))
+        first_group = groups[0]
+        full_score = metric(first_group.task.metric).show(float(full_scores.mean()))
     score = _OurScore(ours.read_result(line, column), pairs, floor, share=share, full=full_score)
     if cells:
         score_by_cells[ids] = score
@@ -472,7 +473,7 @@ def _build_printed_average(
             contradicting = _find_contradicting_average(line.row, published)
     # if one of the averaged columns has no number, the average has no number either, and the first such column says why
     unmeasured = [cell for cell in cells if cell.status != "measured"]
-    deciding = unmeasured[0] if unmeasured else cells[0]
+    deciding, *_ = unmeasured or cells
     is_missing = any(cell.status in ("missing", "none") for cell in cells)
     return CellView(
         status="missing" if is_missing else deciding.status,

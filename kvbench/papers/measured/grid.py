@@ -238,7 +238,8 @@ def _format_our_side(entry: CellView, stand_in: bool) -> list[str]:
         return ["" if entry.exact else "—"]
     if ci is None:
         return [_format_number(value, digits)]
-    return [_format_number(value, digits), f"[{ci[0]:.0f}, {ci[1]:.0f}]"]
+    low, high = ci
+    return [_format_number(value, digits), f"[{low:.0f}, {high:.0f}]"]
 
 
 def _format_printed(entry: CellView, relative: bool) -> str:
@@ -300,7 +301,7 @@ def write_notes(view: View, show: str = "both") -> list[str]:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
     if "compressed" in _list_shown_lines(view, show):
         lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
-    lines += [f"— {reason}." for reason in reasons_for_absence(ours)]
+    lines += [f"— {reason}." for reason in list_reasons_for_absence(ours)]
     return lines + sources
 
 
@@ -336,7 +337,7 @@ def _list_waiting_columns(view: View) -> list[str]:
     return names
 
 
-def reasons_for_absence(ours: OurTable) -> list[str]:
+def list_reasons_for_absence(ours: OurTable) -> list[str]:
     """Return a sentence for each reason why data cannot be read here: the names of the datasets, then the reason."""
     labels_by_workload = label_workloads(workload.whole for workload in ours.absent)
     names_by_reason: dict[str, list[str]] = {}
@@ -456,7 +457,8 @@ def _write_unit_notes(view: View, entries: Sequence[CellView], show: str, shown:
         )
         if show == "delta":
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
-        if show in positions and any(e.published is not None and e.published_relative is None for e in entries):
+        without_share = [entry for entry in entries if entry.published is not None and entry.published_relative is None]
+        if show in positions and without_share:
             yield "abs: as printed, since the paper has no full-cache row of that model."
         yield from _write_full_scores(view, shown)
     else:
@@ -485,7 +487,7 @@ def _write_full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
                 # in a group's column, the label behind the task tells it from other workloads of its dataset; all parts
                 # of a number belong to one workload
                 group, _ = parts[0]
-                label = group.column.partition(" ")[2]
+                _, _, label = group.column.partition(" ")
                 name = f"{column.dataset} {label}".strip()
                 if name not in full_entries or full_entries[name].n <= entry.n:
                     full_entries[name] = entry

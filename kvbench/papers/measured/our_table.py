@@ -196,7 +196,7 @@ def split_options(arguments: Iterable[str]) -> dict[str, str]:
     return options
 
 
-def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
+def make_printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
     """Return a table whose rows are all skipped, so that it shows the paper's side only.
 
     An efficiency table has its stored rows nevertheless.
@@ -204,14 +204,14 @@ def printed_table(declared: TableSpec, model: str, why: str) -> OurTable:
     why: the reason that the skipped rows give.
     """
     if declared.kind == timings.KIND:
-        return timed_table(timings.read_timings(declared, model, Path(RESULTS)))
+        return make_timed_table(timings.read_timings(declared, model, Path(RESULTS)))
     lines = tuple(TableLine(row, skipped=why) for row in declared.rows)
     # in a table without scores all values stand as printed, so no model stands in for the paper's
     stand_in = declared.measurable and stands_in(declared, model)
     return OurTable(declared, model, stand_in, lines=lines, run=None)
 
 
-def timed_table(measured: Timings) -> OurTable:
+def make_timed_table(measured: Timings) -> OurTable:
     """Return an efficiency table as an OurTable. ``measured`` has its declaration and its measured rows."""
     # timed rows have no chains: ``measured`` matches them to the printed cells
     lines = tuple(TableLine(row) for row in measured.table.rows)
@@ -237,11 +237,11 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     if declared.kind == timings.KIND:
         # without a given model, rows of the paper's own model are shown before the tiny model's
         timed_model = "" if model == stand_ins.MODEL else model
-        return timed_table(timings.read_timings(declared, timed_model, Path(options.get("results", RESULTS))))
+        return make_timed_table(timings.read_timings(declared, timed_model, Path(options.get("results", RESULTS))))
     model = model or stand_ins.MODEL
     # tables of facts, or of sizes, have no scores to compare with
     if not declared.measurable:
-        return printed_table(declared, model, f"its numbers are no scores ({declared.kind})")
+        return make_printed_table(declared, model, f"its numbers are no scores ({declared.kind})")
     return _prepare_scores(declared, model, options)
 
 
@@ -263,7 +263,7 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
     # the sizes for scaling the paper's numbers of tokens and layers; the paper's own models need none
     size = None
     if stand_in:
-        size = stand_ins.measure_stand_in(source.config, scaled_from=declared.length if tiny else None)
+        size = stand_ins.find_stand_in_size(source.config, scaled_from=declared.length if tiny else None)
     lines = _build_lines(declared, model, size, source.config)
     notes: list[str] = []
     # rows declared by claims have tiny's tasks as columns already
@@ -271,24 +271,24 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
         notes += stand_ins.write_notes(declared)
         declared, lines = _make_tiny_table(declared, lines, size)
     elif size is not None:
-        notes += _depth_notes(lines, size, tiny)
+        notes += _note_missing_layers(lines, size, tiny)
     tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     context = traits.context_length(source.config, base.model.context)
     chooser = WorkloadChooser(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
-    lines, absent, reading_notes = _assign_workloads(chooser, lines, family, stand_in)
+    lines, absent, reading_notes = _choose_workloads(chooser, lines, family, stand_in)
     notes += reading_notes
     planned = OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
-    readable = _readable_workloads(lines, absent)
+    readable = _list_readable_workloads(lines, absent)
     # without data, or without a row for this model, there is nothing to run
     if not readable:
         return planned
     run, groups = _plan_run(chooser, lines, readable)
-    notes += _minilongbench_notes(groups)
+    notes += _note_minilongbench(groups)
     typed = [f"{key}={value}" for key, value in options.items() if key.removeprefix("prompt.") in CONDITIONS]
     return replace(planned, run=run, groups=groups, notes=tuple(notes), typed=tuple(typed))
 
 
-def _readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkload, str]) -> list[TableWorkload]:
+def _list_readable_workloads(lines: Sequence[TableLine], absent: Mapping[TableWorkload, str]) -> list[TableWorkload]:
     """Return the workloads that lines with a chain read, each once, without those that are ``absent``."""
     workloads: dict[TableWorkload, None] = {}
     for line in lines:
@@ -335,10 +335,10 @@ def _build_lines(
     return tuple(lines)
 
 
-def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
+def _note_missing_layers(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool) -> list[str]:
     """Return notes on the layers of a stand-in that is shallower than the paper's models."""
     notes = []
-    if stand_ins.replace_depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
+    if stand_ins.choose_depth_knobs(size) and any("uncomp-stage" in line.row.method for line in lines):
         notes.append(f"uncomp-stage: the paper has no schedule for {size.layers} layers, so this is schedule=relative.")
     # the tiny model's rows show their scaled settings
     if tiny:
@@ -354,7 +354,7 @@ def _depth_notes(lines: Sequence[TableLine], size: row_knobs.StandIn, tiny: bool
     return notes
 
 
-def _minilongbench_notes(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
+def _note_minilongbench(groups: Mapping[TableWorkload, Sequence[Group]]) -> list[str]:
     """Return a note on the number of examples if LongBench's columns are read from MiniLongBench."""
     sizes = []
     for workload, workload_groups in groups.items():
@@ -389,7 +389,7 @@ def _plan_run(
     run = run_plan.prepare(replace(chooser.cfg, chains=chain_configs, datasets=tuple(datasets)))
     groups = []
     for group in run.groups:
-        chains = _chains_of_group(group, lines, label_of)
+        chains = _choose_chains_of_group(group, lines, label_of)
         groups.append(replace(group, cells=tuple(cell for cell in group.cells if cell.chain in chains)))
     groups_by_workload = {}
     for workload in workloads:
@@ -409,7 +409,7 @@ def _label_chains(lines: Sequence[TableLine]) -> tuple[ChainConfig, ...]:
     return tuple(ChainConfig(chain, label) for chain, label in label_of.items())
 
 
-def _chains_of_group(
+def _choose_chains_of_group(
     group: Group, lines: Sequence[TableLine], label_of: Mapping[TableWorkload, str]
 ) -> set[Chain | None]:
     """Return the chains that are measured in a group: those of lines that read its task, and the full cache.
@@ -454,7 +454,7 @@ def _make_tiny_table(
     return table, tuple(tiny_lines)
 
 
-def _assign_workloads(
+def _choose_workloads(
     chooser: WorkloadChooser, lines: Sequence[TableLine], family: str, stand_in: bool
 ) -> tuple[tuple[TableLine, ...], dict[TableWorkload, str], list[str]]:
     """Find the data that each line reads, and try whether they can be read here.
@@ -488,7 +488,7 @@ def _assign_workloads(
                     if not _try_reading(chooser, substitute_workload, reasons):
                         notes[substitute_note] = None
                         workload = substitute_workload
-                too_long = chooser.lengths_beyond_context(line.row, dataset)
+                too_long = chooser.find_lengths_beyond_context(line.row, dataset)
                 if too_long and line.chain is not None:
                     lengths = ", ".join(map(str, too_long))
                     prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
@@ -546,7 +546,7 @@ def _build_line(
         knobs: row_knobs.Knobs = {}
         if size is not None:
             knobs |= row_knobs.scale_windows(values, stages, size)
-            knobs |= _stand_in_knobs(declared, stages, size, tiny)
+            knobs |= _list_stand_in_knobs(declared, stages, size, tiny)
         knobs |= declared.arguments.get(row.method, {})
 
         def build_chain(dataset_setting: str = "") -> Chain:
@@ -572,13 +572,17 @@ def _build_line(
     return TableLine(row, chain, other_chains=other_chains)
 
 
-def _stand_in_knobs(declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool) -> row_knobs.Knobs:
+def _list_stand_in_knobs(
+    declared: TableSpec, stages: Sequence[str], size: row_knobs.StandIn, tiny: bool
+) -> row_knobs.Knobs:
     """Return the arguments that only a stand-in of this ``size`` needs, for some of a chain's stages.
 
     tiny: True for the tiny model, whose arguments the table declares.
     """
-    # a table's own arguments replace those of SAMPLES
-    knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in) if tiny else stand_ins.replace_depth_knobs(size)
+    knobs_by_stage = stand_ins.choose_depth_knobs(size)
+    if tiny:
+        # a table's own arguments replace those of SAMPLES
+        knobs_by_stage = stand_ins.SAMPLES | dict(declared.stand_in)
     knobs: row_knobs.Knobs = {}
     for stage in stages:
         for key, value in knobs_by_stage.get(stage, {}).items():

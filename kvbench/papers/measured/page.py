@@ -64,7 +64,7 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
     """
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
-        return writers.csv(CSV_FIELDS, records(view))
+        return writers.csv(CSV_FIELDS, list_records(view))
     heading = write_title(view, show)
     table = format_cells(view, show)
     footnotes = write_notes(view, show)
@@ -119,7 +119,7 @@ def as_json(view: View) -> dict[str, object]:
     """Return plain data: the table's title, a record of each cell, and the notes below it."""
     # most fields are empty, so leave empty ones out
     cells = []
-    for record in records(view):
+    for record in list_records(view):
         cells.append({key: record[key] for key in CSV_FIELDS if record.get(key) not in (None, "")})
     return {
         "table": view.ours.declared.id,
@@ -129,7 +129,7 @@ def as_json(view: View) -> dict[str, object]:
     }
 
 
-def records(view: View) -> Iterator[Record]:
+def list_records(view: View) -> Iterator[Record]:
     """Yield a record of each cell under the names of CSV_FIELDS, with unrounded numbers."""
     table, timings = view.ours.declared, view.ours.timings
     for line, entries in view.rows:

@@ -203,7 +203,7 @@ def _write_scale(timings: Timings) -> str:
     scaled_by_paper: dict[str, str] = {}
     for printed, cell in timings.cells.items():
         if cell.row is not None:
-            scaled_by_paper[bench.printed_workload(printed)] = str(cell.row["workload"])
+            scaled_by_paper[bench.find_printed_workload(printed)] = str(cell.row["workload"])
     workloads = []
     for paper_workload, scaled in scaled_by_paper.items():
         workloads.append(scaled if scaled == paper_workload else f"{scaled} for {paper_workload}")

@@ -78,7 +78,7 @@ def choose_tiny_task(dataset: str, table: TableSpec) -> str:
     return task
 
 
-def measure_stand_in(config: object, scaled_from: int | None) -> StandIn:
+def find_stand_in_size(config: object, scaled_from: int | None) -> StandIn:
     """Return the sizes by which a paper's rows are scaled to a substitute model.
 
     config: the model's Hugging Face configuration.
@@ -101,7 +101,7 @@ def measure_stand_in(config: object, scaled_from: int | None) -> StandIn:
     )
 
 
-def replace_depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
+def choose_depth_knobs(size: StandIn) -> Mapping[str, Mapping[str, str]]:
     """Return knobs by method. They replace values that a paper states only for its own models' layers.
 
     Return {} for a model with as many layers as one of the paper's models.

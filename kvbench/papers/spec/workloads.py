@@ -115,15 +115,15 @@ class WorkloadChooser:
             task = stand_ins.choose_tiny_task(dataset, self.table)
             return TableWorkload(dataset=task, name=f"tiny/{task}")
         name = f"{family}/{dataset}" if dataset in TASKS else dataset
-        knobs: dict[str, object] = dict(self._paper_knobs(row, dataset))
-        knobs |= _dataset_knobs_of_row(row, name)
-        typed_knobs = self._typed_knobs()
+        knobs: dict[str, object] = dict(self._find_paper_knobs(row, dataset))
+        knobs |= _read_dataset_knobs(row, name)
+        typed_knobs = self._list_typed_knobs()
         # lengths become parts, not a knob, so that all rows read one dataset and each its own lengths. Lengths that the
         # user typed hold for all rows in place of the paper's, so they need no parts
         parts = None
         if "lengths" in knobs and "lengths" not in typed_knobs:
-            fitting = [length for length in self._paper_lengths(row, dataset) if self._fits(row, dataset, length)]
-            parts = tuple(str(length) for length in fitting)
+            lengths = self._find_paper_lengths(row, dataset)
+            parts = tuple(str(length) for length in lengths if self._fits_context(row, dataset, length))
         kept_knobs = []
         for knob, value in knobs.items():
             if knob not in typed_knobs and knob != "lengths":
@@ -131,14 +131,15 @@ class WorkloadChooser:
                 kept_knobs.append((knob, tuple(value) if isinstance(value, list) else value))
         return TableWorkload(dataset, name, tuple(kept_knobs), parts)
 
-    def lengths_beyond_context(self, row: TableRow, dataset: str) -> list[int]:
+    def find_lengths_beyond_context(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
         # lengths that the user typed replace the paper's, and a run refuses those that do not fit
-        if "lengths" in self._typed_knobs():
+        if "lengths" in self._list_typed_knobs():
             return []
-        return [length for length in self._paper_lengths(row, dataset) if not self._fits(row, dataset, length)]
+        lengths = self._find_paper_lengths(row, dataset)
+        return [length for length in lengths if not self._fits_context(row, dataset, length)]
 
-    def _typed_knobs(self) -> set[str]:
+    def _list_typed_knobs(self) -> set[str]:
         """Return the names, without owners, of the knobs that the user typed. They override the paper's."""
         names = set()
         for key in self.settings:
@@ -146,7 +147,7 @@ class WorkloadChooser:
             names.add(key.rpartition(".")[2])
         return names
 
-    def _paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
+    def _find_paper_knobs(self, row: TableRow, dataset: str) -> dict[str, DatasetKnob]:
         """Return the paper's knobs of a dataset, as tables.yaml states them for the model of ``row``."""
         workloads = self.table.workloads
         knobs = dict(workloads.get(dataset, {}))
@@ -154,12 +155,12 @@ class WorkloadChooser:
         knobs.update(workloads.get(f"{dataset}/{row.model}", {}))
         return knobs
 
-    def _paper_lengths(self, row: TableRow, dataset: str) -> list[int]:
+    def _find_paper_lengths(self, row: TableRow, dataset: str) -> list[int]:
         """Return the paper's prompt lengths for a row, without those beyond the context that the row states.
 
         Return [] for a dataset without the knob ``lengths``.
         """
-        lengths = self._paper_knobs(row, dataset).get("lengths")
+        lengths = self._find_paper_knobs(row, dataset).get("lengths")
         if not isinstance(lengths, list):
             return []
         stated_context = row_knobs.parse_setting(row.setting).get("context")
@@ -169,7 +170,7 @@ class WorkloadChooser:
         longest = 1024 * int(stated_context.removesuffix("k"))
         return [length for length in lengths if length <= longest]
 
-    def _fits(self, row: TableRow, dataset: str, length: int) -> bool:
+    def _fits_context(self, row: TableRow, dataset: str, length: int) -> bool:
         """Return True if a needle prompt of ``length`` tokens is read whole, with room for its answer."""
         limit = self.cfg.prompt.max_length
         if limit is not None and length > limit:
@@ -177,7 +178,7 @@ class WorkloadChooser:
         if self.context is None:
             return True
         # tables that state lengths also state how the needle is asked for, which limits its answer
-        phrasing = PHRASINGS[str(self._paper_knobs(row, dataset)["phrasing"])]
+        phrasing = PHRASINGS[str(self._find_paper_knobs(row, dataset)["phrasing"])]
         return length + phrasing.max_new_tokens <= self.context
 
     def configure_dataset(self, workload: TableWorkload, label: str = "") -> DatasetConfig:
@@ -227,10 +228,10 @@ class WorkloadChooser:
             name, _, _ = str(error).partition(" not found in ")
             return f"the file {name} is not in the data folder"
         except UsageError as error:
-            return self._without_paths(str(error))
+            return self._shorten_message(str(error))
         return ""
 
-    def _without_paths(self, message: str) -> str:
+    def _shorten_message(self, message: str) -> str:
         """Shorten an error message to a reason for tables, without the data folder and advice on getting a file."""
         reason = message.partition(": put the file there yourself")[0]
         # a missing data folder is an error of its own, so no message names it
@@ -266,7 +267,7 @@ class WorkloadChooser:
         return max(readable_counts, key=readable_counts.__getitem__)
 
 
-def _dataset_knobs_of_row(row: TableRow, name: str) -> dict[str, int]:
+def _read_dataset_knobs(row: TableRow, name: str) -> dict[str, int]:
     """Return the knobs of a dataset that a row's setting states, such as {"shots": 4}; {} for other settings.
 
     name: the dataset in the form of ``run`` (``longbench/qasper``).

@@ -115,16 +115,16 @@ class BenchSpec:
     stand_in: Scale = field(default_factory=Scale)
     scaled: bool = False
 
-    def row_key(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
+    def find_row_key(self, cell: Published, method: str | None = None) -> tuple[str, str] | None:
         """Return (workload, method) of our row for a published cell, or None if no such row is declared.
 
         method: another published method in place of the cell's own, for example the base row's.
         """
-        workload_name = self.printed_workload(cell)
-        text = self._find_method_text(method or cell.method, _facts_of_cell(cell))
+        workload_name = self.find_printed_workload(cell)
+        text = self._find_method_text(method or cell.method, _list_facts(cell))
         if not workload_name or text is None:
             return None
-        # ``scaled_for`` scaled the methods' texts already
+        # ``scale_for`` scaled the methods' texts already
         if self.scaled:
             workload_name = self.stand_in.scale_workload(workload_name)
         return workload_name, text
@@ -144,7 +144,7 @@ class BenchSpec:
                 text, most_settings = candidate, len(settings)
         return text
 
-    def printed_workload(self, cell: Published) -> str:
+    def find_printed_workload(self, cell: Published) -> str:
         """Return the workload of a published cell at the paper's size; '' if it is not known."""
         # the prompts of some datasets have lengths of their own
         if self.workloads.get(cell.dataset):
@@ -158,14 +158,14 @@ class BenchSpec:
     def why_not(self, cell: Published) -> str:
         """Return the reason why a published cell is not run, or '' if it is run."""
         # the first reason that fits wins
-        facts = _facts_of_cell(cell)
+        facts = _list_facts(cell)
         for key, reason in self.not_run.items():
             name, *settings = key.split()
             if name in (cell.model, cell.method, cell.dataset) and facts.issuperset(settings):
                 return reason
         return ""
 
-    def scaled_for(self, model: str) -> BenchSpec:
+    def scale_for(self, model: str) -> BenchSpec:
         """Return this table's declaration for a small model, with sizes scaled down by ``stand_in``."""
         # the published settings stay, since cells are matched by them; only the arguments that run are scaled
         methods = {name: self.stand_in.scale_arguments(text) for name, text in self.methods.items()}
@@ -190,7 +190,7 @@ class BenchSpec:
         return arguments
 
 
-def _facts_of_cell(cell: Published) -> set[str]:
+def _list_facts(cell: Published) -> set[str]:
     """Return the settings of a cell's row in the notation of bench<N>.yaml, ``key=value``."""
     return {f"{key}={value}" for key, value in cell.settings.items()}
 

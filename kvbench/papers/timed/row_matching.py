@@ -97,7 +97,7 @@ def match_cells(declared: BenchSpec, printed: Sequence[Published], rows: Sequenc
     # (workload, method) of the table's rows
     table_rows = set()
     for cell in printed:
-        key = declared.row_key(cell)
+        key = declared.find_row_key(cell)
         if key is not None:
             table_rows.add(key)
     # rows of two devices do not compare, so a table shows the device that was measured last; rows are oldest first
@@ -129,7 +129,7 @@ def list_workloads(declared: BenchSpec, cells: Sequence[TimedCell], measured: bo
     for cell in cells:
         # a cell with a reason against running has no row, so ``measured`` leaves it out, too
         if cell.status == MISSING or (measured and cell.row is not None):
-            key = declared.row_key(cell.printed)
+            key = declared.find_row_key(cell.printed)
             if key is not None:
                 workload, _ = key
                 names.append(workload)
@@ -156,7 +156,7 @@ def _match_cell(cell: Published, declared: BenchSpec, printed: Sequence[Publishe
     """
     printed_base = _find_printed_base(cell, declared, printed)
     published_ratio = _divide_printed(cell, printed_base)
-    key = declared.row_key(cell)
+    key = declared.find_row_key(cell)
     quantity = declared.quantities.get(cell.metric)
     reason = declared.why_not(cell)
     if not reason and cell.dataset == AVERAGE:
@@ -223,7 +223,7 @@ def _find_latest_row(rows: Sequence[Row], model: str, workload: str, method: str
 
 def _find_base_row(declared: BenchSpec, cell: Published, row: Row, rows: Sequence[Row]) -> Row | None:
     """Return the row of the base method that was measured beside ``row`` on its device, or None without such a row."""
-    key = declared.row_key(cell, declared.base)
+    key = declared.find_row_key(cell, declared.base)
     if key is None:
         return None
     # ``row_of_base`` looks on the workload of ``row``
@@ -239,7 +239,7 @@ def _find_printed_base(cell: Published, declared: BenchSpec, printed: Sequence[P
 
     def list_conditions(c: Published) -> tuple[str | None, ...]:
         """Return the conditions that a cell must share with its base: model, dataset, metric, device and workload."""
-        return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.printed_workload(c)
+        return c.model, c.dataset, c.metric, c.settings.get("gpu"), declared.find_printed_workload(c)
 
     for candidate in printed:
         if candidate.method == declared.base and list_conditions(candidate) == list_conditions(cell):

@@ -101,7 +101,7 @@ def read_timings(table: TableSpec, model: str, results: Path) -> Timings:
     paper_models = {model_id(table.model_entry(name)) for name in table.models()}
     paper_models.add(model_id(bench.model))
     if model_id(model) not in paper_models:
-        bench = bench.scaled_for(model)
+        bench = bench.scale_for(model)
     folder = "cpu" if bench.scaled else "gpu"
     file = results / folder / f"{bench.results}.jsonl"
     rows = records.read_rows(file)
@@ -151,11 +151,11 @@ def _add_share_of_tokens(bench: bench_spec.BenchSpec, cell: TimedCell, rows: Seq
     full = records.row_of_base(cell.row, rows)
     if full is None or full["status"] != records.MEASURED:
         return cell
-    return replace(cell, value=100 * compute_kept_share(cell.row, full, _shape_of_model(bench.model)))
+    return replace(cell, value=100 * compute_kept_share(cell.row, full, _read_shape(bench.model)))
 
 
 @cache
-def _shape_of_model(model: str) -> Shape:
+def _read_shape(model: str) -> Shape:
     """Return the shape of a model's cache: its layers, heads and head dimension. It is read once for all cells."""
     return architecture.shape_of(config.configure({"model": model}).model)
 

@@ -103,12 +103,13 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
     from kvbench.run.wandb_logger import listeners
 
     if args.show == "published":
-        ours = our_table.printed_table(table, model, "--show published")
+        ours = our_table.make_printed_table(table, model, "--show published")
     else:
         ours = our_table.prepare(table, model, overrides)
     # a table without data is an error if it was named alone (as think/2); a whole paper shows it, too, with the reasons
     if ours.run is None and ours.absent and "/" in args.table:
-        raise UsageError(f"{table.id}: none of its datasets can be read: {'; '.join(grid.reasons_for_absence(ours))}")
+        reasons = "; ".join(grid.list_reasons_for_absence(ours))
+        raise UsageError(f"{table.id}: none of its datasets can be read: {reasons}")
     if args.plan:
         if ours.run is not None:
             print_plans([ours.run], as_json=False)
@@ -116,7 +117,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
             print(f"{table.id}: nothing to measure")
         else:
             print(f"{table.id}: nothing to measure, its numbers are no scores")
-        for reason in grid.reasons_for_absence(ours):
+        for reason in grid.list_reasons_for_absence(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
         return 0
     # args.trace has the names of a row and a column
@@ -176,4 +177,4 @@ def _time_table(table: TableSpec, model: str, options: Mapping[str, str], args: 
     if args.trace:
         print(timings.trace_number(times, *args.trace))
         return 0
-    return cell_view.build_view(our_table.timed_table(times))
+    return cell_view.build_view(our_table.make_timed_table(times))
