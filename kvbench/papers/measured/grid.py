@@ -57,21 +57,19 @@ def format_cells(view: View, show: str) -> Table:
             texts = [_format_label(line, heading, show)]
             for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
                 text = _format_cell(view, line, entry, show, n_differs)
-                is_best = best is not None and getattr(entry, field) == best and line.row.method != base
                 # an unchanged cell is not compressed, so it cannot be the best unless the paper's own number is shown
-                if is_best and (show in ("published", "beside") or not entry.unchanged):
+                can_be_best = line.row.method != base and (show in ("published", "beside") or not entry.unchanged)
+                if can_be_best and best is not None and getattr(entry, field) == best:
                     text = Bold(text)
                 texts.append(text)
             rows.append(tuple(texts))
-    # the first column has the rows' labels and no heading
-    names, groups = [""], [""]
-    for column in view.columns:
-        name = column.name
-        if timings is not None:
-            name = timing_text.name_column(timings, name)
-        names.append(name)
-        groups.append(column.group)
-    table = Table(tuple(names), tuple(rows), breaks=True, groups=tuple(groups), headings=headings)
+    names = [column.name for column in view.columns]
+    if timings is not None:
+        names = [timing_text.name_column(timings, name) for name in names]
+    # the first column has the rows' labels, and neither a name nor a group
+    heads = ("", *names)
+    groups = ("", *(column.group for column in view.columns))
+    table = Table(heads, tuple(rows), breaks=True, groups=groups, headings=headings)
     spans = [count for group, count in table.spans() if group]
     # the line of groups above the columns says nothing if there is one group, or if each group is one column
     if len(spans) > 1 and max(spans) > 1:
@@ -147,21 +145,13 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
         counts = {entry.n for entry in column_entries if entry.n}
         if len(counts) > 1:
             return None
-    values = []
-    less_is_better = False
-    for entry in column_entries:
-        value = getattr(entry, field)
-        if value is not None:
-            values.append(value)
-        if entry.timed is not None and entry.timed.less_is_better:
-            less_is_better = True
+    values = [value for value in (getattr(entry, field) for entry in column_entries) if value is not None]
     if len(values) < 2:
         return None
+    less_is_better = any(entry.timed is not None and entry.timed.less_is_better for entry in column_entries)
     if field in ("ours", "published"):
-        for line, _ in rows:
-            printed = line.row.cells.get(column)
-            if printed is not None and printed.metric == "perplexity":
-                less_is_better = True
+        printed_cells = [line.row.cells[column] for line, _ in rows if column in line.row.cells]
+        less_is_better = less_is_better or any(cell.metric == "perplexity" for cell in printed_cells)
     if less_is_better:
         return min(values)
     return max(values)

@@ -476,31 +476,36 @@ def _choose_workloads(
             # a line reads nothing for a cell that the paper does not print
             if column.name not in line.row.cells:
                 continue
-            dataset = column.dataset
-            workload = chooser.choose_workload(line.row, dataset, family_name)
+            workload = chooser.choose_workload(line.row, column.dataset, family_name)
             # the tiny model's tasks come with kvbench, so they can be read and have no lengths
             if not chooser.small:
                 unreadable = _try_reading(chooser, workload, reasons)
                 # on the paper's own model only the paper's data are allowed
-                if unreadable and stand_in and dataset in INSTEAD:
-                    substitute, substitute_note = INSTEAD[dataset]
-                    substitute_workload = replace(workload, name=substitute)
-                    if not _try_reading(chooser, substitute_workload, reasons):
-                        notes[substitute_note] = None
-                        workload = substitute_workload
-                too_long = chooser.find_lengths_beyond_context(line.row, dataset)
-                if too_long and line.chain is not None:
-                    lengths = ", ".join(map(str, too_long))
-                    prompts = f"{dataset}: prompts of {lengths} tokens, which rows of {line.row.model} have,"
-                    notes[f"{prompts} are beyond the model's context."] = None
-            reads[dataset] = workload
+                if unreadable and stand_in:
+                    workload, substitute_note = _find_substitute(chooser, workload, reasons)
+                    notes[substitute_note] = None
+                if line.chain is not None:
+                    notes[chooser.note_long_prompts(line.row, column.dataset)] = None
+            reads[column.dataset] = workload
         new_lines.append(replace(line, reads=reads))
     # a workload that was replaced by another is not missing
     used: set[TableWorkload] = set()
     for line in new_lines:
         used.update(line.reads.values())
     absent = {workload: reason for workload, reason in reasons.items() if reason and workload in used}
-    return tuple(new_lines), absent, list(notes)
+    return tuple(new_lines), absent, [note for note in notes if note]
+
+
+def _find_substitute(
+    chooser: WorkloadChooser, workload: TableWorkload, reasons: dict[TableWorkload, str]
+) -> tuple[TableWorkload, str]:
+    """Return the readable replacement in INSTEAD of a workload, and its note; else the workload itself and ''."""
+    if workload.dataset in INSTEAD:
+        name, note = INSTEAD[workload.dataset]
+        substitute = replace(workload, name=name)
+        if not _try_reading(chooser, substitute, reasons):
+            return substitute, note
+    return workload, ""
 
 
 def _try_reading(chooser: WorkloadChooser, workload: TableWorkload, reasons: dict[TableWorkload, str]) -> str:

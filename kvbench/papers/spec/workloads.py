@@ -131,13 +131,17 @@ class WorkloadChooser:
                 kept_knobs.append((knob, tuple(value) if isinstance(value, list) else value))
         return TableWorkload(dataset, name, tuple(kept_knobs), parts)
 
-    def find_lengths_beyond_context(self, row: TableRow, dataset: str) -> list[int]:
-        """Return the paper's lengths that do not fit this model's context; [] if the user typed lengths."""
+    def note_long_prompts(self, row: TableRow, dataset: str) -> str:
+        """Return a note on the paper's prompts of a row that do not fit this model's context; '' if all fit."""
         # lengths that the user typed replace the paper's, and a run refuses those that do not fit
         if "lengths" in self._list_typed_knobs():
-            return []
+            return ""
         lengths = self._find_paper_lengths(row, dataset)
-        return [length for length in lengths if not self._fits_context(row, dataset, length)]
+        too_long = [str(length) for length in lengths if not self._fits_context(row, dataset, length)]
+        if not too_long:
+            return ""
+        prompts = f"prompts of {', '.join(too_long)} tokens, which rows of {row.model} have"
+        return f"{dataset}: {prompts}, are beyond the model's context."
 
     def _list_typed_knobs(self) -> set[str]:
         """Return the names, without owners, of the knobs that the user typed. They override the paper's."""
