@@ -142,33 +142,40 @@ def write_text(papers: Sequence[Paper]) -> str:
     for paper in papers:
         preset = f", preset={paper.preset}" if paper.preset else ""
         lines += [fill(f"{paper.title} ({paper.source}{preset})", WIDTH), ""]
-        for setting in _read_preset_settings(paper):
-            # all keys of a preset begin alike, which a line of text has no room for
-            line = f"{setting.key.removeprefix('method.')}={_format_value(setting.value)}"
-            line = f"{line:<30} {setting.source}"
-            if setting.model:
-                line += f" ({setting.model} only)"
-            # further lines stand below the source: behind 2 characters of indentation, 30 of the setting, and a space
-            lines.append(_wrap_hanging(line, indent=33))
+        lines += [_write_setting(setting) for setting in _read_preset_settings(paper)]
         lines.append("")
         # explain_budgets reads labels, such as "snapkv kv_size=": a word stands for the method
         for note in explain_budgets(f"preset {setting.key}=" for setting in _read_preset_settings(paper)):
             lines += [fill(note, WIDTH), ""]
-        for entry in paper.entries:
-            row = _make_entry_row(entry, book)
-            line = f"{row.name:<10} {row.kind}: {row.title}"
-            if row.cells:
-                line += f"; values: {row.cells}"
-            # further lines stand below the entry's kind, and so does the text on what can be reproduced
-            lines.append(_wrap_hanging(line, indent=13))
-            indent = " " * 13
-            reproducible = row.reproduction.replace("`", "")
-            lines.append(fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent))
+        lines += [_write_entry(_make_entry_row(entry, book)) for entry in paper.entries]
         lines.append("")
         for claim in _list_claims(paper, book):
             lines.append(_wrap_hanging(f"{claim.verdict:<14} {claim.text} ({claim.place})", indent=17))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _write_setting(setting: Setting) -> str:
+    """Return a preset's setting with its source as lines of text, WIDTH characters wide."""
+    # all keys of a preset begin alike, which a line of text has no room for
+    line = f"{setting.key.removeprefix('method.')}={_format_value(setting.value)}"
+    line = f"{line:<30} {setting.source}"
+    if setting.model:
+        line += f" ({setting.model} only)"
+    # further lines stand below the source: behind 2 characters of indentation, 30 of the setting, and a space
+    return _wrap_hanging(line, indent=33)
+
+
+def _write_entry(row: EntryRow) -> str:
+    """Return a table or figure, and below it what can be reproduced of it, as lines of text, WIDTH characters wide."""
+    line = f"{row.name:<10} {row.kind}: {row.title}"
+    if row.cells:
+        line += f"; values: {row.cells}"
+    # further lines stand below the entry's kind, and so does the text on what can be reproduced
+    title = _wrap_hanging(line, indent=13)
+    indent = " " * 13
+    reproducible = row.reproduction.replace("`", "")
+    return f"{title}\n{fill(reproducible, WIDTH, initial_indent=indent, subsequent_indent=indent)}"
 
 
 def as_json(paper: Paper) -> dict[str, object]:

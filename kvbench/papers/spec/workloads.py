@@ -90,7 +90,7 @@ def label_workloads(workloads: Iterable[TableWorkload]) -> dict[TableWorkload, s
 
 @dataclass(frozen=True)
 class WorkloadChooser:
-    """A choice of the data that a table's cells read, by the table, the model's context and the user's arguments.
+    """Chooses the data that a table's cells read, by the table, the model's context and the user's arguments.
 
     cfg: the run with every dataset that may be read.
     settings: the keys that the user typed, with their values.
@@ -127,7 +127,7 @@ class WorkloadChooser:
         kept_knobs = []
         for knob, value in knobs.items():
             if knob not in typed_knobs and knob != "lengths":
-                # workloads are keys, so this must be hashable
+                # workloads are keys of mappings, so their values must be hashable
                 kept_knobs.append((knob, tuple(value) if isinstance(value, list) else value))
         return TableWorkload(dataset, name, tuple(kept_knobs), parts)
 

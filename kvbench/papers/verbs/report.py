@@ -68,12 +68,9 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     papers: True to show the papers' tables, figures and claims, too.
     other_results: folders and files of results beside those of the results folder.
     """
-    from kvbench.papers.claims import ledger
     from kvbench.papers.figures import registry
-    from kvbench.papers.figures.figure import figure_folder, own_folder
-    from kvbench.papers.forensics import audit
-    from kvbench.papers.report import cards, page, samples, tables
-    from kvbench.papers.spec import stand_ins
+    from kvbench.papers.figures.figure import own_folder
+    from kvbench.papers.report import cards, page, samples
     from kvbench.plan import config, run_plan, words
     from kvbench.report import open_results
     from kvbench.store.store import ResultStore
@@ -106,6 +103,23 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     )
     if not papers:
         return report
+    return _add_papers(report, options, results)
+
+
+def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -> ReportPage:
+    """Return the page with the papers' tables, figures and claims, and the findings about the papers' own numbers.
+
+    options: the key=value arguments of the run, and those of the papers' tables.
+    results: the folder of results.
+    """
+    from kvbench.papers.claims import ledger
+    from kvbench.papers.figures import registry
+    from kvbench.papers.figures.figure import figure_folder
+    from kvbench.papers.forensics import audit
+    from kvbench.papers.report import tables
+    from kvbench.papers.spec import stand_ins
+
+    model = report.model
     # samples of the stand-in model and those of pretrained models are committed to a folder each
     committed_samples = results / "tiny" if model == stand_ins.MODEL else results / "tables"
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
