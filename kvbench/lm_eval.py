@@ -223,8 +223,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         answer: the function from a cache of the prompt to the answer.
         same: whether two answers are equal.
 
-        The full cache answers, too, if the compressed cache holds all tokens and bytes, and if it is still open whether
-        the method compresses anything on this task.
+        The full cache answers, too, if the compressed cache holds all tokens and bytes. It does not once enough prompts
+        have shown that the method compresses something on this task.
         """
         # sampled answers of both caches must draw the same numbers
         states_before = _get_random_states()

@@ -307,9 +307,8 @@ def decide(
 ) -> list[Verdict]:
     """Return the verdict on each of ``claims`` by one measure. The p-values of all claims are corrected together.
 
-    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. If one is decided, the verdict is
-    fragile if the mean of ``unscaled_evidence`` lies on the other side of the claim's bound, and mixed if a task or a
-    setting does.
+    Each direction of a claim is decided at the level LEVEL / 2 / ``measures``. A decided verdict is fragile if the mean
+    of ``unscaled_evidence`` lies on the other side of the claim's bound. It is mixed if a task or a setting does.
 
     evidence_by_claim: the evidence by the claim's id. A claim may have none.
     unscaled_evidence: the evidence for the same claims with the paper's own windows in place of scaled ones; None if

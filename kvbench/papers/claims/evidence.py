@@ -305,8 +305,8 @@ def compare_nearness(test: str, first: float, second: float) -> float:
 
     first, second: the methods' divergences from the full cache, in nats a token.
 
-    For a claimed gain (``test`` is better) it is ``(second - first) / (second + first)``, since the divergences of
-    prompts differ by orders of magnitude and must count alike. For a claim of losing nothing it is
+    For a claimed gain (``test`` is better) it is ``(second - first) / (second + first)``. The divergences of prompts
+    differ by orders of magnitude, and each prompt must count alike. For a claim of losing nothing it is
     ``min(1, second) - min(1, first)`` in nats.
     """
     # two methods that both equal the full cache exactly have no ratio
