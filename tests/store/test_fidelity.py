@@ -234,7 +234,9 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     found = {"verdict": "undecided", "side": "", "mean": 35.0, "ci": [-20.0, 90.0], "p_for": 0.4, "p_against": 1.0}
     found |= {"p_same": None, "needs": 1234, "elsewhere": None, "why_not": "", "n": {"a": 9}, "tasks": {"a": 35.0}}
     found |= {"settings": [35.0]}
-    told = ledger.describe_evidence({"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}})
+    told = ledger.describe_evidence(
+        {"test": "no_worse", "margin": 1.0, "measures": {"points": found, "divergence": found}}
+    )
     assert told == (
         "points\n+35.0 [−20.0, 90.0], margin 1\nn 9 in 1 task, p 0.4\ntasks for 1, even 0, against 0\n"
         "about 1,234 pairs would decide\n"

@@ -17,7 +17,7 @@ from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.models import load, traits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
-from kvbench.papers.spec.table_spec import Column, UnprintedTable, TableRow, TableSpec
+from kvbench.papers.spec.table_spec import Column, TableRow, TableSpec, UnprintedTable
 from kvbench.papers.spec.workloads import (
     FAMILIES,
     INSTEAD,

@@ -19,9 +19,9 @@ from kvbench.papers.spec.table_spec import (
     MEAN,
     MEANS,
     SHARE,
-    UnprintedTable,
     TableRow,
     TableSpec,
+    UnprintedTable,
     group_of,
     table_of_cells,
 )

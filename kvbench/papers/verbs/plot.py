@@ -316,9 +316,7 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     # an id names exactly one figure
     (figure,) = registry.select_figures([name])
     # the path of the pictures, without the ending
-    stem = place.redrawn_path(
-        figure, path, text, results=options.get("results", ""), output=options.get("output", "")
-    )
+    stem = place.redrawn_path(figure, path, text, results=options.get("results", ""), output=options.get("output", ""))
     paths, finding = figure.redraw(text, stem)
     return _record_figure(figure.captioned(facts_of(text)), paths, finding)
 
