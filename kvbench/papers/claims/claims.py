@@ -27,7 +27,7 @@ from kvbench.base.conf import YAML_LOADER
 from kvbench.base.errors import KvbenchError, unknown
 from kvbench.papers import data_files
 from kvbench.papers.spec import catalogue, table_spec
-from kvbench.papers.spec.table_spec import UnprintedTable
+from kvbench.papers.spec.table_spec import UnprintedCell, UnprintedTable
 from kvbench.tasks.longbench import task_names
 from kvbench.tasks.metrics import stats
 
@@ -287,7 +287,8 @@ def make_tables_of_sides(claims: Sequence[Claim], scaled: bool = False) -> list[
         # two claims can compare the same side; it is one row
         for row in dict.fromkeys(rows):
             method, _, setting = row.partition(" ")
-            cells += [(first_model, method, setting, dataset, "mean") for dataset in columns]
+            for dataset in columns:
+                cells.append(UnprintedCell(method, setting, dataset, "mean", first_model))
         tables.append(table_spec.table_of_cells(template, cells, table=TABLE, title=TABLE, workloads=workloads))
     return tables
 
@@ -427,12 +428,12 @@ def _correct_p_values(
             above_minus_nothing = stats.p_above(differences, -nothing)
             below_plus_nothing = stats.p_above(-differences, -nothing)
             same[claim.id] = max(above_minus_nothing, below_plus_nothing)
-    above = stats.holm(above, family)
-    below = stats.holm(below, family)
-    same = stats.holm(same, family)
+    supports = stats.holm(above, family)
+    opposes = stats.holm(below, family)
+    no_difference = stats.holm(same, family)
     p_values = {}
     for claim in measured:
-        p_values[claim.id] = _PValues(supports=above[claim.id], opposes=below[claim.id], same=same[claim.id])
+        p_values[claim.id] = _PValues(supports[claim.id], opposes[claim.id], same=no_difference[claim.id])
     return p_values
 
 

@@ -436,24 +436,28 @@ def _write_unit_notes(view: View, entries: Sequence[CellView], show: str, shown:
     if ours.model == stand_ins.MODEL:
         yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
     elif ours.stand_in:
-        positions = {
+        place_of_printed = {
             "both": ", in brackets those of the paper's models",
             "beside": ", below them those of the paper's models",
         }
         yield (
             f"A substitute model reads the paper's data: {ours.model} is none of the paper's models "
             f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
-            f"{positions.get(show, '')}; compare orders, not values."
+            f"{place_of_printed.get(show, '')}; compare orders, not values."
         )
         if show == "delta":
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
         without_share = [entry for entry in entries if entry.published is not None and entry.published_relative is None]
-        if show in positions and without_share:
+        if show in place_of_printed and without_share:
             yield "abs: as printed, since the paper has no full-cache row of that model."
         yield from _write_full_scores(view, shown)
     else:
-        texts = {"ours": "Ours", "delta": "Δ: ours minus published"}
-        yield f"{texts.get(show, 'Ours (published, Δ ours minus published)')}; averages are computed from the cells."
+        content = "Ours (published, Δ ours minus published)"
+        if show == "ours":
+            content = "Ours"
+        elif show == "delta":
+            content = "Δ: ours minus published"
+        yield f"{content}; averages are computed from the cells."
 
 
 def _prints_fractions(view: View) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvbench.bench.records import FAILED, NOT_RUN, OOM, REFUSED, Row
-from kvbench.papers.timed.row_matching import INTEGRATED, MISSING
+from kvbench.papers.timed.row_matching import INTEGRATED, MISSING, TimedCell
 from kvbench.papers.timed.timings import SCRIPT, Timings
 
 if TYPE_CHECKING:
@@ -45,23 +45,19 @@ def format_cell(entry: CellView, show: str) -> list[str]:
         if cell.ratio is None or cell.published_ratio is None:
             return [_choose_sign(entry) or "—"]
         return [f"{cell.ratio - cell.published_ratio:+.2f}".replace("-", "−")]
-    value = ""
-    if cell.value is not None:
-        value = _format_number(cell.value)
-        if INTEGRATED in cell.marks:
-            value += " ∫"
+    value = _format_value(cell)
     # without a ratio, the value alone is shown: a dash above it would mean that nothing was measured
     value_alone = bool(value) and cell.ratio is None
+    texts = []
     if show == "ours":
-        spread = ""
+        if not value_alone:
+            texts.append(our_ratio)
+        if value:
+            texts.append(value)
         if cell.spread is not None:
             low, high = cell.spread
-            spread = f"[{_format_number(low)}, {_format_number(high)}]"
-        texts = [value, spread]
-        if not value_alone:
-            texts.insert(0, our_ratio)
-        return [text for text in texts if text]
-    texts = []
+            texts.append(f"[{_format_number(low)}, {_format_number(high)}]")
+        return texts
     # the paper's ratio still needs ours beside it, be it only a dash
     if not value_alone or cell.published_ratio is not None:
         texts.append(f"{our_ratio} ({paper_ratio})")
@@ -69,6 +65,16 @@ def format_cell(entry: CellView, show: str) -> list[str]:
         texts.append(f"ours {value}")
     texts.append(f"paper {printed}")
     return texts
+
+
+def _format_value(cell: TimedCell) -> str:
+    """Return our value of a cell, with ∫ if its steps were interpolated; '' without a value."""
+    if cell.value is None:
+        return ""
+    text = _format_number(cell.value)
+    if INTEGRATED in cell.marks:
+        text += " ∫"
+    return text
 
 
 def _choose_sign(entry: CellView) -> str:

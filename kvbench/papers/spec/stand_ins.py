@@ -21,6 +21,7 @@ from kvbench.papers.spec.table_spec import (
     SHARE,
     TableRow,
     TableSpec,
+    UnprintedCell,
     UnprintedTable,
     group_of,
     table_of_cells,
@@ -153,14 +154,13 @@ def make_tiny_table(table: TableSpec, rows: Iterable[tuple[str, str]]) -> Unprin
     """
     tasks = list(dict.fromkeys(choose_tiny_task(column.dataset, table) for column in table.scores))
     budget_tasks = {choose_tiny_task(column.dataset, table) for column in table.columns if column.quantity == BUDGET}
-    # (model, method, setting, dataset, metric): the rows are of no published model
     cells = []
     for method, setting in rows:
-        cells += [("", method, setting, task, "mean") for task in tasks]
-        cells += [("", method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
+        cells += [UnprintedCell(method, setting, task, "mean") for task in tasks]
+        cells += [UnprintedCell(method, setting, task, BUDGET) for task in tasks if task in budget_tasks]
         # the average of one task would repeat its score
         if len(tasks) > 1:
-            cells += [("", method, setting, average, "mean") for average in MEANS]
+            cells += [UnprintedCell(method, setting, average, "mean") for average in MEANS]
     # a difference from the full cache (relative) is shown as the share that it comes from
     average = MEAN if table.average == MEAN else SHARE
     return table_of_cells(table, cells, average=average)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -210,25 +210,33 @@ class UnprintedTable(TableSpec):
         return self.cells
 
 
-def table_of_cells(
-    base: TableSpec, cells: Iterable[tuple[str, str, str, str, str]], **replaced_fields: Any
-) -> UnprintedTable:
+class UnprintedCell(NamedTuple):
+    """A cell to measure for which the paper prints no value. Its fields have the meaning of those of Published."""
+
+    method: str
+    setting: str
+    dataset: str
+    metric: str
+    model: str = ""
+
+
+def table_of_cells(base: TableSpec, cells: Iterable[UnprintedCell], **replaced_fields: Any) -> UnprintedTable:
     """Return a table like ``base`` whose cells are measured, although the paper prints no values for them.
 
-    cells: (model, method, setting, dataset, metric) of each cell. They decide the rows and columns.
+    cells: the cells of the table. They decide its rows and columns.
     replaced_fields: fields of the table that replace those of ``base``.
     """
     published_cells = []
-    for model, method, setting, dataset, metric in cells:
+    for cell in cells:
         published_cells.append(
             Published(
                 paper=base.paper,
                 table=base.table,
-                model=model,
-                method=method,
-                setting=setting,
-                dataset=dataset,
-                metric=metric,
+                model=cell.model,
+                method=cell.method,
+                setting=cell.setting,
+                dataset=cell.dataset,
+                metric=cell.metric,
                 value=None,
                 unit="",
                 flag="",
