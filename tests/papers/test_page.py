@@ -181,7 +181,7 @@ def test_text_is_readable_on_light_and_dark(written, tmp_path, dark):
 
 def test_a_title_names_the_models_of_the_runs_or_counts_them():
     runs = [{"model": f"model-{i}"} for i in range(4)]
-    shown = [page.ReportPage("tiny", [], [], [], [], [], some)._title() for some in (runs[:2], runs, [])]
+    shown = [page.ReportPage("tiny", [], [], [], [], [], some)._write_title() for some in (runs[:2], runs, [])]
     assert shown[0] == "your runs on model-0, model-1, and five papers beside tiny"
     assert [words.partition(",")[0] for words in shown[1:]] == ["your runs on 4 models", "your runs"]
 

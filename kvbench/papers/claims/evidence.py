@@ -106,6 +106,29 @@ class _Sides:
                 differences[dataset] = paired
             else:
                 waiting.append(dataset)
+        pairs = _list_cell_pairs(self.comparisons_of)
+        cell_ids = [cell.id for pair in pairs for cell in pair]
+        ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in pairs]
+        return Evidence(
+            differences=differences,
+            floors=tuple(floors),
+            waiting=tuple(waiting),
+            # several pairs and datasets can share a cell: name each once
+            cells=tuple(dict.fromkeys(cell_ids)),
+            ran=tuple(dict.fromkeys(ran)),
+            possible=sum(_count_examples(self.comparisons_of[dataset]) for dataset in decidable),
+            reason=self._join_reasons(floors=floors, long=long, unchanged=unchanged, waiting=waiting),
+            unchanged=tuple(unchanged),
+        )
+
+    def _join_reasons(
+        self, *, floors: Sequence[str], long: Sequence[str], unchanged: Sequence[str], waiting: Sequence[str]
+    ) -> str:
+        """Return why measurements on some datasets are missing; '' if none are.
+
+        floors, unchanged, waiting: as in Evidence.
+        long: the datasets left out because their references are long.
+        """
         reasons = []
         if floors:
             reasons.append(f"the model fails on {', '.join(floors)}")
@@ -115,22 +138,8 @@ class _Sides:
             reasons.append(f"{dataset}: nothing was compressed by {', '.join(self.unchanged[dataset])}")
         if waiting:
             reasons.append(f"not measured yet: {', '.join(waiting)}")
-        pairs = _list_cell_pairs(self.comparisons_of)
-        # the ids as keys: each once, in the order of the pairs
-        cell_ids: dict[str, None] = {}
-        for first, second in pairs:
-            cell_ids |= {first.id: None, second.id: None}
-        ran = [f"{label_cell(first.identity)} against {label_cell(second.identity)}" for first, second in pairs]
-        return Evidence(
-            differences=differences,
-            floors=tuple(floors),
-            waiting=tuple(waiting),
-            cells=tuple(cell_ids),
-            ran=tuple(dict.fromkeys(ran)),
-            possible=sum(_count_examples(self.comparisons_of[dataset]) for dataset in decidable),
-            reason="; ".join(reasons + list(self.absent)),
-            unchanged=tuple(unchanged),
-        )
+        reasons.extend(self.absent)
+        return "; ".join(reasons)
 
 
 def _count_examples(comparisons: Iterable[Comparison]) -> int:
