@@ -470,9 +470,9 @@ def _count_needed_pairs(differences: Differences, least: float, level: float) ->
     return max(fewest, for_power)
 
 
-@lru_cache
-def _compute_lowest_p(test: str, pairs: int, least: float) -> float:
-    """Return the lowest p-value that a claim can get from this number of ``pairs``, uncorrected.
+@lru_cache  # a permutation test takes long, and many claims have the same arguments
+def _compute_lowest_p(test: str, examples: int, least: float) -> float:
+    """Return the lowest p-value that a claim can get from this number of ``examples``, uncorrected.
 
     In the best case every difference is 1 for a claimed gain, and 0 for a claim of no loss.
 
@@ -480,7 +480,7 @@ def _compute_lowest_p(test: str, pairs: int, least: float) -> float:
     least: the bound that the mean difference must exceed.
     """
     best_difference = 0.0 if test == "no_worse" else 1.0
-    return stats.p_above(np.full(pairs, best_difference), least)
+    return stats.p_above(np.full(examples, best_difference), least)
 
 
 def _choose_verdict(
