@@ -365,7 +365,7 @@ def _check_owned(tensor_name: str, tensor: torch.Tensor, seen: set[int]) -> None
 
 def _describe_tensors(layer: LayerCache) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (description for messages, tensor) of every tensor that a layer stores."""
-    for tensor in layer.of_layer():
+    for tensor in layer.layer_tensors():
         yield "a tensor of the layer (heads that copy others, last queries)", tensor
     for i, segment in enumerate(layer.segments):
         for tensor in segment.payload():

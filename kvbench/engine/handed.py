@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from torch import Tensor
 
 from kvbench.base.errors import Refused
-from kvbench.kv.content import same_bits
+from kvbench.kv.content import have_same_bits
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache
 from kvbench.methods.core.chain import Chain
@@ -41,7 +41,7 @@ class HandedLayer:
         if self._copies:
             for (name, t), copy in zip(self._tensors, self._copies, strict=True):
                 # an unchanged copy still has its storage and exactly the bits of the tensor
-                if copy.untyped_storage().nbytes() < copy.nbytes or not same_bits(t, copy):
+                if copy.untyped_storage().nbytes() < copy.nbytes or not have_same_bits(t, copy):
                     changed_names.append(name)
         else:
             for (name, t), version in zip(self._tensors, self._versions, strict=True):

@@ -121,7 +121,7 @@ class Codec(ABC):
         rotated = self.to_basis(x)
         if frozen is None:
             # the prompt comes first and settles the scales of all later tokens
-            frozen = self.settled_scales(rotated)
+            frozen = self.find_settled_scales(rotated)
         tensors = self._encode_in_parts(rotated, frozen, part_elements)
         for name, t in tensors.items():
             if t.is_floating_point() and not bool(t.isfinite().all()):
@@ -130,19 +130,19 @@ class Codec(ABC):
 
     def _encode_in_parts(self, x: Tensor, frozen: Tensor | None, part_elements: int) -> dict[str, Tensor]:
         """Return ``encode`` of x [..., L, C'], computed for about ``part_elements`` elements at a time."""
-        # each token is coded by itself; parts keep the intermediate tensors, many times the size of codes, small.
-        # max() keeps an x without tokens or channels from a division by 0
-        elements_per_token = max(1, x.numel() // max(1, x.shape[-2]))
+        # each token is coded by itself, so x can be coded in parts; encoding takes many times the memory of the codes
+        tokens = max(1, x.shape[-2])
+        elements_per_token = max(1, x.numel() // tokens)
         part_tokens = max(1, part_elements // elements_per_token)
-        encoded = [self.encode(tokens, frozen) for tokens in x.split(part_tokens, dim=-2)]
-        if len(encoded) == 1:
-            return encoded[0]
+        encoded_parts = [self.encode(part, frozen) for part in x.split(part_tokens, dim=-2)]
+        if len(encoded_parts) == 1:
+            return encoded_parts[0]
         tensors = {}
-        for name in encoded[0]:
-            tensors[name] = torch.cat([tensors_of_part[name] for tensors_of_part in encoded], dim=-2)
+        for name in encoded_parts[0]:
+            tensors[name] = torch.cat([encoded[name] for encoded in encoded_parts], dim=-2)
         return tensors
 
-    def settled_scales(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
+    def find_settled_scales(self, x: Tensor, lengths: Tensor | None = None) -> Tensor | None:
         """Return the scales [..., H, 1, 1] fp32 that x [..., H, L, C'] settles; None if the codec settles no scales.
 
         ``lengths`` [H] are the token counts of ragged heads, whose tokens x [1, N, C'] holds one head after the other.
@@ -152,9 +152,9 @@ class Codec(ABC):
         if lengths is None:
             absmax = x.abs().amax(dim=(-2, -1), keepdim=True)
         else:
+            values_by_head = x[0].split(lengths.tolist())
             # [H, 1, 1], as for heads of one length
-            by_head = x[0].split(lengths.tolist())
-            absmax = torch.stack([values.abs().amax() for values in by_head])[:, None, None]
+            absmax = torch.stack([values.abs().amax() for values in values_by_head])[:, None, None]
         if self.settles == "tensor":
             # all heads of the layer have the same scale, and each head stores it
             absmax = absmax.amax(dim=-3, keepdim=True).expand_as(absmax)
@@ -163,7 +163,13 @@ class Codec(ABC):
 
 @dataclass(frozen=True)
 class Coded(Packed):
-    """Keys or values [..., L, C] as ``codec`` stores them: ``tensors`` are [..., L, m], ``size`` is C."""
+    """Keys or values [..., L, C] as ``codec`` stores them.
+
+    codec: the storage format.
+    tensors: the named tensors [..., L, m] that ``codec.encode`` returns.
+    size: C.
+    frozen: the scales [..., H, 1, 1] that the prompt settled; None if the codec settles none.
+    """
 
     codec: Codec
     tensors: Mapping[str, Tensor]
@@ -172,7 +178,7 @@ class Coded(Packed):
 
     @property
     def shape(self) -> torch.Size:
-        # all tensors have the same axes but the last
+        # all tensors have the same axes but the last, so any of them shows the others
         sizes = list(next(self.payload()).shape)
         sizes[-1] = self.size
         return torch.Size(sizes)
@@ -205,7 +211,7 @@ class Coded(Packed):
             frozen = frozen.flatten(0, -3)
         return self.holding([t.flatten(0, -3) for t in self.payload()], frozen)
 
-    def more(self, x: Tensor, pack: Callable[..., Packed], rows: Sequence[int] | None = None) -> Packed:
+    def pack_more(self, x: Tensor, pack: Callable[..., Packed], rows: Sequence[int] | None = None) -> Packed:
         frozen = self.frozen
         if frozen is None:
             return pack(x)
@@ -231,7 +237,8 @@ class Coded(Packed):
         return (self.rotated(torch.float32) @ rotation.T).to(dtype)
 
 
-def in_blocks(x: Tensor, group: int) -> Tensor:
-    """Return x [..., C] as [..., blocks, group]. Zeros fill the last block up."""
+def split_into_blocks(x: Tensor, group: int) -> Tensor:
+    """Return x [..., C] as [..., blocks, group], with zeros behind the last channel if ``group`` does not divide C."""
+    # -C mod group: the channels that C lacks to a multiple of group
     missing = -x.shape[-1] % group
     return torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, group))

@@ -20,8 +20,11 @@ INTEGER_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type for each element size in bytes. Viewed as integers, tensors are compared bit for bit."""
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return True if two tensors are equal to the bit: NaN equals the same NaN, and -0 differs from 0."""
+def have_same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are equal to the bit: NaN equals the same NaN, and -0 differs from 0.
+
+    Tensors of different shapes, dtypes or devices are not equal.
+    """
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
     return torch.equal(a.view(INTEGER_VIEWS[a.itemsize]), b.view(INTEGER_VIEWS[b.itemsize]))
@@ -36,31 +39,42 @@ def find_mismatch(cache: LayerCache, source: Segment, all_read: bool) -> str:
 
     Positions beyond the prompt, and shapes that do not fit, are left to the audit.
     """
-    n, heads = source.positions.shape[1], source.v.shape[0]
     for s in cache.segments:
         # packed tokens are left out, and the source's own tensors cannot differ
         if s.codes is not None or _shares_tensors(s, source):
             continue
-        if all_read:
-            # the layer read every token, so a position is its own index in the source; the clamp keeps positions that
-            # the audit refuses from failing here
-            index = s.positions.long().clamp(0, n - 1)
-        else:
-            # the place of each position among those read, if it is one of them
-            index = torch.searchsorted(source.positions[0], s.positions).clamp(0, n - 1)
-            if not torch.equal(source.positions[0][index], s.positions):
-                return "tokens that it did not read"
+        index = _find_source_index(s, source, all_read)
+        if index is None:
+            return "tokens that it did not read"
         value_heads = torch.arange(s.heads, device=index.device)
-        value_rows = _source_rows(s, index, value_heads, n, heads)
+        value_rows = _find_source_rows(s, index, value_heads, source)
         key_rows = value_rows
         if s.leads is not None:
             # only heads that a leading query head reads still have keys
-            key_rows = _source_rows(s, index, key_heads(s.leads, s.heads), n, heads)
+            key_rows = _find_source_rows(s, index, key_heads(s.leads, s.heads), source)
         if not _equals_source(s.k, source.k, key_rows, s.key_channels, s.lengths):
             return "keys that are not those of the prompt at the positions it names"
         if not _equals_source(s.v, source.v, value_rows, s.value_channels, s.lengths):
             return "values that are not those of the prompt at the positions it names"
     return ""
+
+
+def _find_source_index(s: Segment, source: Segment, all_read: bool) -> Tensor | None:
+    """Return the index in ``source`` of each stored token, in the shape of the segment's positions.
+
+    Returns None if a stored token has a position that the layer did not read. ``all_read`` is that of
+    ``find_mismatch``.
+    """
+    read_positions = source.positions[0]
+    last = len(read_positions) - 1
+    if all_read:
+        # a position is its own index; the clamp keeps positions that the audit refuses from failing here
+        return s.positions.long().clamp(0, last)
+    # searchsorted finds where each position would stand among those read, whether or not it is one of them
+    index = torch.searchsorted(read_positions, s.positions).clamp(0, last)
+    if not torch.equal(read_positions[index], s.positions):
+        return None
+    return index
 
 
 def _equals_source(
@@ -74,20 +88,18 @@ def _equals_source(
     """
     expected = source.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, source.shape[-1])
     if channels is not None:
-        ids = channels.long()
         # every token takes the kept channels of its head
-        if lengths is None:
-            by_token = ids[:, None]
-        else:
-            by_token = ids.repeat_interleave(lengths, dim=0)[None]
-        expected = expected.gather(2, by_token.expand(*rows.shape, -1))
-    return expected.shape != stored.shape or same_bits(expected, stored)
+        channels_of_token = channels.long()[:, None]
+        if lengths is not None:
+            channels_of_token = channels.long().repeat_interleave(lengths, dim=0)[None]
+        expected = expected.gather(2, channels_of_token.expand(*rows.shape, -1))
+    return expected.shape != stored.shape or have_same_bits(expected, stored)
 
 
-def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
+def find_first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None:
     """Return the number of the first layer in which two caches differ, or None if they are equal.
 
-    ``layers`` and ``others`` are the ``digests`` of the two caches, with equally many layers.
+    ``layers`` and ``others`` are the digests (``digest_layers``) of the two caches, with equally many layers.
     """
     for i, (digest, other) in enumerate(zip(layers, others, strict=True)):
         if digest != other:
@@ -95,35 +107,38 @@ def first_difference(layers: Sequence[str], others: Sequence[str]) -> int | None
     return None
 
 
-def digests(layers: Sequence[LayerCache]) -> list[str]:
-    """Return a digest of each layer of a cache.
+def digest_layers(layers: Sequence[LayerCache]) -> list[str]:
+    """Return a digest of each layer of a cache, in order.
 
     On a CPU a digest covers all bits of the layer's tensors. On other devices it covers only the positions of tokens,
     because there equal sums may be rounded differently.
     """
-    texts = []
+    digests = []
     for layer in layers:
         tensors = list(layer.tensors())
-        digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
-        # the digest depends on the order of the tensors: positions come last, on every device
-        compared = []
+        # a hash depends on the order of its input: positions come last, on every device
+        hashed = []
         if all(t.device.type == "cpu" for t in tensors):
-            compared += tensors
-        compared += layer.kept_positions()
-        for tensor in compared:
+            hashed += tensors
+        hashed += layer.kept_positions()
+        digest = hashlib.blake2b(f"{len(tensors)} tensors".encode(), digest_size=16)
+        for tensor in hashed:
             digest.update(f"{tensor.dtype} {list(tensor.shape)}".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
-        texts.append(digest.hexdigest())
-    return texts
+        digests.append(digest.hexdigest())
+    return digests
 
 
-def _source_rows(s: Segment, index: Tensor, stored_heads: Tensor, n: int, heads: int) -> Tensor:
-    """Return the rows [H, L] of the source [heads * n, D] that hold the tokens of ``stored_heads`` [H].
+def _find_source_rows(s: Segment, index: Tensor, stored_heads: Tensor, source: Segment) -> Tensor:
+    """Return the rows [H, L] of the source that hold the tokens of ``stored_heads`` [H].
 
-    ``index`` [H or 1, L] are the tokens' indices 0 .. n - 1; ragged heads have theirs in one row.
+    Rows are numbered through all heads of the source: row h n + j is token j of head h.
+
+    index: [H or 1, L], the tokens' indices in the source (``_find_source_index``). Ragged heads have theirs in one row.
     """
-    # stored head h is head h heads / s.heads of the source, and that head's rows begin at n times its number
-    start = stored_heads * heads // s.heads * n
+    source_heads, n = source.v.shape[0], source.positions.shape[1]
+    # a head of the source may be repeated for several stored heads: stored head h is its head h source_heads / s.heads
+    start = stored_heads * source_heads // s.heads * n
     if s.lengths is not None:
         return index + start.repeat_interleave(s.lengths)
     if len(index) == 1:
@@ -138,7 +153,7 @@ def _shares_tensors(s: Segment, source: Segment) -> bool:
     return all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
 
 
-def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
+def mark_kept_rows(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tensor) -> Tensor:
     """Return marks [H, n]: 1 for each token of keys and values [H, n, D] that is among the kept ones [H, C, D], else 0.
 
     A token is recognised by its key and value together, in its own head.
@@ -149,5 +164,6 @@ def rows_kept(keys: Tensor, values: Tensor, kept_keys: Tensor, kept_values: Tens
         all_values = torch.cat([values[head], kept_values[head]])
         # equal (key, value) rows get one id: a token is kept if its id occurs among the kept rows
         _, ids = torch.cat([all_keys, all_values], dim=1).unique(dim=0, return_inverse=True)
-        mark[torch.isin(ids[: len(mark)], ids[len(mark) :])] = 1
+        token_ids, kept_ids = ids[: len(mark)], ids[len(mark) :]
+        mark[torch.isin(token_ids, kept_ids)] = 1
     return marks

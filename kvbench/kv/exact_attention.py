@@ -45,7 +45,7 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
     return weights.div_(total)
 
 
-def row_blocks(
+def yield_row_blocks(
     query: Tensor, keys: Tensor, scale: float, window: int | None = None, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield the attention rows of a prompt's last queries in blocks of about ``block_bytes`` bytes.
@@ -80,46 +80,70 @@ def column_sums(
     hk, m = keys.shape[:2]
     # the first query is that of token m - w
     group, n_earlier = hq // hk, m - w
-    if query.is_cuda:
-        heads_at_once, default_bytes = hk, BLOCK_BYTES
-    else:
-        heads_at_once = min(hk, torch.get_num_threads())
-        default_bytes = heads_at_once * CACHED_BYTES
-    # the fp32 attention of one query over all heads of a block
-    query_bytes = 4 * heads_at_once * group * m
-    block_queries = max(1, min(w, (block_bytes or default_bytes) // query_bytes))
+    heads_at_once, block_queries = _divide_columns(query, keys, block_bytes)
     q = query.float() * scale
     k = keys.float()
-    # ``future`` marks the keys of a block's own tokens that come after each query of the block
-    future: Tensor | None = None
-    if lse is None:
-        future = torch.ones(block_queries, block_queries, dtype=torch.bool, device=q.device).triu(1)
-    else:
+    if lse is not None:
         # one more channel subtracts lse from every logit within the product: (q, -lse) . (k, 1)
         q, k = torch.cat([q, -lse[..., None]], dim=-1), F.pad(k, (0, 1), value=1.0)
     q = q.view(hk, group, w, -1)
     k = k.transpose(1, 2).contiguous()
-    sums, all_sinks = q.new_zeros(hk, group, m), sinks_of(scale)
+    sinks = sinks_of(scale)
+    if sinks is not None:
+        sinks = sinks.view(hk, group, 1, 1)
+    # ``future`` marks the keys of a block's own tokens that come after each query of the block
+    future = torch.ones(block_queries, block_queries, dtype=torch.bool, device=q.device).triu(1)
+    sums = q.new_zeros(hk, group, m)
     for first in range(0, hk, heads_at_once):
         kv_slice = slice(first, first + heads_at_once)
         for start in range(0, w, block_queries):
             end = min(w, start + block_queries)
             # queries start to end see the keys up to the last query's own token
             seen = n_earlier + end
-            rows = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
-            rows = rows.view(-1, group, end - start, seen)
-            if future is None:
+            logits = capped(q[kv_slice, :, start:end].flatten(1, 2) @ k[kv_slice, :, :seen], scale)
+            logits = logits.view(-1, group, end - start, seen)
+            # a view of the columns of the block's own tokens, which see each other causally
+            own_columns = logits[..., n_earlier + start :]
+            if lse is not None:
                 # exp(logit - lse) is the softmax itself; tril clears the keys that come after each query
-                rows.exp_()[..., n_earlier + start :].tril_()
-                sums[kv_slice, :, :seen] += rows.sum(dim=2)
-                continue
-            rows[..., n_earlier + start :].masked_fill_(future[: end - start, : end - start], -torch.inf)
-            sinks = all_sinks.view(hk, group, 1, 1)[kv_slice] if all_sinks is not None else None
-            rows, total = exponentials(rows, sinks)
-            # one product computes the sum over rows i of e[i, j] / (sum over j of e[i, j])
-            inverse = total.reciprocal_().transpose(2, 3)
-            sums[kv_slice, :, :seen] += (inverse @ rows)[:, :, 0]
+                logits.exp_()
+                own_columns.tril_()
+                sums[kv_slice, :, :seen] += logits.sum(dim=2)
+            else:
+                own_columns.masked_fill_(future[: end - start, : end - start], -torch.inf)
+                block_sinks = sinks[kv_slice] if sinks is not None else None
+                sums[kv_slice, :, :seen] += _sum_softmax_columns(logits, block_sinks)
     return sums.view(hq, m)
+
+
+def _divide_columns(query: Tensor, keys: Tensor, block_bytes: int | None) -> tuple[int, int]:
+    """Return (kv heads, queries) of a block in which ``column_sums`` computes rows, at least one of each.
+
+    block_bytes: the most bytes of a block's rows, which are fp32. None: a GPU takes BLOCK_BYTES for all heads, a CPU
+        CACHED_BYTES for each of as many kv heads as it has threads.
+    """
+    hq, w = query.shape[:2]
+    hk, m = keys.shape[:2]
+    if query.is_cuda:
+        heads_at_once, default_bytes = hk, BLOCK_BYTES
+    else:
+        heads_at_once = min(hk, torch.get_num_threads())
+        default_bytes = heads_at_once * CACHED_BYTES
+    # the fp32 rows of one query, over all query heads of these kv heads
+    query_bytes = 4 * heads_at_once * (hq // hk) * m
+    fitting_queries = (block_bytes or default_bytes) // query_bytes
+    return heads_at_once, max(1, min(w, fitting_queries))
+
+
+def _sum_softmax_columns(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the column sums [H, group, m] of the softmax of fp32 logits [H, group, w, m], which are overwritten.
+
+    Masked logits are -inf. ``sinks`` are [H, group, 1, 1].
+    """
+    weights, totals = exponentials(logits, sinks)
+    # one product computes, for each column j, the sum over rows i of weights[i, j] / totals[i]
+    inverse = totals.reciprocal_().transpose(2, 3)
+    return (inverse @ weights)[:, :, 0]
 
 
 def can_fuse(query: Tensor, scale: float) -> bool:
@@ -158,7 +182,7 @@ def attend_rows(query: Tensor, keys: Tensor, values: Tensor, scale: float, windo
     hk = values.shape[0]
     v = values.float()
     out = torch.empty_like(query)
-    for start, end, rows in row_blocks(query, keys, scale, window):
+    for start, end, rows in yield_row_blocks(query, keys, scale, window):
         seen = rows.shape[2]
         # the query heads of a group share one product with the values of their kv head
         block = rows.reshape(hk, hq // hk * (end - start), seen) @ v[:, :seen]

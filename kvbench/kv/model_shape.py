@@ -89,11 +89,12 @@ class Shape:
 
     def __post_init__(self) -> None:
         has_local = bool(self.local_layers or self.window)
-        for name, value in asdict(self).items():
+        may_be_zero = set(MAY_BE_ZERO)
+        if not has_local:
             # a model has both local layers and a window, or neither of them
-            may_be_zero = name in ("local_layers", "window") and not has_local
-            may_be_zero = may_be_zero or name in MAY_BE_ZERO
-            least = 0 if may_be_zero else 1
+            may_be_zero |= {"local_layers", "window"}
+        for name, value in asdict(self).items():
+            least = 0 if name in may_be_zero else 1
             # Python counts True and False as integers
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise UsageError(f"model.shape.{name}={value!r} is not possible: a whole number, {least} or more")
@@ -273,7 +274,8 @@ def from_entry(entry: Mapping[str, int]) -> Shape:
     """Return the shape that an entry of conf/model has. Raises UsageError if a field is missing, unknown or wrong."""
     names = [f.name for f in fields(Shape)]
     needed = [f.name for f in fields(Shape) if f.default is MISSING]
-    if not set(needed) <= set(entry) <= set(names):
+    missing, unknown = set(needed) - set(entry), set(entry) - set(names)
+    if missing or unknown:
         raise UsageError(
             f"model.shape={dict(entry)} is not possible: a mapping with {', '.join(needed)}, all of them, and with "
             "local_layers and window where the model has local layers, keyless_layers, conv_numbers and "
@@ -321,9 +323,11 @@ def layer_heads(config: Any, layer: int) -> tuple[int, int]:
     if getattr(config, "is_heterogeneous", False):
         layer_config = config.per_layer_config[layer]
     heads = int(layer_config.num_attention_heads)
-    # configurations without grouped queries have no num_key_value_heads, and many have no head_dim
+    # configurations without grouped queries have no num_key_value_heads
     kv_heads = int(getattr(layer_config, "num_key_value_heads", None) or heads)
-    return kv_heads, int(getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads)
+    # without a head_dim, the heads divide the hidden size
+    head_dim = int(getattr(layer_config, "head_dim", None) or layer_config.hidden_size // heads)
+    return kv_heads, head_dim
 
 
 def latent_width(config: Any) -> int:
@@ -389,23 +393,12 @@ def from_config(config: Any) -> Shape:
     The numbers of states are left at 0, because a configuration does not tell them.
     """
     local, with_keys = local_layers(config), key_layers(config)
-    latent = latent_width(config)
-    # the first layer of each kind, compressed or local, stands for all: ``traits.check_served`` refuses other models.
-    # layer 0 takes the place of a missing one until ``Shape`` refuses a model that has no layer to compress
-    first_compressed = next((i for i in with_keys if i not in local), 0)
-    expanded = 0
-    if latent:
-        # all query heads have one key: the latent with the rotated part behind it
-        kv_heads, head_dim = 1, latent + int(config.qk_rope_head_dim)
-        # a head's key without and with rotation, and its value
-        head_numbers = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim) + int(config.v_head_dim)
-        expanded = int(config.num_attention_heads) * head_numbers
-    else:
-        kv_heads, head_dim = layer_heads(config, first_compressed)
+    kv_heads, head_dim = _read_compressed_heads(config)
     window, local_kv_heads, local_head_dim = 0, 0, 0
     if local:
         # where layers attend chunks, a chunk is the window
         window = chunk_size(config) or int(config.sliding_window)
+        # the first local layer stands for all: ``traits.check_served`` refuses other models
         heads_of_local = layer_heads(config, min(local))
         if heads_of_local != (kv_heads, head_dim):
             local_kv_heads, local_head_dim = heads_of_local
@@ -417,10 +410,33 @@ def from_config(config: Any) -> Shape:
         local_layers=len(local),
         window=window,
         keyless_layers=int(config.num_hidden_layers) - sharing_layers(config) - len(with_keys),
-        latent_width=latent,
-        expanded_numbers=expanded,
+        latent_width=latent_width(config),
+        expanded_numbers=_count_expanded_numbers(config),
         indexer_numbers=indexer_numbers(config),
         local_kv_heads=local_kv_heads,
         local_head_dim=local_head_dim,
         sharing_layers=sharing_layers(config),
     )
+
+
+def _read_compressed_heads(config: Any) -> tuple[int, int]:
+    """Return (kv heads, head dimension) of the layers that methods compress."""
+    latent = latent_width(config)
+    if latent:
+        # all query heads have one key: the latent with the rotated part behind it
+        return 1, latent + int(config.qk_rope_head_dim)
+    local = local_layers(config)
+    compressed = [i for i in key_layers(config) if i not in local]
+    # the first layer stands for all: ``traits.check_served`` refuses other models. A model without a layer to compress
+    # is described by its layer 0 until ``Shape`` refuses it
+    first = compressed[0] if compressed else 0
+    return layer_heads(config, first)
+
+
+def _count_expanded_numbers(config: Any) -> int:
+    """Return how many numbers the keys and values of all query heads are that a latent stands for; 0 without latents."""
+    if not latent_width(config):
+        return 0
+    # a head has a key, which has a part without and a part with rotation, and a value
+    key_numbers = int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
+    return int(config.num_attention_heads) * (key_numbers + int(config.v_head_dim))

@@ -73,6 +73,7 @@ class AttentionCall:
 class Observation:
     """One layer of one prefill, as every method sees it. Fields that no stage needs are None.
 
+    layer, n_layers: the layer's number among the layers that methods compress, and how many these are.
     n: the number of tokens that this layer read. A stage that drops hidden states makes it less than the prompt's
     ``length``; budgets refer to ``length``. ``positions`` then names the tokens read, and all fields follow their
     order.
@@ -114,7 +115,10 @@ class Observation:
 
         With ``bits`` the keys are quantised to that width. Raises ValueError if no stage declared such a need.
         """
-        sums = self.colsums_q.get(bits) if bits is not None else self.colsums
+        if bits is None:
+            sums = self.colsums
+        else:
+            sums = self.colsums_q.get(bits)
         if sums is None:
             raise ValueError("a stage reads column sums without declaring them in its needs")
         return sums
@@ -154,6 +158,8 @@ class Observation:
 
         Raises ValueError if no stage declared such a need. If the observation is ``partial``, there may be fewer.
         """
-        if self.last_q is None or (self.last_q.shape[1] < min(w, self.n) and not self.partial):
+        # a layer has one query for each token that it read
+        count = min(w, self.n)
+        if self.last_q is None or (self.last_q.shape[1] < count and not self.partial):
             raise ValueError(f"a stage reads the last {w} queries without declaring them in its needs")
-        return self.last_q[:, -min(w, self.n) :]
+        return self.last_q[:, -count:]

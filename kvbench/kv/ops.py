@@ -104,13 +104,13 @@ def select(cache: LayerCache, index: Tensor, lengths: Tensor | None = None) -> L
 def _select_ragged(s: Segment, index: Tensor, lengths: Tensor) -> Segment:
     """Return a ragged segment with the first ``lengths[h]`` slots of row h of ``index`` [heads, m] for each head h."""
     heads = len(lengths)
-    # head and slot are the (head, slot) pairs of all kept entries, one head after the other
+    # ``head`` and ``slot`` [N] are the head and the slot of each kept token, one head after the other
     is_kept = torch.arange(index.shape[1], device=index.device) < lengths[:, None]
     head = torch.arange(heads, device=index.device)[:, None].expand_as(index)[is_kept]
     slot = index[is_kept]
 
     def select_slots(t: Tensor) -> Tensor:
-        """Return the kept entries [1, N, ...] of t [H', L, ...], in which a row may stand for several stored heads."""
+        """Return the kept tokens [1, N, ...] of t [H', L, ...], in which a row may stand for several stored heads."""
         heads_per_row = heads // t.shape[0]
         return t[head // heads_per_row, slot][None]
 
@@ -128,10 +128,10 @@ def select_first(cache: LayerCache, order: Tensor, counts: Tensor) -> LayerCache
     keep the same tokens. Kept tokens are stored in order of position, and the counts are recorded as ``decided``.
     """
     n = order.shape[1]
-    dropped = torch.arange(n, device=order.device) >= counts[:, None]
+    is_dropped = torch.arange(n, device=order.device) >= counts[:, None]
     # the slots that stay, in order of position; dropped ones become n and sort behind them
-    ascending = order.masked_fill(dropped, n).sort(dim=-1).values
-    # the clamp only keeps the padding of shorter heads in range
+    ascending = order.masked_fill(is_dropped, n).sort(dim=-1).values
+    # shorter heads are padded with n, which the clamp brings back into range: ``select`` does not read the padding
     index = ascending[:, : int(counts.max())].clamp(max=n - 1)
     # a single count holds for all heads, which are then not ragged
     lengths = counts if len(counts) > 1 else None
@@ -144,10 +144,10 @@ def order_by_position(positions: Tensor, valid: Tensor) -> Tensor:
     return positions.masked_fill(~valid, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
 
 
-def by_head(t: Tensor, lengths: Tensor) -> Tensor:
+def pad_heads(t: Tensor, lengths: Tensor) -> Tensor:
     """Return t [1, N, ...], whose ragged heads hold ``lengths`` [H] tokens, as [H, longest, ...] padded with zeros."""
     padded = t.new_zeros(len(lengths), int(lengths.max()), *t.shape[2:])
-    # True where a head has a token; row by row these places are in the order of t's tokens
+    # True where a head has a token; row by row, these places have the order of t's tokens
     is_filled = torch.arange(padded.shape[1], device=t.device) < lengths[:, None]
     padded[is_filled] = t[0]
     return padded
@@ -237,7 +237,7 @@ def prune(cache: LayerCache, keys: Tensor | None, values: Tensor | None, recent:
     older, newer = split_recent(cache, recent)
 
     def gather_channels(t: Tensor, channels: Tensor) -> Tensor:
-        """Return older keys or values t with only ``channels`` [heads, T]."""
+        """Return older keys or values t [heads, L, D] or [1, N, D] with only ``channels`` [heads, T]."""
         # each token takes the channels of its head
         if older.lengths is None:
             index = channels.long()[:, None, :].expand(-1, older.tokens, -1)
@@ -259,9 +259,9 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
     tail = Segment(k, v, positions)
     # heads that share logits share them in every segment, so the tail shares them as well
-    leads = next((s.leads for s in cache.segments if s.leads is not None), None)
-    if leads is not None:
-        tail = share_keys(tail, leads.clone())
+    leads_of_segments = [s.leads for s in cache.segments if s.leads is not None]
+    if leads_of_segments:
+        tail = share_keys(tail, leads_of_segments[0].clone())
     return replace(cache, segments=(*cache.segments, tail), seen=cache.seen + k.shape[1])
 
 
@@ -271,8 +271,9 @@ def key_heads(leads: Tensor, stored: int) -> Tensor:
     leads: [Hq], for each query head its leading head.
     stored: the number of stored heads.
     """
-    # query head q reads stored head q // (Hq / stored)
-    return (leads.long() // (leads.shape[0] // stored)).unique()
+    # query head q reads stored head q // group
+    group = leads.shape[0] // stored
+    return (leads.long() // group).unique()
 
 
 def share_keys(segment: Segment, leads: Tensor) -> Segment:
@@ -280,4 +281,5 @@ def share_keys(segment: Segment, leads: Tensor) -> Segment:
 
     ``leads`` [Hq] is the leading head of each query head. It is stored with the segment.
     """
-    return replace(segment, k=segment.k[key_heads(leads, segment.k.shape[0])], leads=leads.to(torch.int16))
+    read_heads = key_heads(leads, segment.k.shape[0])
+    return replace(segment, k=segment.k[read_heads], leads=leads.to(torch.int16))

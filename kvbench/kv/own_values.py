@@ -67,7 +67,7 @@ class NoValues(Packed):
     def flat(self) -> Self:
         return replace(self, marks=self.marks.flatten(0, -3))
 
-    def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
+    def pack_more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
         # new values have no channels either, so there is nothing to pack
         return NoValues(x)
 

@@ -52,7 +52,7 @@ def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     ValueError unless ``bits`` is 1 to 8.
     """
     # a plane of ``width`` bits takes ceil(m * width / 8) bytes
-    return sum(ceil_div(m * width, 8) for width in _plane_widths(bits, layout))
+    return sum(ceil_div(m * width, 8) for width in _list_plane_widths(bits, layout))
 
 
 def run_bytes(m: int, bits: int, group: int) -> int:
@@ -63,11 +63,10 @@ def run_bytes(m: int, bits: int, group: int) -> int:
 def pack(codes: Tensor, bits: int, dim: int = -1, layout: Layout = "runs") -> Tensor:
     """Pack codes [..., m] below 2^bits along ``dim`` (-1, -2, ...) into uint8 [..., packed_bytes(m, bits, layout)].
 
-    The result owns its storage. A code of 2^bits or more would spill into its neighbour: callers keep codes in range.
-    Raises ValueError unless ``bits`` is 1 to 8.
+    Codes are whole numbers of any dtype. The result owns its storage. A code of 2^bits or more would spill into its
+    neighbour: callers keep codes in range. Raises ValueError unless ``bits`` is 1 to 8.
     """
-    widths = _plane_widths(bits, layout)
-    # codes may come as any type of whole numbers, or as floats
+    widths = _list_plane_widths(bits, layout)
     codes = codes.to(torch.uint8)
     if len(widths) == 1:
         return _pack_plane(codes, bits, dim, layout)
@@ -90,7 +89,7 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
     codes: Tensor | None = None
     # the next plane begins at ``first_byte``, and holds each code's bits from ``first_bit`` on
     first_byte, first_bit = 0, 0
-    for width in _plane_widths(bits, layout):
+    for width in _list_plane_widths(bits, layout):
         plane_bytes = ceil_div(m * width, 8)
         plane = _unpack_plane(packed.narrow(dim, first_byte, plane_bytes), width, m, dim, layout)
         if codes is None:
@@ -103,7 +102,7 @@ def unpack(packed: Tensor, bits: int, m: int, dim: int = -1, layout: Layout = "r
     return codes
 
 
-def _plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
+def _list_plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
     """Return the width in bits of each plane of the layout, the plane of the lowest bits first.
 
     Raises ValueError unless ``bits`` is 1 to 8.
@@ -119,15 +118,16 @@ def _plane_widths(bits: int, layout: Layout) -> tuple[int, ...]:
 def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
     """Pack one plane of uint8 codes [..., m] into bytes [..., ceil(m bits / 8)] along ``dim``."""
     m = codes.shape[dim]
-    unit_codes, unit_bytes = _unit(bits)
+    unit_codes, unit_bytes = _find_unit(bits)
     units = ceil_div(m, unit_codes)
     shape = list(codes.shape)
     shape[dim] = units * unit_bytes
     packed = codes.new_zeros(shape)
+    # byte_at[j] is a view of byte j of every unit, code_at[i] of code i: all units are packed at once
     byte_at = _split_into_places(packed, unit_bytes, dim, layout)
     code_at = _split_into_places(_pad_end(codes, units * unit_codes, dim), unit_codes, dim, layout)
-    # code i of a unit begins at bit i * bits of the unit's bytes; uint8 drops the bits that a left shift pushes out
     for i, code in enumerate(code_at):
+        # code i of a unit begins at bit i * bits of the unit's bytes; uint8 drops the bits that a left shift pushes out
         byte, shift = divmod(i * bits, 8)
         byte_at[byte].bitwise_or_(code << shift)
         if shift + bits > 8:
@@ -141,7 +141,7 @@ def _pack_plane(codes: Tensor, bits: int, dim: int, layout: Layout) -> Tensor:
 
 def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -> Tensor:
     """Return the m codes [..., m] uint8 that ``_pack_plane`` put into bytes along ``dim``."""
-    unit_codes, unit_bytes = _unit(bits)
+    unit_codes, unit_bytes = _find_unit(bits)
     units = ceil_div(m, unit_codes)
     byte_at = _split_into_places(_pad_end(packed, units * unit_bytes, dim), unit_bytes, dim, layout)
     shape = list(packed.shape)
@@ -159,7 +159,7 @@ def _unpack_plane(packed: Tensor, bits: int, m: int, dim: int, layout: Layout) -
     return codes.narrow(dim, 0, m)
 
 
-def _unit(bits: int) -> tuple[int, int]:
+def _find_unit(bits: int) -> tuple[int, int]:
     """Return (codes, bytes) of the smallest unit that fills whole bytes: (2, 1) for 4 bits, (8, 3) for 3 bits."""
     common = math.gcd(bits, 8)
     return 8 // common, bits // common
@@ -241,7 +241,7 @@ def defined_together(cls: type, *methods: str) -> bool:
     """
     definers = set()
     for method in methods:
-        # the first class in the order of resolution that defines the method
+        # Python calls the method of the first class in ``__mro__`` that defines it
         definers.add(next(base for base in cls.__mro__ if method in vars(base)))
     return len(definers) == 1
 
@@ -316,7 +316,7 @@ class Packed(ABC):
         """
         return None
 
-    def more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
+    def pack_more(self, x: Tensor, pack: Callable[[Tensor], Packed], rows: Sequence[int] | None = None) -> Packed:
         """Return new tokens x, packed in the same format and under the same frozen scales as these tokens.
 
         x: the tokens of all rows of a batch, or only those of ``rows``.
@@ -343,7 +343,7 @@ class Packed(ABC):
         """
         return self.holding([fn(t) for t in self.payload()], self.frozen)
 
-    def of_head(self, h: int) -> Self:
+    def select_head(self, h: int) -> Self:
         """Return the tokens with the frozen scales of head h alone. All these tokens must belong to head h."""
         if self.frozen is None:
             return self
@@ -487,13 +487,13 @@ class MinMax(Packed):
             return x.flatten(-3, -2).to(dtype)
         x = _to_fp32(unpack(self.codes, self.bits, self.size), scratch)
         whole_groups = self.size // self.group
-        rest = whole_groups * self.group
+        grouped_channels = whole_groups * self.group
         # a view of x [..., groups, G]: scaling it in place changes x
-        grouped = x[..., :rest].unflatten(-1, (whole_groups, self.group))
+        grouped = x[..., :grouped_channels].unflatten(-1, (whole_groups, self.group))
         grouped.mul_(scale[..., :whole_groups, None]).add_(low[..., :whole_groups, None])
-        if rest < self.size:
+        if grouped_channels < self.size:
             # the last group is shorter and has a scale of its own
-            x[..., rest:].mul_(scale[..., whole_groups:]).add_(low[..., whole_groups:])
+            x[..., grouped_channels:].mul_(scale[..., whole_groups:]).add_(low[..., whole_groups:])
         return x.to(dtype)
 
 
@@ -573,19 +573,20 @@ def _quantise_groups(x: Tensor, bits: int, dim: int, constant_scale: float) -> t
 
     Codes have the shape of x. Scale and minimum are fp16 and lack ``dim``.
     """
+    top = 2**bits - 1
     low, high = x.amin(dim=dim, keepdim=True), x.amax(dim=dim, keepdim=True)
     low16 = low.half()
     # the span begins at the stored minimum, so that codes reach the largest value although the minimum was rounded;
     # a minimum that was rounded up above all values leaves a span of 0
     span = torch.where(high > low, high - low16.float(), 0.0).clamp(min=0.0)
-    scale16 = (span / (2**bits - 1)).half()
+    scale16 = (span / top).half()
     _check_finite(x, bits, scale16, low16)
-    constant = scale16 == 0
+    is_constant = scale16 == 0
     # a constant group divides by infinity: every code is (x - minimum) / inf = 0
-    step = scale16.float().masked_fill(constant, torch.inf)
+    divisor = scale16.float().masked_fill(is_constant, torch.inf)
     # code = round((x - minimum) / scale), against the fp16 numbers that are stored
-    codes = x.sub(low16).div_(step).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-    return codes, scale16.masked_fill(constant, constant_scale).squeeze(dim), low16.squeeze(dim)
+    codes = x.sub(low16).div_(divisor).round_().clamp_(0, top).to(torch.uint8)
+    return codes, scale16.masked_fill(is_constant, constant_scale).squeeze(dim), low16.squeeze(dim)
 
 
 def _check_finite(x: Tensor, bits: int, scale: Tensor, low: Tensor) -> None:

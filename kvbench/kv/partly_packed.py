@@ -42,8 +42,11 @@ class Residual:
     @property
     def most(self) -> int:
         """The largest number of exact tokens at a time, after all tokens that can be packed have been packed."""
-        # beside ``keep`` tokens at most unit - 1 do not fill a unit; otherwise at most block - 1 do not fill a block
-        return max(self.keep + self.unit, self.block) - 1
+        # ``keep`` tokens stay, and at most unit - 1 more that do not fill a unit
+        most_by_keep = self.keep + self.unit - 1
+        # where tokens that do not fill a block are more than ``keep``, they are at most block - 1
+        most_by_block = self.block - 1
+        return max(most_by_keep, most_by_block)
 
     @classmethod
     def everything(cls) -> Residual:
@@ -83,8 +86,8 @@ class Codes:
         """Return (codes, exact keys, exact values) of head h, as views.
 
         k, v: the exact tokens of all heads.
-        start, end: where ragged heads lie one after the other, the place of this head's tokens among all, packed and
-        exact.
+        start, end: this head's tokens are ``start`` to ``end`` - 1 among the tokens of all heads, packed and exact.
+        Only ragged heads, which lie one after the other, are found by these numbers.
         """
         if self.k_counts is None or self.v_counts is None:
             row = slice(h, h + 1)
@@ -94,10 +97,12 @@ class Codes:
             """Return (codes, exact tokens) of head h, from the keys or the values of all ragged heads."""
             packed_end = int(counts[: h + 1].sum())
             packed_start = packed_end - int(counts[h])
-            # earlier heads have ``start`` tokens: ``packed_start`` of them are packed, the others are exact; likewise
-            # for ``end`` and this head
-            head_codes = packed.tokens(packed_start, packed_end).of_head(h)
-            return head_codes, exact[:, start - packed_start : end - packed_end]
+            head_codes = packed.tokens(packed_start, packed_end).select_head(h)
+            # earlier heads have ``start`` tokens, of which ``packed_start`` are packed and the others are exact
+            exact_start = start - packed_start
+            # up to this head there are ``end`` tokens, of which ``packed_end`` are packed
+            exact_end = end - packed_end
+            return head_codes, exact[:, exact_start:exact_end]
 
         k_codes, exact_k = slice_ragged(self.k, self.k_counts, k)
         v_codes, exact_v = slice_ragged(self.v, self.v_counts, v)
@@ -117,14 +122,14 @@ def pack_first_tokens(
     return pack(oldest), x[:, packed:].clone(memory_format=torch.contiguous_format)
 
 
-def side_by_side(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
+def join_heads(heads: Sequence[Packed]) -> tuple[Packed, Tensor]:
     """Join the packed tokens of single heads, and return (the joined tokens [1, N, .], each head's token count [H]).
 
     ``heads`` has the packed tokens [1, L_h, .] of each head h, all in one format. In the result they lie one head after
     the other.
     """
     payloads = [list(head.payload()) for head in heads]
-    # the codes of all heads become one tensor, their scales another, and so on
+    # zip puts the codes of all heads together, then their scales, and so on
     tensors = [torch.cat(same_kind, dim=1) for same_kind in zip(*payloads, strict=True)]
     counts = torch.tensor([head.shape[1] for head in heads], dtype=torch.int32, device=tensors[0].device)
     # in one format, either all heads have frozen scales or none

@@ -32,28 +32,36 @@ def basis_width(channels: int, kind: str) -> int:
 @cache
 def _make_basis_on_cpu(channels: int, kind: str, block: int, seed: int) -> Tensor:
     """Return the matrix of ``make_basis``. It is drawn on the CPU, so that it is the same whatever the device."""
-    g = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     size = basis_width(channels, kind)
     if kind == "haar":
         # take Q of a Gaussian's QR; the signs of R's diagonal make it uniform over all rotations
-        q, r = torch.linalg.qr(torch.randn(size, size, generator=g, dtype=torch.float64))
+        q, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
         return (q * r.diagonal().sign()).float()[:channels]
-    # a block has ``span`` channels: the largest power of 2 that divides ``size`` and is at most ``block``
+    # the matrix has equal blocks on its diagonal, each of the largest power of 2 that divides ``size`` and is at most
+    # ``block``
     largest_divisor = size & -size
     largest_in_block = 1 << (block.bit_length() - 1)
-    span = min(largest_divisor, largest_in_block)
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < span:
-        # Sylvester: H_2n = [[H_n, H_n], [H_n, -H_n]]
-        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
-    # H H' = span I, so H / sqrt(span) has orthonormal rows
-    blocks = [h / span**0.5] * (size // span)
+    block_size = min(largest_divisor, largest_in_block)
+    hadamard = _build_hadamard(block_size)
+    # H H' = block_size I, so H / sqrt(block_size) has orthonormal rows
+    blocks = [hadamard / block_size**0.5] * (size // block_size)
     matrix = torch.block_diag(*blocks).float()
     if kind == "signed":
         # a row belongs to a channel, whose sign is +1 or -1
-        matrix = (torch.randint(0, 2, (size, 1), generator=g) * 2 - 1) * matrix
+        signs = torch.randint(0, 2, (size, 1), generator=generator) * 2 - 1
+        matrix = signs * matrix
     # channels of padding are zeros, so they need no rows
     return matrix[:channels]
+
+
+def _build_hadamard(size: int) -> Tensor:
+    """Return the Sylvester-Hadamard matrix [size, size] in fp64, with entries +1 and -1. ``size`` is a power of 2."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < size:
+        # Sylvester: H_2n = [[H_n, H_n], [H_n, -H_n]]
+        h = torch.cat([torch.cat([h, h], dim=1), torch.cat([h, -h], dim=1)])
+    return h
 
 
 @cache

@@ -96,8 +96,8 @@ class Segment:
             k,
             v,
             slice_head(self.positions),
-            key_channels=_row_of_head(self.key_channels, h),
-            value_channels=_row_of_head(self.value_channels, h),
+            key_channels=_slice_row(self.key_channels, h),
+            value_channels=_slice_row(self.value_channels, h),
             state={name: slice_head(t) for name, t in self.state.items()},
             codes=codes,
         )
@@ -154,7 +154,7 @@ class Segment:
 
     def overhead(self) -> Iterator[Tensor]:
         """Yield the tensors that describe the payload: positions, lengths, channel ids, frozen scales, state."""
-        # ``kv.content.digests`` hashes the tensors in this order
+        # ``kv.content.digest_layers`` hashes the tensors in this order
         yield self.positions
         optional = [self.lengths]
         if self.codes is not None:
@@ -274,9 +274,9 @@ class LayerCache:
         for segment in self.segments:
             yield from segment.payload()
             yield from segment.overhead()
-        yield from self.of_layer()
+        yield from self.layer_tensors()
 
-    def of_layer(self) -> Iterator[Tensor]:
+    def layer_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors that belong to the layer as a whole, not to a segment. All of them are overhead."""
         if self.copy_from is not None:
             yield self.copy_from
@@ -296,7 +296,7 @@ def per_head(t: Tensor, heads: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[0], dim=0)
 
 
-def _row_of_head(t: Tensor | None, h: int) -> Tensor | None:
+def _slice_row(t: Tensor | None, h: int) -> Tensor | None:
     """Return row h of t [H, ...] as a view [1, ...]; None if there is no t."""
     if t is None:
         return None

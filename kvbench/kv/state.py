@@ -34,12 +34,12 @@ class LayerState:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """The numbers that the states hold, counted as (of convolutions, of recurrences)."""
-        return _count(self.conv), _count(self.recurrent)
+        """The pair (count of numbers in the convolutions' states, count of numbers in the recurrent states)."""
+        return _count_numbers(self.conv), _count_numbers(self.recurrent)
 
     def shapes(self) -> LayerState:
         """Return the states with tensors that keep their shapes but hold no numbers."""
-        return LayerState(conv=_on_meta(self.conv), recurrent=_on_meta(self.recurrent))
+        return LayerState(conv=_strip_numbers(self.conv), recurrent=_strip_numbers(self.recurrent))
 
 
 def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
@@ -51,11 +51,18 @@ def state_bytes(conv: int, recurrent: int, itemsize: int) -> int:
     return conv * itemsize + recurrent * FP32
 
 
-def _count(states: States) -> int:
+def _count_numbers(states: States) -> int:
     """Return how many numbers the tensors hold together."""
     return sum(t.numel() for t in states if t is not None)
 
 
-def _on_meta(states: States) -> States:
+def _strip_numbers(states: States) -> States:
     """Return tensors of the same shapes that hold no numbers."""
-    return tuple(t if t is None else torch.empty_like(t, device="meta") for t in states)
+    stripped: list[Tensor | None] = []
+    for t in states:
+        if t is None:
+            stripped.append(None)
+        else:
+            # a tensor on the device "meta" has a shape and a dtype, but no storage
+            stripped.append(torch.empty_like(t, device="meta"))
+    return tuple(stripped)

@@ -24,7 +24,7 @@ from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
 from kvbench.engine.model_state import state_of
-from kvbench.kv.content import digests, first_difference
+from kvbench.kv.content import digest_layers, find_first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
 from kvbench.models.interface import attached
@@ -418,10 +418,10 @@ class GroupRun:
         chain = cell.chain
         if not chain.foreign or cell.id in self.first_prompts:
             return
-        first = FirstPrompt(example, encoded, digests(cache.layers))
+        first = FirstPrompt(example, encoded, digest_layers(cache.layers))
         self.first_prompts[cell.id] = first
         second = self._prefill_again(cell, encoded)
-        layer = first_difference(first.digests, digests(second.layers))
+        layer = find_first_difference(first.digests, digest_layers(second.layers))
         if layer is not None:
             finding = f"keeps something else of the same prompt when it computes it twice (layer {layer})"
             raise Refused(f"{chain.name} {finding}: {REMEMBER_NOTHING}")
@@ -445,7 +445,7 @@ class GroupRun:
         for ids in (tokens, tokens[:1]):
             cache = extend_cache(self.host.model, cache, ids)
             twin = extend_cache(self.host.model, twin, ids)
-        return digests(cache.layers) == digests(twin.layers) and torch.equal(cache.logits, twin.logits)
+        return digest_layers(cache.layers) == digest_layers(twin.layers) and torch.equal(cache.logits, twin.logits)
 
     def check_unchanged(self, cell: Cell, first: FirstPrompt) -> None:
         """Refuse a foreign cell if its method computes its first prompt differently at the end of the run."""
@@ -454,7 +454,7 @@ class GroupRun:
         except Exception as error:
             self.take_out(cell, error, first.example)
             return
-        if digests(again.layers) != first.digests:
+        if digest_layers(again.layers) != first.digests:
             finding = "keeps something else of the first prompt when it computes it again at the end of the run"
             self.refuse_cell(cell, f"{cell.chain.name} {finding}: {REMEMBER_NOTHING}", first.example)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvbench.kv.partly_packed import Codes, side_by_side
+from kvbench.kv.partly_packed import Codes, join_heads
 from kvbench.kv.scale import LogitScale, cap_of, sinks_of
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.format import StoredRow
@@ -269,6 +269,6 @@ def replace_heads(old: Segment, heads: Sequence[Segment]) -> Segment:
     codes = [s.codes for s in heads if s.codes is not None]
     if not codes:
         return ragged
-    k_codes, k_counts = side_by_side([head_codes.k for head_codes in codes])
-    v_codes, v_counts = side_by_side([head_codes.v for head_codes in codes])
+    k_codes, k_counts = join_heads([head_codes.k for head_codes in codes])
+    v_codes, v_counts = join_heads([head_codes.v for head_codes in codes])
     return replace(ragged, codes=Codes(k_codes, v_codes, k_counts=k_counts, v_counts=v_counts))

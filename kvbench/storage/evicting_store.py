@@ -79,9 +79,9 @@ class OneFormat:
         self.fresh = None
         if packer is not None:
             if isinstance(self.k, Packed):
-                new_keys = self.k.more(k, packer.pack_keys)
+                new_keys = self.k.pack_more(k, packer.pack_keys)
             if isinstance(self.v, Packed):
-                new_values = self.v.more(v, packer.pack_values)
+                new_values = self.v.pack_more(v, packer.pack_values)
             if packer.packs_after_step:
                 self.fresh = (slots, k, v)
         write_tokens(self.k, slots, new_keys)

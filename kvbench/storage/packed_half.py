@@ -230,7 +230,7 @@ class PackedHalf:
             channels = take_entries(channels, self.numbers(rows))
         if channels is not None:
             x = pick_channels(x, channels)
-        return self.codes.more(x, self.pack, rows)
+        return self.codes.pack_more(x, self.pack, rows)
 
     def _reserve(self, steps: int) -> None:
         """Make room in each row for the codes of ``steps`` times ``self.step`` tokens."""

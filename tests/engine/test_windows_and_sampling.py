@@ -70,7 +70,7 @@ def test_attend_rows_in_many_blocks_equals_a_dense_softmax(monkeypatch):
         hidden = (j > i) | (torch.zeros_like(i == j) if window is None else j <= i - window)
         scores = (q @ k.repeat_interleave(2, 0).transpose(1, 2) * 0.3).masked_fill(hidden, -torch.inf)
         dense = scores.softmax(-1) @ v.repeat_interleave(2, 0)
-        blocks = list(exact_attention.row_blocks(q, k, 0.3, window, block_bytes=4 * 4 * 50 * 6))
+        blocks = list(exact_attention.yield_row_blocks(q, k, 0.3, window, block_bytes=4 * 4 * 50 * 6))
         assert len(blocks) > 5
         torch.testing.assert_close(attend_rows(q, k, v, 0.3, window), dense)
 

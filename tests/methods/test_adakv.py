@@ -109,7 +109,7 @@ class Padded(AdaKV):
         (s,) = kept_tokens.segments
         if s.lengths is None:
             return kept_tokens
-        k, v, positions = (ops.by_head(t, s.lengths) for t in (s.k, s.v, s.positions))
+        k, v, positions = (ops.pad_heads(t, s.lengths) for t in (s.k, s.v, s.positions))
         return replace(kept_tokens, segments=(Segment(k, v, positions),))
 
 

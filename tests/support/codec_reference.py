@@ -9,7 +9,7 @@ import torch
 from kvbench.kv.codecs.blocks import Blocks
 from kvbench.kv.codecs.floating import Fp8Codec
 from kvbench.kv.codecs.integer import CentredInt8, MinMaxInteger, SymmetricInteger, ZeroPointInt4
-from kvbench.kv.codecs.lloyd_max import LloydMax, sketch
+from kvbench.kv.codecs.lloyd_max import LloydMax, draw_sketch
 from kvbench.kv.codecs.microscaled import MicroscaledFp4
 from kvbench.kv.rotation import make_basis
 
@@ -175,7 +175,7 @@ def lloyd_max(codec, values):
         read = [c / length for c in centroids]
     if codec.inner:
         r = [a - b for a, b in zip(y, centroids, strict=True)]
-        s = sketch(d, torch.device("cpu")).double().tolist()
+        s = draw_sketch(d, torch.device("cpu")).double().tolist()
         signs = [1.0 if sum(a * b for a, b in zip(row, r, strict=True)) >= 0 else -1.0 for row in s]
         length = float(half(math.sqrt(sum(a * a for a in r))))
         back = [sum(signs[i] * s[i][j] for i in range(d)) for j in range(d)]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.numbers import ceil_div
-from kvbench.kv.coded import Codec, in_blocks
+from kvbench.kv.coded import Codec, split_into_blocks
 from kvbench.kv.packed import Levels, pack, signed_levels, unpack
 
 
@@ -42,18 +42,18 @@ class Blocks(Codec):
         return ""
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        x = in_blocks(x, self.group)
+        x = split_into_blocks(x, self.group)
         # m, the value of the largest magnitude in each block, with its sign
         index_of_largest = x.abs().argmax(dim=-1, keepdim=True)
         extreme = x.gather(-1, index_of_largest)
         if self.bits == 8:
             # d = |m| / 127, c = round(x / d)
             scale = extreme.abs() / 127
-            codes = (x * _inverse(scale)).round().to(torch.int8)
+            codes = (x * _invert(scale)).round().to(torch.int8)
         else:
             # d = m / -8, c = min(15, trunc(x / d + 8.5)): m gets code 0, as that end of the range has one level more
             scale = extreme / -8
-            codes = (x * _inverse(scale) + 8.5).trunc().clamp(max=15).to(torch.uint8)
+            codes = (x * _invert(scale) + 8.5).trunc().clamp(max=15).to(torch.uint8)
             # the layout ``runs`` puts codes j and j + 16 into byte j of a block
             codes = pack(codes, 4)
         return {"codes": codes.flatten(-2), "scale": scale[..., 0].half()}
@@ -80,6 +80,6 @@ class Blocks(Codec):
         )
 
 
-def _inverse(scale: Tensor) -> Tensor:
+def _invert(scale: Tensor) -> Tensor:
     """Return 1 / scale, or 0 where the scale is 0. A block of zeros then gets the codes of level 0."""
     return torch.where(scale == 0, 0.0, 1 / scale)

@@ -31,8 +31,8 @@ class Fp8Codec(Codec):
     kind: ``e4m3`` or ``e5m2``.
     scale: ``one`` is s = 1. The others are s = absmax / ``reach``. ``tensor`` and ``head`` take absmax over the prompt
     and freeze s. ``token_head`` takes absmax for each token of a head.
-    reach: the number to which absmax is scaled; 0 stands for the type's largest. vLLM's on-the-fly scales leave
-    headroom with 200 for keys and 100 for values.
+    reach: the number to which absmax is scaled; 0 stands for the type's largest. vLLM's scales that are computed while
+    it runs leave headroom, with 200 for keys and 100 for values.
     """
 
     kind: str = "e4m3"
@@ -64,8 +64,9 @@ class Fp8Codec(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         if self.scale == "token_head":
-            # the formula is that of settled scales, for each token
-            scale = self.settle(x.abs().amax(dim=-1, keepdim=True))
+            # each token's scale follows from its absmax as a settled scale does from the prompt's
+            absmax = x.abs().amax(dim=-1, keepdim=True)
+            scale = self.settle(absmax)
             x = x / scale
             tensors["scale"] = scale
         elif frozen is not None:
@@ -96,11 +97,11 @@ class Fp8Codec(Codec):
             run=channels,
             group=channels,
             channels=channels,
-            table=_numbers_of_bytes(self.kind, codes.device),
+            table=_tabulate_bytes(self.kind, codes.device),
         )
 
 
 @cache
-def _numbers_of_bytes(kind: str, device: torch.device) -> Tensor:
+def _tabulate_bytes(kind: str, device: torch.device) -> Tensor:
     """Return the table [256] fp32 of the numbers that the 256 bytes stand for in the FP8 type ``kind``."""
     return torch.arange(256, dtype=torch.uint8, device=device).view(TYPES[kind]).float()

@@ -40,10 +40,11 @@ class SymmetricInteger(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         half_range = 2 ** (self.bits - 1)
-        # s = absmax / (2^(bits-1) - 1) of a token
-        scale = self._stored_scale(x.abs().amax(dim=-1, keepdim=True) / (half_range - 1))
+        absmax = x.abs().amax(dim=-1, keepdim=True)
+        # s = absmax / (2^(bits-1) - 1)
+        scale = self._round_scale(absmax / (half_range - 1))
         # codes are computed with the stored scale, because a reader multiplies by that one
-        steps = x / _infinity_for_zero(scale)
+        steps = x / _replace_zero_by_infinity(scale)
         steps = steps.trunc() if self.truncate else steps.round()
         codes = steps.clamp(-half_range, half_range - 1).to(torch.int8)
         if self.bits < 8:
@@ -51,7 +52,7 @@ class SymmetricInteger(Codec):
             codes = pack(codes + half_range, self.bits, layout="stream")
         return {"codes": codes, "scale": scale}
 
-    def _stored_scale(self, scale: Tensor) -> Tensor:
+    def _round_scale(self, scale: Tensor) -> Tensor:
         """Return the scales as they are stored: in fp16 under ``half``, else in fp32 and at least LEAST_SCALE."""
         if self.half:
             return scale.half()
@@ -66,7 +67,7 @@ class SymmetricInteger(Codec):
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
         table = signed_levels(self.bits, offset=self.bits < 8, device=tensors["codes"].device)
-        return _token_levels(tensors["codes"], self.bits, channels, scale=tensors["scale"].float(), table=table)
+        return _build_levels(tensors["codes"], self.bits, channels, scale=tensors["scale"].float(), table=table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +84,14 @@ class CentredInt8(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-        # z = (min + max) / 2 and s = (max - min) / 255 of a token
-        centre, scale = ((low + high) / 2).half(), ((high - low) / 255).half()
+        # z = (min + max) / 2
+        centre = ((low + high) / 2).half()
+        # s = (max - min) / 255
+        scale = ((high - low) / 255).half()
         # c = round((x - z) / s)
-        steps = (x - centre.float()) / _infinity_for_zero(scale)
-        return {"codes": steps.round().clamp(-128, 127).to(torch.int8), "scale": scale, "centre": centre}
+        steps = (x - centre.float()) / _replace_zero_by_infinity(scale)
+        codes = steps.round().clamp(-128, 127).to(torch.int8)
+        return {"codes": codes, "scale": scale, "centre": centre}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         return tensors["codes"].float() * tensors["scale"].float() + tensors["centre"].float()
@@ -95,7 +99,7 @@ class CentredInt8(Codec):
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
         table = signed_levels(8, offset=False, device=tensors["codes"].device)
         scale, centre = tensors["scale"].float(), tensors["centre"].float()
-        return _token_levels(tensors["codes"], 8, channels, scale=scale, low=centre, table=table)
+        return _build_levels(tensors["codes"], 8, channels, scale=scale, low=centre, table=table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,30 +127,33 @@ class ZeroPointInt4(Codec):
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
-        # s = max((max - min) / 15, 1e-6), z = clip(away(-min / s), 0, 15), c = clip(away(y / s + z), 0, 15)
+        # s = max((max - min) / 15, 1e-6)
         scale = ((high - low) / 15).clamp(min=LEAST_SCALE)
-        # floor(a + 0.5) rounds positive ties away from zero; negative numbers are clipped to 0 anyway
+        # z = clip(away(-min / s), 0, 15): floor(a + 0.5) rounds positive ties away from zero, and negative numbers are
+        # clipped to 0 anyway
         zero = (-low / scale + 0.5).floor().clamp(0, 15)
+        # c = clip(away(y / s + z), 0, 15)
         codes = (x / scale + zero + 0.5).floor().clamp(0, 15)
         # the zero point takes the place of the lowest 4 bits of the mantissa
         bits = (scale.view(torch.int32) & ~15) | zero.to(torch.int32)
         return {"codes": pack(codes, 4, layout="stream"), "scale": bits.view(torch.float32)}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        scale, zero = _scale_and_zero(tensors["scale"])
-        y = (unpack(tensors["codes"], 4, channels, layout="stream").float() - zero) * scale
+        scale, zero = _split_scale_and_zero(tensors["scale"])
+        codes = unpack(tensors["codes"], 4, channels, layout="stream").float()
+        y = (codes - zero) * scale
         if self.rotate == "none":
             return y
         # undo the factor sqrt(C') of ``to_basis``
         return y / channels**0.5
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
-        scale, zero = _scale_and_zero(tensors["scale"])
+        scale, zero = _split_scale_and_zero(tensors["scale"])
         if self.rotate != "none":
             # undo the factor sqrt(C') of ``to_basis``
             scale = scale / channels**0.5
         # (c - z) s = s c - z s
-        return _token_levels(tensors["codes"], 4, channels, scale=scale, low=-zero * scale)
+        return _build_levels(tensors["codes"], 4, channels, scale=scale, low=-zero * scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +173,9 @@ class MinMaxInteger(Codec):
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
-        # s = max((max - min) / (2^bits - 1), 1e-8), c = clip(trunc((x - min) / s + 0.5), 0, 2^bits - 1)
+        # s = max((max - min) / (2^bits - 1), 1e-8)
         scale = ((high - low) / top).clamp(min=1e-8)
+        # c = clip(trunc((x - min) / s + 0.5), 0, 2^bits - 1)
         codes = ((x - low) / scale + 0.5).trunc().clamp(0, top)
         return {"codes": pack(codes, self.bits, layout="stream"), "scale": scale.half(), "low": low.half()}
 
@@ -177,19 +185,21 @@ class MinMaxInteger(Codec):
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
         scale, low = tensors["scale"].float(), tensors["low"].float()
-        return _token_levels(tensors["codes"], self.bits, channels, scale=scale, low=low)
+        return _build_levels(tensors["codes"], self.bits, channels, scale=scale, low=low)
 
 
-def _scale_and_zero(stored: Tensor) -> tuple[Tensor, Tensor]:
+def _split_scale_and_zero(stored: Tensor) -> tuple[Tensor, Tensor]:
     """Return (scale, zero point), both fp32, from scales as ``ZeroPointInt4`` stores them.
 
     The lowest 4 bits of a stored scale are the zero point.
     """
     bits = stored.contiguous().view(torch.int32)
-    return (bits & ~15).view(torch.float32), (bits & 15).float()
+    scale = (bits & ~15).view(torch.float32)
+    zero = (bits & 15).float()
+    return scale, zero
 
 
-def _token_levels(
+def _build_levels(
     codes: Tensor, bits: int, channels: int, *, scale: Tensor, low: Tensor | None = None, table: Tensor | None = None
 ) -> Levels:
     """Return as ``Levels`` the codes of a format that packs each token as one stream under one scale.
@@ -212,7 +222,7 @@ def _token_levels(
     )
 
 
-def _infinity_for_zero(scale: Tensor) -> Tensor:
+def _replace_zero_by_infinity(scale: Tensor) -> Tensor:
     """Return the scale as fp32, with infinity for 0: a value divided by it is then 0, not NaN."""
-    step = scale.float()
-    return step.masked_fill(step == 0, torch.inf)
+    divisor = scale.float()
+    return divisor.masked_fill(divisor == 0, torch.inf)

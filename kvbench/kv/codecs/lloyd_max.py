@@ -29,7 +29,7 @@ POSITIVE = {
 
 
 @cache
-def _centroids_and_borders(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _build_quantiser(bits: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the quantiser of N(0, 1): centroids [2^bits] and the borders [2^bits - 1] between them, both ascending."""
     positive = torch.tensor(POSITIVE[bits], dtype=torch.float64)
     centroids = torch.cat([-positive.flip(0), positive])
@@ -38,7 +38,7 @@ def _centroids_and_borders(bits: int, device: torch.device) -> tuple[Tensor, Ten
 
 
 @cache
-def sketch(channels: int, device: torch.device) -> Tensor:
+def draw_sketch(channels: int, device: torch.device) -> Tensor:
     """Return the Gaussian matrix S [C, C]. ``LloydMax`` stores the signs of its products with the residual."""
     # rotations are drawn from SEED, so S takes another seed; it is drawn on the CPU to be the same on every device
     generator = torch.Generator().manual_seed(SEED + 1)
@@ -81,41 +81,46 @@ class LloydMax(Codec):
         # y = R x / (|x| + 1e-8), with x already in the basis of R; 1e-8 keeps a token of zeros from dividing by 0
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / (norm + 1e-8)
-        centroids, borders = _centroids_and_borders(self.code_bits, x.device)
-        root = x.shape[-1] ** 0.5
-        # coordinates of y have variance 1 / C, so borders shrink by sqrt(C); right=True puts ties into the upper bucket
-        codes = torch.bucketize(y, borders / root, right=True)
+        centroids, borders = _build_quantiser(self.code_bits, x.device)
+        # coordinates of y have variance 1 / C, so centroids and borders of N(0, 1) shrink by sqrt(C)
+        sqrt_channels = x.shape[-1] ** 0.5
+        # right=True puts ties into the upper bucket
+        codes = torch.bucketize(y, borders / sqrt_channels, right=True)
         tensors = {"codes": pack(codes, self.code_bits, layout="stream"), "norm": norm.half()}
         if self.inner:
-            # r = y - y^ is stored as the signs of S r, and |r|
-            residual = y - centroids[codes] / root
-            is_positive = residual @ sketch(x.shape[-1], x.device).T >= 0
-            length = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
-            tensors["codes_signs"] = pack(is_positive, 1, layout="stream")
-            tensors["residual_norm"] = length.half()
+            # r = y - y^
+            tensors |= self._encode_residual(y - centroids[codes] / sqrt_channels)
         return tensors
+
+    def _encode_residual(self, residual: Tensor) -> dict[str, Tensor]:
+        """Return the tensors that store residuals r [..., L, C] under ``inner``: the signs of S r, and |r|."""
+        is_positive = residual @ draw_sketch(residual.shape[-1], residual.device).T >= 0
+        norm = torch.linalg.vector_norm(residual, dim=-1, keepdim=True)
+        return {"codes_signs": pack(is_positive, 1, layout="stream"), "residual_norm": norm.half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
         device = tensors["codes"].device
-        centroids, _ = _centroids_and_borders(self.code_bits, device)
+        centroids, _ = _build_quantiser(self.code_bits, device)
         codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")
         y = centroids[codes.long()] / channels**0.5
         if self.normed:
             # the centroids of a token are scaled to length 1; 1e-16 keeps a length of 0 from dividing by 0
-            y = y / (y.square().sum(dim=-1, keepdim=True) + 1e-16).sqrt()
+            squared_length = y.square().sum(dim=-1, keepdim=True)
+            y = y / (squared_length + 1e-16).sqrt()
         if self.inner:
             # bit 0 stands for the sign -1, bit 1 for +1
             signs = unpack(tensors["codes_signs"], 1, channels, layout="stream").float() * 2 - 1
             # S' sign(S r) approximates the direction of the residual
-            back = signs @ sketch(channels, device)
-            y = y + math.sqrt(math.pi / 2) / channels * tensors["residual_norm"].float() * back
+            direction = signs @ draw_sketch(channels, device)
+            # y = y^ + sqrt(pi / 2) / C * |r| * S' sign(S r)
+            y = y + math.sqrt(math.pi / 2) / channels * tensors["residual_norm"].float() * direction
         return y * tensors["norm"].float()
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels | None:
-        # the sketch of the residual adds a product with a matrix
+        # a residual adds a product with the matrix S, which ``Levels`` cannot express
         if self.inner:
             return None
-        centroids, _ = _centroids_and_borders(self.code_bits, tensors["codes"].device)
+        centroids, _ = _build_quantiser(self.code_bits, tensors["codes"].device)
         scale = tensors["norm"].float()
         # normed centroids have length 1 in any case; others are those of N(0, 1) divided by sqrt(C)
         if not self.normed:

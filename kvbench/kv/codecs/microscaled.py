@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvbench.base.numbers import ceil_div
-from kvbench.kv.coded import Codec, in_blocks
+from kvbench.kv.coded import Codec, split_into_blocks
 from kvbench.kv.packed import Levels, pack, packed_bytes, unpack
 
 LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -29,7 +29,7 @@ E4M3_MAX = 448.0
 
 
 @cache
-def _values_and_borders(device: torch.device) -> tuple[Tensor, Tensor]:
+def _build_values_and_borders(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the values [16] of all codes, and the midpoints [7] between their magnitudes."""
     magnitudes = torch.tensor(LEVELS)
     # bit 3 of a code is the sign: codes 8 to 15 are the negative levels
@@ -42,7 +42,7 @@ def encode_e2m1(x: Tensor, ties_up: bool = False) -> Tensor:
 
     Ties go to the even code, or to the larger magnitude if ``ties_up``.
     """
-    _, borders = _values_and_borders(x.device)
+    _, borders = _build_values_and_borders(x.device)
     magnitude = x.abs().contiguous()
     # on a border, right=True takes the code above it and right=False the code below; elsewhere both are the same
     codes = torch.bucketize(magnitude, borders, right=True)
@@ -93,7 +93,7 @@ class MicroscaledFp4(Codec):
         return g.masked_fill(g == 0, 1.0)
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
-        x = in_blocks(x, self.group)
+        x = split_into_blocks(x, self.group)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         if self.kind == "nv":
             # this kind settles a scale on the prompt (``settles``)
@@ -114,9 +114,10 @@ class MicroscaledFp4(Codec):
         if self.four_over_six:
             # absmax / 4 puts it on level 4, and avoids the wide gap between levels 4 and 6
             larger = _round_to_e4m3(absmax / (4 * g))
-            larger_is_better = _squared_error(x, larger, g) < _squared_error(x, scale, g)
+            larger_is_better = _measure_squared_error(x, larger, g) < _measure_squared_error(x, scale, g)
+            # few PyTorch operations support the 8-bit float types, so the choice is made in fp32
             scale = torch.where(larger_is_better, larger.float(), scale.float()).to(torch.float8_e4m3fn)
-        return _scaled_codes(x, scale, g), scale.view(torch.uint8)
+        return _encode_under_scale(x, scale, g), scale.view(torch.uint8)
 
     def _encode_under_powers_of_two(self, x: Tensor, absmax: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes, biased exponents) under ``ocp`` or ``sglang`` for blocks x [..., blocks, group].
@@ -134,21 +135,24 @@ class MicroscaledFp4(Codec):
         # the byte holds exponents from -127 on; a block of zeros takes the least
         exponent = exponent.masked_fill(absmax == 0, -127).clamp(-127, 127)
         # 2^-127 is below fp32's normal range, so the division runs in fp64
-        codes = encode_e2m1((x / torch.exp2(exponent.double())).float(), ties_up=self.kind == "sglang")
+        scale = torch.exp2(exponent.double())
+        codes = encode_e2m1((x / scale).float(), ties_up=self.kind == "sglang")
         return codes, (exponent + 127).to(torch.uint8)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
-        stored = tensors["scale"]
-        scale = self._block_scale(stored, frozen)
-        codes = unpack(tensors["codes"], 4, stored.shape[-1] * self.group, layout="stream")
-        blocks = _levels_of_codes(codes).unflatten(-1, (-1, self.group))
-        return (blocks * scale[..., None]).flatten(-2)[..., :channels]
+        # [..., blocks]
+        scale = self._read_block_scale(tensors["scale"], frozen)
+        padded_channels = scale.shape[-1] * self.group
+        codes = unpack(tensors["codes"], 4, padded_channels, layout="stream")
+        # [..., blocks, group]
+        levels = _look_up_levels(codes).unflatten(-1, (-1, self.group))
+        return (levels * scale[..., None]).flatten(-2)[..., :channels]
 
     def levels(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Levels:
-        table, _ = _values_and_borders(tensors["codes"].device)
+        table, _ = _build_values_and_borders(tensors["codes"].device)
         return Levels(
             codes=tensors["codes"],
-            scale=self._block_scale(tensors["scale"], frozen),
+            scale=self._read_block_scale(tensors["scale"], frozen),
             table=table,
             bits=4,
             run=channels,
@@ -157,7 +161,7 @@ class MicroscaledFp4(Codec):
             layout="stream",
         )
 
-    def _block_scale(self, stored: Tensor, frozen: Tensor | None) -> Tensor:
+    def _read_block_scale(self, stored: Tensor, frozen: Tensor | None) -> Tensor:
         """Return the scale of each block [..., blocks] in fp32, from the bytes ``stored`` [..., blocks].
 
         ``frozen`` is the scale g of the whole tensor under ``nv``.
@@ -174,23 +178,23 @@ def _round_to_e4m3(scale: Tensor) -> Tensor:
     return scale.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _scaled_codes(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
+def _encode_under_scale(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
     """Return the codes of x / (b g), for block scales b and the scale g of all blocks, or 0 where b g is 0."""
+    scale = block_scale.float() * g
     # a number divided by infinity is 0
-    step = block_scale.float() * g
-    return encode_e2m1(x / step.masked_fill(step == 0, torch.inf))
+    return encode_e2m1(x / scale.masked_fill(scale == 0, torch.inf))
 
 
-def _squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
+def _measure_squared_error(x: Tensor, block_scale: Tensor, g: Tensor) -> Tensor:
     """Return the squared error [..., blocks, 1] of each block of x [..., blocks, group] when coded under its scale b g.
 
     b is the block's ``block_scale``, and g the scale of all blocks.
     """
-    read_back = _levels_of_codes(_scaled_codes(x, block_scale, g)) * block_scale.float() * g
+    read_back = _look_up_levels(_encode_under_scale(x, block_scale, g)) * block_scale.float() * g
     return (read_back - x).square().sum(dim=-1, keepdim=True)
 
 
-def _levels_of_codes(codes: Tensor) -> Tensor:
+def _look_up_levels(codes: Tensor) -> Tensor:
     """Return the fp32 levels that codes 0 to 15 stand for."""
-    levels, _ = _values_and_borders(codes.device)
+    levels, _ = _build_values_and_borders(codes.device)
     return levels[codes.long()]

@@ -148,4 +148,4 @@ class StorageFormat(Quantiser):
         if not codec.settles:
             return None
         # the scale belongs to the stored numbers, so it is taken after the codec's rotation
-        return codec.settled_scales(codec.to_basis(t), lengths)
+        return codec.find_settled_scales(codec.to_basis(t), lengths)

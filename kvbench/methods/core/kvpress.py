@@ -22,7 +22,7 @@ from torch import Tensor
 from kvbench.base.errors import KvbenchError, Refused, UsageError, headline
 from kvbench.base.numbers import ceil_div
 from kvbench.kv import ops
-from kvbench.kv.content import rows_kept
+from kvbench.kv.content import mark_kept_rows
 from kvbench.kv.exact_attention import causal_softmax
 from kvbench.kv.observation import Needs, Observation
 from kvbench.kv.segment import LayerCache
@@ -253,7 +253,7 @@ class PressSelector(Selector):
             if self.kind in REMOVES:
                 # these presses return fewer keys and values: those that are left score 1
                 new_keys, new_values = press.compress(*arguments)
-                return rows_kept(keys[0], values[0], new_keys[0], new_values[0])[None]
+                return mark_kept_rows(keys[0], values[0], new_keys[0], new_values[0])[None]
             own_scores: Tensor = press.score(*arguments)
             return own_scores
 

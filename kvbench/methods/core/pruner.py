@@ -167,5 +167,5 @@ def pad_heads(t: torch.Tensor, lengths: torch.Tensor | None, heads: int) -> torc
         tokens; their kv heads are then repeated to ``heads``.
     """
     if lengths is not None:
-        return ops.by_head(t, lengths)
+        return ops.pad_heads(t, lengths)
     return per_head(t, heads)

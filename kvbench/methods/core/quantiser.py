@@ -16,7 +16,7 @@ from kvbench.kv import ops
 from kvbench.kv.observation import Observation
 from kvbench.kv.own_values import NoValues, are_stored
 from kvbench.kv.packed import Packed
-from kvbench.kv.partly_packed import Codes, Residual, pack_first_tokens, side_by_side
+from kvbench.kv.partly_packed import Codes, Residual, join_heads, pack_first_tokens
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.methods.core.contract import Block
 from kvbench.methods.core.knobs import knob, one_of
@@ -216,7 +216,7 @@ class Quantiser(Stage, Packer):
             head_codes, head_exact = pack_first_tokens(tokens, pack, residual.packed(tokens.shape[1]), head_channels)
             codes_by_head.append(head_codes)
             exact_by_head.append(head_exact)
-        codes, counts = side_by_side(codes_by_head)
+        codes, counts = join_heads(codes_by_head)
         return codes, counts, torch.cat(exact_by_head, dim=1)
 
     def _choose_packer(self, half: Literal["k", "v"], t: torch.Tensor, frozen: torch.Tensor | None) -> Pack:
