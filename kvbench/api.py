@@ -23,7 +23,7 @@ from kvbench.base.errors import KvbenchError, UsageError, headline
 from kvbench.engine import decode
 from kvbench.engine.calibration.session import Session
 from kvbench.engine.hf_cache import TransformersCache
-from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
+from kvbench.engine.limits import check_precision, read_token_count, warn_beyond_context
 from kvbench.engine.memory import is_out_of_memory
 from kvbench.engine.prefill import prefill_chains, prepare_ids
 from kvbench.engine.stopping import Ending
@@ -154,7 +154,7 @@ def generate(
     one is generated, as with ``model.generate``. Caches of methods that leave the model unchanged run as rows of one
     batch. The caches are not changed and can be used again.
     """
-    new_tokens = tokens_of("max_new_tokens", max_new_tokens)
+    new_tokens = read_token_count("max_new_tokens", max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(entry, PromptCache) for entry in caches):
         raise UsageError(f"caches={caches!r} is not possible: a list of what prefill returned, as [full, small]")
     stop = _read_end_tokens(eos_token_id)

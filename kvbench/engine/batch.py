@@ -53,8 +53,8 @@ class Answer:
     rows: the most rows that ran at once, this row included.
     stored: the bytes that the row held when it ended; None if it read nothing but its prompt.
     finite: False if the logits that choose its tokens were not finite. The answer then ends.
-    factor: the bytes of all storage of the batch, over the payload bytes of its rows, when the row ended; None where
-        ``stored`` is.
+    factor: the bytes of all storage of the batch, divided by the payload bytes of its rows, when the row ended; None
+        if ``stored`` is None.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class AnsweringRow(Generic[Key]):
     @property
     def over(self) -> bool:
         """True if the answer has ended."""
-        return not self.answer.finite or self.ending.over(self.answer.tokens)
+        return not self.answer.finite or self.ending.is_over(self.answer.tokens)
 
     def give_up_cache(self) -> PromptCache:
         """Return the cache and drop the row's own reference to it, so that the batch can free it layer by layer."""
@@ -207,25 +207,33 @@ class DecodeBatch(Generic[Key]):
                 row.settled = True
         self.entries += 1
         decoding = [i for i, row in enumerate(rows) if not row.over]
+        # the caches of rows that have ended are freed here
         caches = [caches[i] for i in decoding]
         if decoding:
-            decoding_rows = [rows[i] for i in decoding]
-            seen = [cache.seen for cache in caches]
-            # the last token of an answer is never fed, so it needs no room
-            most_new_tokens = max(row.ending.limit for row in decoding_rows) - 1
-            layers = build(self.model, give_up_caches(caches), most_new_tokens)
-            if self.rows:
-                self.layers.join(layers)
-            else:
-                self.layers = layers
-            # the last position is that of the token before an answer's last token; a row that decodes has a limit of 2
-            # or more
-            ends = [n + row.ending.limit - 2 for n, row in zip(seen, decoding_rows, strict=True)]
-            columns = torch.tensor([decoding, seen, ends], device=tokens.device)
-            columns[0] = tokens[columns[0]]  # replace row indices by the rows' tokens
-            self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
-            self.rows = self.rows + decoding_rows
+            self._store_rows([rows[i] for i in decoding], caches, tokens[decoding])
         return [row for row in rows if row.over]
+
+    def _store_rows(self, rows: list[AnsweringRow[Key]], caches: list[PromptCache], tokens: Tensor) -> None:
+        """Add rows that decode to the batch, each behind the tokens of its cache.
+
+        caches: the cache of each row. The list is empty afterwards, so that layers are freed while they are copied.
+        tokens: [U], the next token of each row.
+        """
+        seen = [cache.seen for cache in caches]
+        # the last token of an answer is never fed, so it needs no room
+        most_new_tokens = max(row.ending.limit for row in rows) - 1
+        layers = build(self.model, give_up_caches(caches), most_new_tokens)
+        if self.rows:
+            self.layers.join(layers)
+        else:
+            self.layers = layers
+        # the last position is that of the token before an answer's last token; a row that decodes has a limit of 2 or
+        # more
+        ends = [n + row.ending.limit - 2 for n, row in zip(seen, rows, strict=True)]
+        positions_and_ends = torch.tensor([seen, ends], device=tokens.device)
+        columns = torch.cat([tokens[None], positions_and_ends])
+        self.next = torch.cat([self.next.to(tokens.device), columns], dim=1)
+        self.rows = self.rows + rows
 
     def _step_rows(self) -> list[AnsweringRow[Key]]:
         """Feed every row its last token and choose the next one. Return the rows that end with that token."""
@@ -250,15 +258,15 @@ class DecodeBatch(Generic[Key]):
         if not newly_ended:
             return []
         compressed_layers = select_compressed(self.layers.with_keys)
-        # transpose [layers, B]: peaks lists each row's most tokens of a head by layer
-        peaks = stack_layers([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
-        # payload lists each row's payload bytes by layer
-        payload = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
+        # a list for each row, of the most tokens of a head by layer: the transpose of [layers, B]
+        peaks_by_row = stack_layers([layer.held() for layer in compressed_layers], self.next.device).T.tolist()
+        # a tuple for each row, of the payload bytes by layer
+        payload_by_row = list(zip(*(layer.payload() for layer in compressed_layers), strict=True))
         all_payload = sum(sum(layer.payload()) for layer in self.layers.with_keys)
         factor = count_allocated(self.layers.with_keys) / max(1, all_payload)
         for i, row in newly_ended:
-            row.answer.held = peaks[i]
-            row.answer.stored = Stored(row.fed, payload[i])
+            row.answer.held = peaks_by_row[i]
+            row.answer.stored = Stored(row.fed, payload_by_row[i])
             row.answer.factor = factor
             if row.tally:
                 row.answer.attended = float(torch.stack(row.tally).mean())
@@ -279,6 +287,7 @@ class DecodeBatch(Generic[Key]):
             return
         index = torch.tensor(staying, dtype=torch.int64, device=self.next.device)
         if not staying:
+            # the storage of a batch without rows is dropped whole
             self.layers = BatchLayers([], [])
         self.layers.keep(index)
         self.rows = [self.rows[i] for i in staying]
@@ -290,7 +299,7 @@ def _choose_tokens(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
 
     A row whose logits hold NaN or +inf ends here. NaN or +inf is always the largest logit, so only that one is checked.
     """
-    masked = forbid_tokens(logits, [row.ending.forbidden(len(row.answer.tokens)) for row in rows])
+    masked = forbid_tokens(logits, [row.ending.list_forbidden(len(row.answer.tokens)) for row in rows])
     # argmax takes NaN and +inf as the largest, so that the chosen logit shows whether there are any
     chosen = masked.argmax(dim=-1)
     finite = masked.gather(1, chosen[:, None])[:, 0].isfinite()

@@ -7,7 +7,7 @@ GPU the graph is CUDA's. On a CPU the graph is the list of PyTorch's operations 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,22 +103,17 @@ class Graph:
 
     def __init__(self, model: PreTrainedModel, batch: BatchLayers) -> None:
         self.place = torch.zeros(1, dtype=torch.int64, device=batch.with_keys[0].next.device)
-        self.layers: list[StillLayer] = []
         if batch.with_states:
             raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
         if getattr(model.config, "attn_temperature_tuning", False):
             raise KvbenchError("no graph of a decode step: queries are scaled by their position; step=plain runs it")
+        self.layers: list[StillLayer] = []
         for i, layer in enumerate(batch.with_keys):
             try:
                 self.layers.append(StillLayer(layer, self.place))
             except KvbenchError as why:
                 raise KvbenchError(f"no graph of a decode step: layer {i}: {why}; step=plain runs it") from None
-        devices = {layer.next.device for layer in batch.with_keys}
-        if len(devices) > 1:
-            raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
-        (device,) = devices
-        if device.type == "cpu" and kernels.serves(device):
-            raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
+        device = _find_device(batch.with_keys)
         self.model, self.batch = model, batch
         # a replayed step reads its input from this memory, [B, 1] each
         rows = len(batch.with_keys[0].next)
@@ -126,17 +121,17 @@ class Graph:
         # recording writes a meaningless token into the next token's slot, and the first step overwrites it
         self.place.fill_(batch.used)
 
-        def run_step() -> Tensor:
-            """Return the logits of one step over the graph's own memory."""
-            return step(self.model, self, self.tokens, self.positions)
-
         try:
-            self.replay = record_operations(run_step, device)
+            self.replay = record_operations(self._run_step, device)
         except RuntimeError as error:  # PyTorch raises this error while recording
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own code cannot be recorded ({headline(error)})"
             raise KvbenchError(f"no graph of a decode step: {reason}; step=plain runs it") from error
+
+    def _run_step(self) -> Tensor:
+        """Return the logits of one step over the graph's own memory."""
+        return step(self.model, self, self.tokens, self.positions)
 
     def in_order(self, config: Any) -> list[StillLayer]:
         """Return all layers in the model's order. None of them holds a state."""
@@ -151,6 +146,17 @@ class Graph:
         for layer in self.layers:
             layer.grow(1)
         return logits
+
+
+def _find_device(layers: Sequence[RowLayer]) -> torch.device:
+    """Return the device of all layers. Raises KvbenchError unless a graph of their steps can be recorded there."""
+    devices = {layer.next.device for layer in layers}
+    if len(devices) > 1:
+        raise KvbenchError("no graph of a decode step: layers are on several devices; step=plain runs it")
+    (device,) = devices
+    if device.type == "cpu" and kernels.serves(device):
+        raise KvbenchError(f"no graph of a decode step in Triton's interpreter: {kernels.SWITCH}=off does without")
+    return device
 
 
 def record_operations(run: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:

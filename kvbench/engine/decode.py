@@ -70,14 +70,14 @@ def extend_caches(
     for rows in group_by_batch(caches):
         # an eviction after one token decides which tokens the next one reads; other methods read all tokens at once
         one_by_one = [r for r in rows if caches[r].chain.evicts]
-        at_once = [r for r in rows if r not in one_by_one]
-        for batch in _divide_by_bytes(caches, one_by_one):
-            extended.update(zip(batch, _extend(model, [caches[r] for r in batch], ids, size=1), strict=True))
-        size = 1 if reads_one_by_one(model.config) else len(ids)
+        at_once = [r for r in rows if not caches[r].chain.evicts]
+        most_at_once = 1 if reads_one_by_one(model.config) else len(ids)
         if any(caches[r].chain.coder for r in at_once):
-            size = min(size, PACKED_AT_ONCE)
-        for batch in _divide_by_bytes(caches, at_once):
-            extended.update(zip(batch, _extend(model, [caches[r] for r in batch], ids, size=size), strict=True))
+            most_at_once = min(most_at_once, PACKED_AT_ONCE)
+        for members, size in ((one_by_one, 1), (at_once, most_at_once)):
+            for batch in _divide_by_bytes(caches, members):
+                batch_caches = _extend(model, [caches[r] for r in batch], ids, size=size)
+                extended.update(zip(batch, batch_caches, strict=True))
     return [extended[r] for r in range(len(caches))]
 
 
@@ -87,19 +87,21 @@ def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list
     A row whose cache takes more is a part of its own.
     """
     parts: list[list[int]] = []
-    part_bytes = 0
+    part_bytes = 0  # of the last part
     for row in rows:
-        part_bytes += caches[row].nbytes()
+        row_bytes = caches[row].nbytes()
         # a row that no longer fits begins the next part
-        if not parts or part_bytes > EXTENDED_BYTES:
+        if not parts or part_bytes + row_bytes > EXTENDED_BYTES:
             parts.append([])
-            part_bytes = caches[row].nbytes()
+            part_bytes = 0
         parts[-1].append(row)
+        part_bytes += row_bytes
     return parts
 
 
 def _extend(model: PreTrainedModel, caches: Sequence[PromptCache], ids: Tensor, size: int) -> list[PromptCache]:
     """Return the caches of one batch after they read ``ids`` [T], T >= 1, ``size`` tokens at a time."""
+    # all chains change the model alike (``group_by_batch``), so the first speaks for all
     chain = caches[0].chain
     seen = torch.tensor([cache.seen for cache in caches], device=ids.device)[:, None]  # [B, 1]
     with contained(chain.name, chain.foreign), torch.no_grad(), adapted(model, chain), attached(model):

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvbench.kv.segment import LayerCache, Segment, storage_bytes
 from kvbench.models.interface import KvbenchLayer
 from kvbench.storage import registry
-from kvbench.storage.entries import attend_groups, head_of, mean_by_row, replace_heads
+from kvbench.storage.entries import attend_groups, mean_by_row, replace_heads, select_head
 from kvbench.storage.format import Room, StoredRow
 
 
@@ -50,15 +50,15 @@ class RowLayer(KvbenchLayer):
         self._answered = False  # whether the layer itself has attended the newest tokens
 
     def add(self, k: Tensor, v: Tensor) -> None:
-        t = k.shape[2]
-        positions = self.next[:, None] + torch.arange(t, device=k.device)
+        tokens = k.shape[2]
+        positions = self.next[:, None] + torch.arange(tokens, device=k.device)
         if self.lift is not None:
             # low-rank projections store latents instead of the keys and values that the model computed
             k, v = self.lift.new()
         for entries, rows in self.formats:
             rows.add(entries.tokens(k), entries.tokens(v), entries.of_rows(positions))
         self._answered = False
-        self.grow(t)
+        self.grow(tokens)
 
     def newest_positions(self, tokens: int) -> Tensor:
         return self.next[:, None] + torch.arange(-tokens, 0, device=self.next.device)
@@ -82,16 +82,16 @@ class RowLayer(KvbenchLayer):
         """Return the attention of all rows, format by format, and set ``attended`` if this is the layer's own query."""
         groups = []
         # a second query after the same tokens comes from a later layer that shares this layer's keys and values
-        shares = self._answered
+        is_of_later_layer = self._answered
         for entries, rows in self.formats:
-            attend = rows.attend_again if shares else rows.attend
+            attend = rows.attend_again if is_of_later_layer else rows.attend
             groups.append((entries, partial(attend, scale=entries.scale(scale), window=window)))
         out = attend_groups(query, groups)
         for b, source in enumerate(self.sources):
             if source is not None:
                 # in out [B, Hq, T, D] each query head takes the output of its source head
                 out[b] = out[b, source]
-        if not shares:
+        if not is_of_later_layer:
             self.attended = mean_by_row([(entries, rows.attended) for entries, rows in self.formats], len(query))
         self._answered = True
         return out
@@ -116,14 +116,16 @@ class RowLayer(KvbenchLayer):
         """Drop all rows except ``rows``, which ascend."""
         rows = rows.to(self.next.device)
         self.next = self.next[rows]
-        places = {row: place for place, row in enumerate(rows.tolist())}
-        self.sources = [self.sources[row] for row in places]
+        new_row_of = {old_row: new_row for new_row, old_row in enumerate(rows.tolist())}
+        self.sources = [self.sources[row] for row in new_row_of]
         formats, self.formats = self.formats, []
         for entries, stored in formats:
-            index, staying = entries.keep(places)
+            # the indices of the entries that stay, and these entries in the new batch
+            index, staying = entries.keep(new_row_of)
             # storage is rewritten only if some of its entries leave and others stay
             if 0 < len(index) < len(entries.rows):
                 stored.keep(index)
+            # storage without entries is dropped
             if len(index):
                 self.formats.append((staying, stored))
 
@@ -133,7 +135,7 @@ class RowLayer(KvbenchLayer):
         No other layer may have joined this one, because ``used`` counts the new tokens of all rows alike.
         """
         seen = cache.seen + self.used
-        heads: dict[int, Segment] = {}
+        segment_of_head: dict[int, Segment] = {}
         for entries, stored in self.formats:
             for entry in (entries.rows == row).nonzero().flatten().tolist():
                 if entries.heads is None:
@@ -142,12 +144,12 @@ class RowLayer(KvbenchLayer):
                     return replace(cache, segments=segments, seen=seen, observed=stored.observation(entry))
                 # the row is ragged: each head is an entry with one segment
                 head = int(entries.heads[entry])
-                (heads[head],) = stored.segments(entry, head_of(cache, head, entries.stored))
+                (segment_of_head[head],) = stored.segments(entry, select_head(cache, head, entries.stored))
         (loaded,) = cache.segments
         head_segments = []
         for head in range(loaded.heads):
-            if head in heads:
-                head_segments.append(heads[head])
+            if head in segment_of_head:
+                head_segments.append(segment_of_head[head])
             else:
                 # a head that copies another head has no entry and holds no tokens
                 head_segments.append(loaded.head(head))
@@ -167,19 +169,19 @@ def count_allocated(layers: Sequence[RowLayer]) -> int:
     return storage_bytes(tensors)
 
 
-def _find_tensors(x: object) -> Iterator[Tensor]:
-    """Yield the tensors that x holds: x itself, or those in its items or, for a storage object, its attributes.
+def _find_tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in a value: the value itself, or those in its items or, for a storage object, its attributes.
 
     Objects of classes outside kvbench.kv and kvbench.storage are left out: some lead to the model's own weights.
     """
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for item in x:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
             yield from _find_tensors(item)
-    elif isinstance(x, Mapping):
-        for item in x.values():
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from _find_tensors(item)
-    elif type(x).__module__.startswith(("kvbench.kv.", "kvbench.storage.")):
-        for item in vars(x).values():
-            yield from _find_tensors(item)
+    elif type(value).__module__.startswith(("kvbench.kv.", "kvbench.storage.")):
+        for attribute in vars(value).values():
+            yield from _find_tensors(attribute)

@@ -92,7 +92,8 @@ def _compare_block(full: Tensor, rows: Tensor, targets: Tensor) -> list[Divergen
     logits = full.double()
     y = targets[:, None]
     p = logits.softmax(dim=-1)
-    masked = logits.isneginf()  # models mask the ids that pad their vocabulary
+    # models mask the ids that pad their vocabulary by -inf
+    masked = logits.isneginf()
     p_true = p.gather(1, y)[:, 0]
     choice = full.argmax(dim=-1)
     compared = []
@@ -124,6 +125,7 @@ def nudge_cache(cache: PromptCache) -> PromptCache:
     first_layer = cache.layers[0]
     segment = first_layer.segments[0]
     k = segment.k.clone()
+    # the next number of the dtype towards +inf
     k[..., 0] = torch.nextafter(k[..., 0], torch.full_like(k[..., 0], torch.inf))
     segments = list(first_layer.segments)
     segments[0] = replace(segment, k=k)
@@ -139,8 +141,10 @@ def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptC
     values of the prompt's layers.
     """
     chain = cache.chain
-    # such stages change the model, the tokens that are attended, or the hidden states of later layers
-    if chain.adaptation or chain.masks or chain.lowrank or chain.sharer or chain.hidden:
+    changes_attention = chain.masks or chain.sharer
+    changes_model = chain.adaptation or chain.lowrank
+    # a stage that drops hidden states changes what later layers read
+    if changes_attention or changes_model or chain.hidden:
         raise UsageError(
             f"method {chain.name} changes more than what each layer holds: its layers cannot be told apart"
         )

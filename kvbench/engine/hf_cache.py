@@ -27,7 +27,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.decode import check_continuation, continue_cache, extend_cache
 from kvbench.engine.decode_layer import select_compressed
 from kvbench.engine.finite import build_answer_refusal
-from kvbench.engine.limits import check_precision, tokens_of, warn_beyond_context
+from kvbench.engine.limits import check_precision, read_token_count, warn_beyond_context
 from kvbench.engine.patches import adapted
 from kvbench.engine.prefill import prefill_chains, prepare_ids
 from kvbench.engine.shared_prefix import SharedPrefix
@@ -175,8 +175,10 @@ class TransformersCache(HFCache):
 
 
 class GeneratedTurn:
-    """One call of ``generate``. Its first forward pass reads ``new_ids`` [n], each later pass one token of the answer.
+    """One call of ``generate``. Its first forward pass reads the prompt, each later pass one token of the answer.
 
+    cache: the cache that the call fills, for ``model``.
+    new_ids: [n], the tokens of the text that the cache has not read before the call.
     has_read: True once the first forward pass has read ``new_ids``.
     room: how many tokens the decode batch has room for.
     contexts: the contexts in which the model is changed for the decode batch. They are open while the batch is in use.
@@ -209,12 +211,36 @@ class GeneratedTurn:
 
         Raises UsageError for any other use of the model, such as padding, several rows or unexpected tokens.
         """
+        ids = self._check_inputs(
+            input_ids, attention_mask, position_ids, asks_for_more=output_attentions or output_hidden_states
+        )
+        if self.has_read:
+            self._decode(ids)
+        else:
+            self.logits = self.cache.take(self.model, self.new_ids)
+            self.has_read = True
+        return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
+
+    def _check_inputs(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        *,
+        asks_for_more: bool,
+    ) -> Tensor:
+        """Return the ids [1, T] that a forward pass is given. Raises UsageError unless they are those that come next.
+
+        The tensors are those of ``forward``.
+
+        asks_for_more: True if the pass shall return attentions or hidden states beside logits.
+        """
         if attention_mask is not None and not bool(attention_mask.bool().all()):
             raise UsageError(
                 f"a kvbench cache {READS}, without padding: generate takes the text's own padding tokens for such "
                 "unless attention_mask is given, all ones"
             )
-        if input_ids is None or output_attentions or output_hidden_states:
+        if input_ids is None or asks_for_more:
             raise UsageError(f"a kvbench cache {READS}: input_ids come in, logits go out, no embeddings or attentions")
         if len(input_ids) > 1:
             raise UsageError(
@@ -232,12 +258,7 @@ class GeneratedTurn:
             )
         if position_ids is not None and position_ids.flatten().tolist() != list(range(start, start + tokens)):
             raise UsageError(f"a kvbench cache {READS}, at positions 0, 1, 2 and on: give no position_ids")
-        if self.has_read:
-            self._decode(input_ids)
-        else:
-            self.logits = self.cache.take(self.model, self.new_ids)
-            self.has_read = True
-        return CausalLMOutputWithPast(logits=self.logits[None, None], **named_cache(self.cache))
+        return input_ids
 
     def _decode(self, input_ids: Tensor) -> None:
         """Feed one token [1, 1] to the decode batch, and set ``logits``.
@@ -271,6 +292,7 @@ class GeneratedTurn:
         if self.batch is not None:
             # a batch is built from the cache of a prompt
             assert cache.state is not None
+            # the most tokens of a head, and the bytes of keys and values, layer by layer
             peaks: list[int] = []
             payload: list[int] = []
             for layer in select_compressed(self.batch.with_keys):
@@ -300,13 +322,9 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
     def generate(self: PreTrainedModel, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """Answer from kvbench's cache if one is among the arguments. Otherwise generate as before."""
         target = former or functools.partial(cls.generate, self)
-        caches = caches_among(kwargs)
-        our_caches = [cache for cache in caches if isinstance(cache, TransformersCache)]
-        if not our_caches:
+        cache = _find_our_cache(kwargs)
+        if cache is None:
             return target(inputs, *args, **kwargs)
-        cache = our_caches[0]
-        if any(other is not cache for other in caches):
-            raise UsageError(f"{' and '.join(CACHE_NAMES)} are two names of one argument: give one cache")
         other_options = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
         # the text may come under either name
         text = inputs if inputs is not None else kwargs.get("input_ids")
@@ -325,6 +343,21 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
 
     generate.former = former  # type: ignore[attr-defined]
     return generate
+
+
+def _find_our_cache(options: Mapping[str, Any]) -> TransformersCache | None:
+    """Return kvbench's cache among the options of ``generate``, or None if there is none.
+
+    Raises UsageError if the options hold another cache beside it: an option for caches has two names.
+    """
+    caches = caches_among(options)
+    our_caches = [cache for cache in caches if isinstance(cache, TransformersCache)]
+    if not our_caches:
+        return None
+    our_cache = our_caches[0]
+    if any(cache is not our_cache for cache in caches):
+        raise UsageError(f"{' and '.join(CACHE_NAMES)} are two names of one argument: give one cache")
+    return our_cache
 
 
 @contextmanager
@@ -363,11 +396,11 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
         raise UsageError("this cache was made for another model object, or is closed: kvbench.cache(model, ...)")
     ids = prepare_ids(model, input_ids)
     ids_read = cache.ids.to(ids.device)
-    shared = min(len(ids), len(ids_read))
-    differing = (ids[:shared] != ids_read[:shared]).nonzero().flatten().tolist()
+    overlap = min(len(ids), len(ids_read))
+    differing = (ids[:overlap] != ids_read[:overlap]).nonzero().flatten().tolist()
     if differing or len(ids) <= len(ids_read):
         # a prompt that is too short differs from the text read at the prompt's own end
-        first_difference = differing[0] if differing else shared
+        first_difference = differing[0] if differing else overlap
         raise UsageError(
             f"the cache has read {len(ids_read)} tokens, which the {len(ids)} of this prompt leave at token "
             f"{first_difference}: give the text so far (cache.ids and its last token) with the new one behind "
@@ -389,10 +422,10 @@ def _count_room(
     """
     sizes: list[int | None] = []
     if options.get("max_new_tokens") is not None:
-        sizes.append(tokens_of("max_new_tokens", options["max_new_tokens"]))
+        sizes.append(read_token_count("max_new_tokens", options["max_new_tokens"]))
     if options.get("max_length") is not None:
         # max_length also counts the text read so far and the new prompt
-        length = tokens_of("max_length", options["max_length"])
+        length = read_token_count("max_length", options["max_length"])
         sizes.append(length - len(cache.ids) - len(new_ids))
     sizes.append(getattr(options.get("generation_config"), "max_new_tokens", None))
     for config in configs:

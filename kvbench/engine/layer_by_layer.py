@@ -17,6 +17,7 @@ from kvbench.methods.core.chain import Chain
 class CompressedLayers:
     """One prompt's layers under a chain, added as the model finishes them.
 
+    chain: the methods that compress the layers.
     caches: the layers so far. After the last layer, all of them are compressed.
     mismatch: the first layer whose keys, values or positions differ from the prompt's, in words; "" for none.
     """
@@ -26,15 +27,20 @@ class CompressedLayers:
         self.caches: list[LayerCache] = []
         self.mismatch = ""
         # A stage that rebalances divides one budget over all layers. Later stages wait until the shares are final.
-        first_later_stage = 0
+        # Without such a stage the chain compresses each layer at once, and no stage waits.
+        first_waiting = 0
         if chain.rebalancer:
-            first_later_stage = chain.stages.index(chain.rebalancer) + 1
-        self._first_stages = chain.stages[:first_later_stage]
-        self._later_stages = chain.stages[first_later_stage:]
+            first_waiting = chain.stages.index(chain.rebalancer) + 1
+        self._first_stages = chain.stages[:first_waiting]
+        self._later_stages = chain.stages[first_waiting:]
         self._observations: list[Observation] = []  # one for each layer so far; later stages read them
 
     def add_layer(self, dense: LayerCache, obs: Observation) -> None:
-        """Compress the next finished layer. Stages after one that rebalances wait for the last layer."""
+        """Compress the next finished layer. Stages after one that rebalances wait for the last layer.
+
+        dense: the layer's uncompressed cache.
+        obs: the layer's observation.
+        """
         balancer = self.chain.rebalancer
         if balancer is None:
             self.caches.append(self.chain.compress(dense, obs))
@@ -46,14 +52,18 @@ class CompressedLayers:
         self.caches = balancer.rebalance(untrimmed, obs.n_layers)
         if self.chain.foreign:
             # kvbench's own stages only drop tokens here; foreign code is checked at every trimming
-            for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
-                source = previous.segments[0]
-                # a comparison needs a source whose heads hold the same tokens, as those of an untrimmed layer do
-                if source.positions.shape[0] == 1 and source.lengths is None:
-                    self._compare(i, trimmed, source, all_read=False)
+            self._compare_trimmed(untrimmed)
         self._observations.append(self._reduce_observation(obs))
         if len(self.caches) == obs.n_layers and self.chain.replayer is None:
             self._run_later_stages()
+
+    def _compare_trimmed(self, untrimmed: Sequence[LayerCache]) -> None:
+        """Compare each layer of ``caches`` with the same layer of ``untrimmed``, from which it was trimmed."""
+        for i, (previous, trimmed) in enumerate(zip(untrimmed, self.caches, strict=True)):
+            source = previous.segments[0]
+            # a comparison needs a source whose heads hold the same tokens, as those of an untrimmed layer do
+            if source.positions.shape[0] == 1 and source.lengths is None:
+                self._compare(i, trimmed, source, all_read=False)
 
     def _run_later_stages(self) -> None:
         """Run the stages after the rebalancing stage, once the shares of that stage are final.
@@ -76,8 +86,10 @@ class CompressedLayers:
         if received is not None and selector is not None:
             scored = []
             for layer_received, dense in zip(received, dense_layers, strict=True):
-                # a stored head takes the best score of its query heads: [Hq, n] -> [heads, Hq / heads, n] -> [heads, n]
-                score = layer_received.view(dense.heads, -1, layer_received.shape[1]).amax(dim=1)
+                # [heads, Hq / heads, n]: the scores by stored head and by the query heads that read it
+                by_stored_head = layer_received.view(dense.heads, -1, layer_received.shape[1])
+                # a stored head takes the best score of its query heads: [heads, n]
+                score = by_stored_head.amax(dim=1)
                 scored.append(ops.with_state(dense, score=score))
             # the selector divides one budget over all layers and drops the tokens with the lowest scores
             self.caches = selector.rebalance(scored, len(scored))
@@ -98,7 +110,9 @@ class CompressedLayers:
         Nothing is compared if a stage of the chain is meant to change keys and values. ``all_read`` is True if the
         layer has read all tokens of the prompt.
         """
-        if self.mismatch or any(stage.changes for stage in self.chain.stages):
+        changes_meant = any(stage.changes for stage in self.chain.stages)
+        # the first mismatch is the one to report
+        if self.mismatch or changes_meant:
             return
         difference = find_mismatch(cache, source, all_read)
         if difference:

@@ -52,7 +52,8 @@ def teacher_force(model: PreTrainedModel, caches: Sequence[PromptCache], tokens:
     ids = _check_continuation(model, caches, tokens)
     results: dict[int, Forced] = {}
     for rows in group_by_batch(caches):
-        results.update(zip(rows, _force(model, [caches[r] for r in rows], ids, chunk), strict=True))
+        forced_rows = _force(model, [caches[r] for r in rows], ids, chunk)
+        results.update(zip(rows, forced_rows, strict=True))
     return [results[i] for i in range(len(caches))]
 
 
@@ -77,20 +78,29 @@ def diverge(
     of ``full`` are kept for comparison.
     """
     ids = _check_continuation(model, [full, *caches], tokens)
+    one_by_one: list[int] = []
+    in_chunks: list[int] = []
+    for i, cache in enumerate(caches):
+        if cache is full:
+            continue
+        if cache.chain.evicts:
+            one_by_one.append(i)
+        else:
+            in_chunks.append(i)
     results: dict[int, Forced] = {}
-    for one_by_one in (True, False):
-        rows = [i for i, cache in enumerate(caches) if cache is not full and cache.chain.evicts == one_by_one]
-        # the batch in chunks always runs, because it computes the full cache and the floor
-        if rows or not one_by_one:
-            # with no bytes for logits, a chunk has one token
-            limit = 0 if one_by_one else chunk_bytes
-            exact, forced, floor = _diverge_together(model, full, [caches[r] for r in rows], ids=ids, chunk_bytes=limit)
-            results.update(zip(rows, forced, strict=True))
+    if one_by_one:
+        # with no bytes for logits, a chunk has one token
+        _, evicting, _ = _diverge_together(model, full, [caches[i] for i in one_by_one], ids=ids, chunk_bytes=0)
+        results.update(zip(one_by_one, evicting, strict=True))
+    # this batch runs even without rows in chunks, because it computes the results of the full cache and the floor
+    exact, others, floor = _diverge_together(
+        model, full, [caches[i] for i in in_chunks], ids=ids, chunk_bytes=chunk_bytes
+    )
+    results.update(zip(in_chunks, others, strict=True))
     for i, cache in enumerate(caches):
         if cache is full:
             results[i] = exact
-    # the loop's second round always runs, and compares the nudged full cache as well
-    assert floor.divergence is not None
+    assert floor.divergence is not None, "every row is compared"
     return [results[i] for i in range(len(caches))], floor.divergence
 
 
@@ -98,6 +108,8 @@ def _diverge_together(
     model: PreTrainedModel, full: PromptCache, caches: Sequence[PromptCache], *, ids: Tensor, chunk_bytes: int
 ) -> tuple[Forced, list[Forced], Forced]:
     """Return (result of the full cache, results of ``caches`` in order, result of the nudged full cache).
+
+    Each result has the divergence from the full cache. The nudged full cache shows what rounding alone causes.
 
     ids: [T], the tokens that are fed after each cache.
     chunk_bytes: the most bytes of a chunk's logits. A chunk has at least one token, even if its logits take more.
@@ -107,12 +119,12 @@ def _diverge_together(
     token_bytes = len(rows) * model.config.vocab_size * 4  # one token's logits in fp32, over all rows
     chunk = max(1, chunk_bytes // token_bytes)
     references: dict[int, Tensor] = {}  # the full cache's logits [t, V], by the chunk's first index
-    results: dict[int, Forced] = {}
-    for group in groups:
+
+    def compare_group(group: list[int]) -> list[Forced]:
+        """Return the results of the rows ``group``, each with its divergence from the full cache."""
         divergences = [Divergence.empty(len(ids) - 1) for _ in group]
 
-        # the default value binds this group's list to the function
-        def compare_chunk(start: int, logits: Tensor, divergences: list[Divergence] = divergences) -> None:
+        def compare_chunk(start: int, logits: Tensor) -> None:
             """Compare a chunk's logits [B, t, V] with the full cache's, and write the result from ``start`` on."""
             # the first row of the first group is the full cache
             reference = references.get(start, logits[0])
@@ -120,19 +132,27 @@ def _diverge_together(
             if len(groups) > 1:
                 references[start] = reference
             targets = ids[start + 1 : start + 1 + len(reference)]
-            for divergence, compared in zip(divergences, compare_logits(reference, logits, targets), strict=True):
+            compared_rows = compare_logits(reference, logits, targets)
+            for divergence, compared in zip(divergences, compared_rows, strict=True):
                 divergence.put(start, compared)
 
         with exact_head(model):
             forced_rows = _force(model, [rows[r] for r in group], ids, chunk=chunk, on_logits=compare_chunk, alone=True)
-        for r, forced, divergence in zip(group, forced_rows, divergences, strict=True):
-            results[r] = replace(forced, divergence=divergence)
-    floor_row = len(rows) - 1
-    return results[0], [results[r] for r in range(1, floor_row)], results[floor_row]
+        return [replace(forced, divergence=d) for forced, d in zip(forced_rows, divergences, strict=True)]
+
+    results: dict[int, Forced] = {}
+    for group in groups:
+        results.update(zip(group, compare_group(group), strict=True))
+    # rows were the full cache, ``caches`` and the nudged full cache
+    full_row, nudged_row = 0, len(rows) - 1
+    return results[full_row], [results[r] for r in range(1, nudged_row)], results[nudged_row]
 
 
 def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
-    """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it."""
+    """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it.
+
+    Raises UsageError if the model cannot read them after the cache.
+    """
     ids = _check_continuation(model, [cache], prepare_ids(model, tokens))
     # the prompt's own logits predict the first token
     logits = [cache.logits[None]]
@@ -178,8 +198,11 @@ def _force(
     alone: True if the tokens of a chunk are read and packed as if each came alone.
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
-    # caches of packed tokens make room for a chunk, and attend over it all
-    chunk = 1 if reads_one_by_one(model.config) else min(chunk, len(ids))
+    if reads_one_by_one(model.config):
+        chunk = 1
+    else:
+        # caches of packed tokens make room for a chunk, and attend over it all
+        chunk = min(chunk, len(ids))
     # the prompt's own logits predict the first token
     losses = torch.empty(len(caches), len(ids), device=ids.device)
     losses[:, :1] = _compute_losses(torch.stack([cache.logits for cache in caches])[:, None], ids[:1])
@@ -189,18 +212,21 @@ def _force(
         for start in range(0, len(ids) - 1, chunk):
             note_progress()
             chunk_ids = ids[start : min(start + chunk, len(ids) - 1)]
-            positions = torch.arange(prompt_tokens + start, prompt_tokens + start + len(chunk_ids), device=ids.device)
+            first_position = prompt_tokens + start
+            positions = torch.arange(first_position, first_position + len(chunk_ids), device=ids.device)
             rows = len(caches)
             logits = step(model, batch, chunk_ids.expand(rows, -1), positions.expand(rows, -1), whole=True)
             # logits after token i predict token i + 1
             scored = slice(start + 1, start + 1 + len(chunk_ids))
             losses[:, scored] = _compute_losses(logits, ids[scored])
             on_logits(start, logits)
-    # each row gets the most tokens of a head, and the payload bytes, by layer
-    most_tokens = torch.stack([layer.held() for layer in select_compressed(batch.with_keys)]).T.tolist()
-    payload = zip(*(layer.payload() for layer in select_compressed(batch.with_keys)), strict=True)
+    compressed_layers = select_compressed(batch.with_keys)
+    # a list for each row, of the most tokens of a head by layer: the transpose of [layers, B]
+    tokens_by_row = torch.stack([layer.held() for layer in compressed_layers]).T.tolist()
+    # a tuple for each row, of the payload bytes by layer
+    payload_by_row = zip(*(layer.payload() for layer in compressed_layers), strict=True)
     results = []
-    for row_losses, row_tokens, row_payload in zip(losses.cpu(), most_tokens, payload, strict=True):
+    for row_losses, row_tokens, row_payload in zip(losses.cpu(), tokens_by_row, payload_by_row, strict=True):
         stored = Stored(fed=batch.used, payload=row_payload)
         results.append(Forced(losses=row_losses, held=row_tokens, stored=stored))
     return results

@@ -22,7 +22,7 @@ LEAST_PIECE = 16
 """The fewest tokens of a piece of a prompt. Smaller pieces would cost more than reading the prompt whole."""
 
 
-def tokens_of(key: str, value: Any) -> int:
+def read_token_count(key: str, value: Any) -> int:
     """Return ``value``, a number of tokens that the user gave as option ``key``, as an int.
 
     Scalars of torch or NumPy are taken as well. Raises UsageError for anything else, and for numbers below 1.
@@ -36,10 +36,10 @@ def tokens_of(key: str, value: Any) -> int:
 
 def check_precision() -> None:
     """Raise UsageError if torch.autocast is on: layers would compute in other dtypes than caches declare."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    if kinds:
+    autocast_devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if autocast_devices:
         raise UsageError(
-            f"torch.autocast({kinds[0]!r}) is not possible here: tokens and bytes are held to the model's own dtype. "
+            f"torch.autocast({autocast_devices[0]!r}) is not possible here: tokens and bytes are held to the model's own dtype. "
             "Leave it, or load the model with dtype='bfloat16'"
         )
 
@@ -88,10 +88,12 @@ def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) ->
 
 def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -> None:
     """Raise UsageError if a text of ``tokens`` tokens outgrows the model's sliding window and a chain compresses it."""
-    # beyond the window the model forgets tokens by itself, and no budget accounts for that
     window = sliding_window(model.config)
+    if window is None or tokens <= window:
+        return
+    # beyond the window the model forgets tokens by itself, and no budget accounts for that
     compressing = [chain.name for chain in chains if chain.stages]
-    if window is not None and tokens > window and compressing:
+    if compressing:
         raise UsageError(
             f"the model attends a sliding window of {window} tokens and prompt + new tokens are {tokens}: beyond the "
             f"window only method=full runs, not {', '.join(compressing)}"
@@ -100,7 +102,7 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
 
 def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
     """Raise UsageError if the rotation of keys changes while a text grows from ``read`` to ``tokens`` tokens."""
-    if beyond_turn(model, tokens) and not beyond_turn(model, read):
+    if is_beyond_turn(model, tokens) and not is_beyond_turn(model, read):
         turn = traits.turning_point(model.config)
         raise UsageError(
             f"the model rotates texts of more than {turn} tokens by other frequencies (LongRoPE), and prompt + new "
@@ -109,7 +111,7 @@ def check_turn(model: PreTrainedModel, read: int, tokens: int) -> None:
         )
 
 
-def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
+def is_beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
     """Return True if the model has other rotary frequencies for long texts, and ``tokens`` tokens are a long text."""
     turn = traits.turning_point(model.config)
     return turn is not None and tokens > turn
@@ -117,5 +119,5 @@ def beyond_turn(model: PreTrainedModel, tokens: int) -> bool:
 
 def check_piece_size(size: int | None) -> None:
     """Raise UsageError unless prompts can be read in pieces of ``size`` tokens. None means whole prompts."""
-    possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
-    check("shared_prefix", size, possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")
+    is_possible = size is None or (is_whole(size) and size >= LEAST_PIECE)
+    check("shared_prefix", size, is_possible, f"null, or tokens that are read at a time, {LEAST_PIECE} or more")

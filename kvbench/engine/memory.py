@@ -51,8 +51,8 @@ def process_memory(key: str) -> int:
 
 def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
     """Return each device's share of a model's attention layers, which is also its share of the model's caches."""
-    devices = [next(module.parameters()).device for module in attention_modules(model)]
-    return {device: count / len(devices) for device, count in Counter(devices).items()}
+    device_of_layer = [next(module.parameters()).device for module in attention_modules(model)]
+    return {device: count / len(device_of_layer) for device, count in Counter(device_of_layer).items()}
 
 
 def free_bytes(device: torch.device) -> int:
@@ -90,7 +90,7 @@ def _read_group_free_bytes() -> Iterator[int]:
             limit = int((CONTROL_GROUP / limit_file).read_text())
             usage = int((CONTROL_GROUP / usage_file).read_text())
             yield max(0, limit - usage)
-    yield 2**62  # stands for no limit
+    yield 2**62  # more than any memory, so that a process without a limit gets a number as well
 
 
 def cache_limit(
@@ -107,7 +107,9 @@ def cache_limit(
     """
     if gib is not None:
         return int(gib * GIB)
-    return int(USED_SHARE * min(count_free(device) / share for device, share in shares.items()))
+    # a device with the share s of every cache has room for caches of free / s bytes
+    room = min(count_free(device) / share for device, share in shares.items())
+    return int(USED_SHARE * room)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ STRIDE = 61
 """The snapshot sums every STRIDE-th element of weights and buffers: that takes less time than one token."""
 
 
-def state_of(model: PreTrainedModel) -> tuple[object, ...]:
+def snapshot_model(model: PreTrainedModel) -> tuple[object, ...]:
     """Return a snapshot of a model, which differs from an earlier one if something has changed the model.
 
     It is (configuration, (name, dtype, shape, device) of each weight and buffer, sums of their bits, hooks).
@@ -20,14 +20,15 @@ def state_of(model: PreTrainedModel) -> tuple[object, ...]:
     tensors: list[tuple[str, Tensor]] = list(model.named_parameters())
     tensors.extend(model.named_buffers())
     kinds = [(name, t.dtype, t.shape, t.device) for name, t in tensors]
-    sums = []
+    bit_sums = []
     for _, t in tensors:
         # bits are summed as integers, because their sum is exact in any order
         bits = t.detach().view(INTEGER_VIEWS[t.itemsize]).flatten()
-        sums.append(bits[::STRIDE].sum(dtype=torch.int64))
+        bit_sums.append(bits[::STRIDE].sum(dtype=torch.int64))
     hooks = []
     for module in model.modules():
         # hooks change what a module computes, and so does a ``forward`` in its own attributes
         forward = module.__dict__.get("forward")
         hooks.append((id(forward), list(module._forward_pre_hooks), list(module._forward_hooks)))
-    return model.config.to_json_string(use_diff=False), kinds, [int(s) for s in sums], hooks
+    # sums are read only now, because a GPU computes them all while the processor goes on
+    return model.config.to_json_string(use_diff=False), kinds, [int(bit_sum) for bit_sum in bit_sums], hooks

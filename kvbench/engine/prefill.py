@@ -21,7 +21,7 @@ from kvbench.base.errors import UsageError, headline
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import HandedLayer
 from kvbench.engine.layer_by_layer import CompressedLayers
-from kvbench.engine.limits import beyond_turn, check_capacity, check_window
+from kvbench.engine.limits import is_beyond_turn, check_capacity, check_window
 from kvbench.engine.patches import adapted
 from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import OnLayer, observe_prompt
@@ -40,6 +40,9 @@ from kvbench.methods.core.replaying import Replay
 from kvbench.methods.core.walls import contained, seed_of
 from kvbench.models import traits
 from kvbench.models.interface import synchronise
+
+NO_CHAIN = -1
+"""The index of the seconds of copies and checks, which are the last number of ``_PassReceiver.spent``."""
 
 
 def prefill_chains(
@@ -68,6 +71,7 @@ def prefill_chains(
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
     _check_readable(model, len(ids), chains, lengths, tokenizer)
     caches: dict[int, PromptCache] = {}
+    # members are the indices of the chains that one pass serves
     for members in _group_by_pass(model, len(ids), chains, lengths):
         pass_chains = [chains[i] for i in members]
         pass_lengths = [lengths[i] for i in members]
@@ -179,14 +183,14 @@ class _PassReceiver:
                 length=obs.length,
             )
             # the time of the shared dense cache is charged to no chain
-            with _clock(k.device, self.spent, -1):
+            with _clock(k.device, self.spent, NO_CHAIN):
                 shared_cache = obs.once((ops.dense, heads), dense)
                 handed = HandedLayer(chain, shared_cache, obs)
             walls = contained(chain.name, chain.foreign, seed_of(obs.prompt, obs.layer))
             with walls, _clock(k.device, self.spent, i):
                 self.layers[i].add_layer(handed.cache, handed.obs)
             # the check must come while the prompt's own keys and values still exist
-            with _clock(k.device, self.spent, -1):
+            with _clock(k.device, self.spent, NO_CHAIN):
                 handed.check()
                 self.layers[i].compare_newest(shared_cache.segments[0], obs)
 
@@ -229,7 +233,7 @@ class _PassReceiver:
                 mismatch=self.layers[i].mismatch,
                 local=tuple(self.local.get(n, ())),
                 states=self.states,
-                long=beyond_turn(model, n),
+                long=is_beyond_turn(model, n),
             )
             caches.append(cache)
         return caches
@@ -250,15 +254,10 @@ def _run_shared_pass(
     starts: Sequence[LayerStart] = ()
     prefix_states: Sequence[LayerState] = ()
     prefix_end: PieceEnd | None = None
-    calls_needed = any(needs.call for needs in needs_by_length.values())
-    # a kept prefix was read without any stage, and without the calls of attention modules
-    if reading.prefix is not None and not chains[0].prefill_key and not calls_needed:
-        all_needs = Needs.union(needs_by_length.values())
-        # at least one token of the shortest prompt must be read here, because its logits are needed
-        known_pieces = reading.prefix.read(model, ids, all_needs, min(lengths) - 1, reading.plain)
-        if known_pieces is not None:
-            starts, prefix_end = known_pieces
-            prefix_states = prefix_end.states
+    known_pieces = _read_prefix(model, ids, chains[0], needs_by_length, reading)
+    if known_pieces is not None:
+        starts, prefix_end = known_pieces
+        prefix_states = prefix_end.states
     # the pass reads as many tokens as the longest cache has, and shorter lengths are parts of it
     needs_of_all_tokens = needs_by_length.pop(len(ids))
     receiver = _PassReceiver(chains, lengths, int(model.config.num_attention_heads))
@@ -279,16 +278,36 @@ def _run_shared_pass(
         )
         for last_logits in logits.values():
             check_finite(chains[0], "logits", last_logits)
-    # this is the forward pass alone: chains pay for compression, checks and column sums themselves; rounding must not
-    # make the rest negative
-    forward = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
+    # the forward pass alone, without compression, checks and column sums: chains pay for those themselves; max() because
+    # rounding must not make the difference negative
+    forward_s = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
     if prefix_end is not None:
         # all chains pay for the known pieces as if they had been read now
-        forward += prefix_end.forward_s
+        forward_s += prefix_end.forward_s
         for n, bits in colsums_s:
             colsums_s[n, bits] += prefix_end.colsums_s[bits]
     _replay_prompt(model, ids, receiver, reading.tokenizer)
-    return receiver.build_caches(model, logits, forward, colsums_s)
+    return receiver.build_caches(model, logits, forward_s, colsums_s)
+
+
+def _read_prefix(
+    model: PreTrainedModel, ids: Tensor, chain: Chain, needs_by_length: Mapping[int, Needs], reading: _Reading
+) -> tuple[Sequence[LayerStart], PieceEnd] | None:
+    """Return (layers, end of the last piece) of the prompt's first tokens that a shared prefix has read or reads now.
+
+    Returns None if no prefix is shared, or if it cannot serve this pass.
+
+    chain: a chain of the pass. All of its chains compute the prompt alike.
+    needs_by_length: the statistics that stages need, by the number of the prompt's first tokens.
+    """
+    calls_needed = any(needs.call for needs in needs_by_length.values())
+    # a kept prefix was read without any stage, and without the calls of attention modules
+    if reading.prefix is None or chain.prefill_key or calls_needed:
+        return None
+    all_needs = Needs.union(needs_by_length.values())
+    # the last token of the shortest prompt must be read in the pass itself, because its logits are needed
+    most = min(needs_by_length) - 1
+    return reading.prefix.read(model, ids, all_needs, most, reading.plain)
 
 
 def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver, tokenizer: Any) -> None:
@@ -316,6 +335,7 @@ def _replay_prompt(model: PreTrainedModel, ids: Tensor, receiver: _PassReceiver,
 @contextmanager
 def _clock(device: torch.device, spent: list[float], i: int) -> Iterator[None]:
     """Add to ``spent[i]`` the seconds for which the context is open, with the work of ``device`` in that time."""
+    # a GPU works on after a call has returned, so both ends wait for it
     synchronise(device)
     start = time.perf_counter()
     yield

@@ -131,30 +131,42 @@ class PromptLayer(KvbenchLayer):
         q, keys, values = query[0], self.keys[0], self.values[0]
         if self.chunk is not None:
             return self._attend_chunks(q, keys, values, scale, self.chunk)
-        read_keys = None
         if self.read is not None:
             keys, values = self.read(keys, values)
-            read_keys = keys
-        blocks: list[tuple[int, Tensor]] = []
-        if self.blocks is not None:
-            # blocks are found by the layer's own keys, not by those that ``read`` returns
-            blocks = self.blocks(self.keys[0])
-        n_earlier = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
-        out: Tensor | None = None
-        lse: Tensor | None = None
+        # blocks are found by the layer's own keys, not by those that ``read`` returns
+        blocks = self._find_blocks(self.keys[0])
         fused = self._attend_with_lse(q, keys, values, scale=scale, window=window, in_blocks=bool(blocks))
-        if fused is not None:
-            out, lse = fused
+        if fused is None:
+            self._observe_parts(q, keys, scale, lse=None)
+            return self._attend_without_lse(q, keys, values, scale=scale, window=window, blocks=blocks)
+        out, lse = fused
+        self._observe_parts(q, keys, scale, lse=lse)
+        return out[None]
+
+    def _find_blocks(self, keys: Tensor) -> list[tuple[int, Tensor]]:
+        """Return (first token, tokens kept before it) of each block in which the prompt is read; [] reads it whole.
+
+        keys: the layer's own keys [Hk, n, D].
+        """
+        if self.blocks is None:
+            return []
+        return self.blocks(keys)
+
+    def _observe_parts(self, q: Tensor, keys: Tensor, scale: float, lse: Tensor | None) -> None:
+        """Set ``observed`` for each number n of first tokens that is observed.
+
+        q: [Hq, w, D], the queries of the tokens read in this pass.
+        keys: [Hk, m, D], the keys that these queries attend, those of all tokens.
+        lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
+        """
+        n_earlier = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
         for n, needs in self.needs.items():
-            # q holds the queries n_earlier .. n - 1 of the first n tokens
-            first_lse = lse[:, : n - n_earlier] if lse is not None else None
-            first_read_keys = read_keys[:, :n] if read_keys is not None else None
+            # of the first n tokens, this pass has read the last ``count``
+            count = n - n_earlier
+            part_lse = lse[:, :count] if lse is not None else None
             self.observed[n] = self._observe_tokens(
-                n, needs, q[:, : n - n_earlier], keys=keys[:, :n], scale=scale, lse=first_lse, read_keys=first_read_keys
+                n, needs, q[:, :count], keys=keys[:, :n], scale=scale, lse=part_lse
             )
-        if out is not None:
-            return out[None]
-        return self._attend_without_lse(q, keys, values, scale=scale, window=window, blocks=blocks)
 
     def _attend_chunks(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, chunk: int) -> Tensor:
         """Return the attention [1, Hq, n, D] of q [Hq, n, D]: each chunk of tokens attends itself causally."""
@@ -174,10 +186,8 @@ class PromptLayer(KvbenchLayer):
         """
         assert self.lent is not None
         keys, values = self.lent
-        blocks: list[tuple[int, Tensor]] = []
-        if self.blocks is not None:
-            # blocks are found by the layer's own keys, before ``read`` may change these
-            blocks = self.blocks(keys)
+        # blocks are found by the layer's own keys, before ``read`` may change these
+        blocks = self._find_blocks(keys)
         if self.read is not None:
             keys, values = self.read(keys, values)
         return self._attend_without_lse(query[0], keys, values, scale=scale, window=window, blocks=blocks)
@@ -215,8 +225,10 @@ class PromptLayer(KvbenchLayer):
             # only one of PyTorch's kernels for wider heads knows grouped heads, and it holds all logits in memory
             keys = _repeat_for_query_heads(keys, len(q))
             values = _repeat_for_query_heads(values, len(q))
-        # is_causal is enough without earlier tokens. With them, query i attends tokens 0 .. n_earlier + i.
-        mask = causal_lower_right(q.shape[1], keys.shape[1]) if n_earlier else None
+        mask = None
+        if n_earlier:
+            # query i attends tokens 0 .. n_earlier + i; without earlier tokens is_causal is enough
+            mask = causal_lower_right(q.shape[1], keys.shape[1])
         return F.scaled_dot_product_attention(
             q[None],
             keys[None],
@@ -240,10 +252,11 @@ class PromptLayer(KvbenchLayer):
         in_blocks: True if the prompt is read in blocks.
         """
         n_earlier = keys.shape[1] - q.shape[1]
-        needed = bool(n_earlier) or any(needs.colsums for needs in self.needs.values())
+        needs_colsums = any(needs.colsums for needs in self.needs.values())
+        if not n_earlier and not needs_colsums:
+            return None
         # fused attention knows neither windows nor blocks nor shared logits
-        can_fuse = not self.plain and not in_blocks and window is None and self.share is None
-        if not needed or not can_fuse:
+        if self.plain or in_blocks or window is not None or self.share is not None:
             return None
         if n_earlier:
             earlier_tokens = keys[:, :n_earlier], values[:, :n_earlier]
@@ -260,14 +273,12 @@ class PromptLayer(KvbenchLayer):
         keys: Tensor,
         scale: float,
         lse: Tensor | None,
-        read_keys: Tensor | None,
     ) -> Observation:
         """Return the layer's observation after the first n tokens, with the statistics that stages need of them.
 
         q: [Hq, w, D], the queries of the tokens read in this pass, which are the last w of the n tokens.
         keys: [Hk, n, D], the keys that these queries attend.
         lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
-        read_keys: ``keys`` if they differ from the layer's own keys, else None.
         """
         last_q, first_q, exact_sums = None, None, None
         if needs.last_q:
@@ -282,11 +293,11 @@ class PromptLayer(KvbenchLayer):
             assert first_piece is not None
             first_q = first_piece[:, : needs.first_q].clone()
         if needs.colsums:
-            exact_sums = self._column_sums(q, keys, scale, (n, EXACT), lse)
+            exact_sums = self._measure_column_sums(q, keys, scale, n, EXACT, lse)
         quantised_sums: dict[int, Tensor] = {}
         for bits in sorted(needs.colsums_bits):
             quantised = quantise_zero_point(keys, bits).dequantise(torch.float32)
-            quantised_sums[bits] = self._column_sums(q, quantised, scale, (n, bits))
+            quantised_sums[bits] = self._measure_column_sums(q, quantised, scale, n, bits, lse=None)
         assert self.place is not None, "a local layer is not observed"
         return Observation(
             layer=self.place.number,
@@ -299,17 +310,18 @@ class PromptLayer(KvbenchLayer):
             first_q=first_q,
             colsums=exact_sums,
             colsums_q=quantised_sums,
-            read_k=read_keys,
+            # None: attention has read the keys that are stored
+            read_k=keys if self.read is not None else None,
             length=n,
         )
 
-    def _column_sums(
-        self, query: Tensor, keys: Tensor, scale: float, place: tuple[int, int], lse: Tensor | None = None
+    def _measure_column_sums(
+        self, query: Tensor, keys: Tensor, scale: float, n: int, bits: int, lse: Tensor | None
     ) -> Tensor:
         """Return the attention [Hq, n] that each token received from all queries, and record the seconds that it took.
 
         query: [Hq, w, D], the last w queries. ``self.start`` has the sums over earlier queries.
-        place: (number of tokens n, bit width of the keys), under which sums and seconds are kept.
+        keys: [Hk, n, D], the keys of the first n tokens, quantised to ``bits`` bits (EXACT: not quantised).
         lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
         """
         synchronise(query.device)
@@ -317,13 +329,13 @@ class PromptLayer(KvbenchLayer):
         sums = column_sums(query, keys, scale, lse=lse)
         if self.start is not None:
             # earlier queries have attended only the tokens that were read before, so their sums are shorter
-            earlier = self.start.colsums[place[1]]
+            earlier = self.start.colsums[bits]
             sums[:, : earlier.shape[1]] += earlier
         synchronise(query.device)
-        self.colsums_s[place] = time.perf_counter() - began
+        self.colsums_s[n, bits] = time.perf_counter() - began
         return sums
 
-    def states(self, hidden: Tensor) -> Tensor:
+    def join_hidden(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [n, d] of all tokens. ``hidden`` [w, d] has those of the tokens read in this pass.
 
         If no stage needs hidden states, earlier ones were not kept, and the result is ``hidden``.

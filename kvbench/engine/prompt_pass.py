@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ def observe_prompt(
         model, input_ids, needs_by_length, chain=chain or Chain(), plain=plain, starts=starts, states=states
     )
     tokens_before = prompt_pass.tokens_before
-    logits_to_keep: Tensor | int = 1  # keep the last token's logits only
+    logits_to_keep: Tensor | int = 1  # transformers keeps the logits of that many last tokens
     # parts need the logits of their last tokens, too; and with a number here, Gemma 4's last layers would get the last
     # query alone, but blocks are made of all queries
     if parts or (chain is not None and chain.block_reader and sharing_layers(model.config)):
@@ -122,7 +123,10 @@ def observe_prompt(
             **model_cache(model.config, prompt_pass.all_layers),
         )
     on_states(prompt_pass.take_states())
-    logits = {length: token_logits.clone() for length, token_logits in zip(needs_by_length, out.logits[0], strict=True)}
+    logits: dict[int, Tensor] = {}
+    for length, token_logits in zip(needs_by_length, out.logits[0], strict=True):
+        # a view would keep the logits of all lengths alive
+        logits[length] = token_logits.clone()
     return logits, prompt_pass.sum_seconds()
 
 
@@ -142,6 +146,8 @@ class _PromptPass:
     tokens_of_layer: for each compressed layer, the tokens that it reads; None for all. One extra entry has no layer.
     calls: the calls of attention modules by layer of the model, if stages need them.
     lifted: the maps from latents to keys and values if projections are low-rank, else [].
+    inv_freq: [r / 2], the model's rotary frequencies; None where positions are learned.
+    chunk: the tokens of a chunk if local layers attend chunks; None: they attend a window.
     """
 
     def __init__(
@@ -168,18 +174,25 @@ class _PromptPass:
         self.tokens_of_layer: list[TokensRead | None] = [None] * (self.shape.layers + 1)
         self.calls: dict[int, AttentionCall] = {}
         self.lifted = lifts(model)
-        # the model's rotary frequencies: the first module that has them speaks for all layers
-        self.inv_freq: Tensor | None = None
-        for module in model.modules():
-            if hasattr(module, "inv_freq"):
-                self.inv_freq = module.get_buffer("inv_freq")
-                break
+        self.inv_freq = _find_inv_freq(model)
         self.chunk = chunk_size(model.config)
-        local, lending = local_layers(model.config), lending_layers(model.config)
         self.numbers: dict[int, int] = {}
         self.layers: dict[int, PromptLayer] = {}
         self.compressed_layers: list[PromptLayer] = []
-        for index in key_layers(model.config):
+        self._add_key_layers(model.config, plain, starts)
+        with_keys = list(self.layers.values())
+        columns = None
+        if starts and state_layers(model.config):
+            assert len(states) == len(state_layers(model.config)), "a text goes on from all of its states"
+            # a column has one layer's states of all rows, and a prompt is one row
+            columns = [[state] for state in states]
+        self.state_layers = state_layers_of(model.config, with_keys, columns)
+        self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
+
+    def _add_key_layers(self, config: Any, plain: bool, starts: Sequence[LayerStart]) -> None:
+        """Fill ``layers``, ``compressed_layers`` and ``numbers`` with the layers that hold keys."""
+        local, lending = local_layers(config), lending_layers(config)
+        for index in key_layers(config):
             if index in local:
                 self.layers[index] = PromptLayer(needs={}, plain=plain, lends=index in lending, chunk=self.chunk)
                 continue
@@ -189,14 +202,6 @@ class _PromptPass:
             self.numbers[index] = number
             self.layers[index] = layer
             self.compressed_layers.append(layer)
-        with_keys = list(self.layers.values())
-        columns = None
-        if starts and state_layers(model.config):
-            assert len(states) == len(state_layers(model.config)), "a text goes on from all of its states"
-            # a column has one layer's states of all rows, and a prompt is one row
-            columns = [[state] for state in states]
-        self.state_layers = state_layers_of(model.config, with_keys, columns)
-        self.all_layers = in_model_order(model.config, with_keys, self.state_layers)
 
     def _build_layer(self, number: int, plain: bool, start: LayerStart | None, lends: bool) -> PromptLayer:
         """Return a layer that methods compress, with the functions by which the chain's stages change its attention.
@@ -229,19 +234,9 @@ class _PromptPass:
         hidden: [1, w, d], the input of its attention.
         """
         layer, shape = self.layers[index], self.shape
-        states = layer.states(hidden[0])
+        states = layer.join_hidden(hidden[0])
         k, v = layer.take()
-        if index in self.numbers:
-            kv_heads, head_dim, value_dim = shape.kv_heads, shape.head_dim, shape.value_dim
-        else:
-            kv_heads, head_dim = shape.local_heads
-            value_dim = head_dim
-        expected_shape, expected_values = (kv_heads, k.shape[1], head_dim), (kv_heads, k.shape[1], value_dim)
-        if k.shape != expected_shape or v.shape != expected_values:
-            raise UsageError(
-                f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
-                f"{expected_shape} and {expected_values}: kvbench cannot run this model"
-            )
+        self._check_shapes(index, k, v)
         # a local layer keeps its window, and methods do not see it
         if index not in self.numbers:
             for length in self.needs_by_length:
@@ -263,6 +258,23 @@ class _PromptPass:
                 check_finite(self.chain, "keys or values", k, v)  # if these are not finite, no stage is at fault
                 raise
 
+    def _check_shapes(self, index: int, k: Tensor, v: Tensor) -> None:
+        """Raise UsageError unless layer ``index`` of the model has k and v of the shape that its configuration states.
+
+        k, v: the layer's keys and values [Hk, n, D].
+        """
+        if index in self.numbers:
+            kv_heads, head_dim, value_dim = self.shape.kv_heads, self.shape.head_dim, self.shape.value_dim
+        else:
+            kv_heads, head_dim = self.shape.local_heads
+            value_dim = head_dim
+        expected_keys, expected_values = (kv_heads, k.shape[1], head_dim), (kv_heads, k.shape[1], value_dim)
+        if k.shape != expected_keys or v.shape != expected_values:
+            raise UsageError(
+                f"layer {index} caches keys {tuple(k.shape)} and values {tuple(v.shape)} where config.json says "
+                f"{expected_keys} and {expected_values}: kvbench cannot run this model"
+            )
+
     def _complete_observation(
         self, number: int, length: int, *, states: Tensor, call: AttentionCall | None
     ) -> Observation:
@@ -278,9 +290,9 @@ class _PromptPass:
         # low-rank projections have remembered the latents of this layer's call
         if self.lifted:
             latents = self.lifted[number].k.take(), self.lifted[number].v.take()
-        layer_tokens = self.tokens_of_layer[number]
-        if layer_tokens is not None:
-            positions = layer_tokens.positions
+        tokens_read = self.tokens_of_layer[number]
+        if tokens_read is not None:
+            positions = tokens_read.positions
         if not needs.call:
             call = None
         return replace(
@@ -304,17 +316,27 @@ class _PromptPass:
         return seconds
 
 
+def _find_inv_freq(model: PreTrainedModel) -> Tensor | None:
+    """Return the model's rotary frequencies [r / 2], or None where positions are learned."""
+    # the first module that has frequencies speaks for all layers
+    for module in model.modules():
+        if hasattr(module, "inv_freq"):
+            return module.get_buffer("inv_freq")
+    return None
+
+
 def _choose_next_tokens(chain: Chain, obs: Observation, keys: Tensor) -> TokensRead | None:
     """Return the tokens that the next layer reads, as the chain chooses them; None if it reads the whole prompt.
 
     obs: the observation of the layer that has just ended, by whose attention tokens are chosen.
     keys: [Hk, n, D], that layer's keys.
     """
+    next_layer = obs.layer + 1
     # without a stage that drops hidden states all layers read all tokens, and no layer follows the last one
-    if chain.hidden is None or obs.layer + 1 == obs.n_layers:
+    if chain.hidden is None or next_layer == obs.n_layers:
         return None
     positions = obs.token_positions(keys.device)
-    if chain.tokens_read(obs.prompt_tokens, obs.layer + 1, obs.n_layers) == obs.n:
+    if chain.tokens_read(obs.prompt_tokens, next_layer, obs.n_layers) == obs.n:
         # the next layer reads the same tokens as this one: all tokens, or those that an earlier layer left
         if obs.positions is None:
             return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,19 @@ from kvbench.storage import split
 REPEAT = "\n\nRepeat the previous context exactly."
 REPEAT_FROM = "\n\nRepeat the part of the previous context exactly, starting with"
 MARK = "kvbench5entinel"  # stands for a user's message; the chat template writes the answer's header after it
+
+
+class InstructionIds(NamedTuple):
+    """The token ids of the words that kvbench writes around the part of the prompt that a pass repeats.
+
+    first: the instruction of the first pass.
+    later: the instruction of later passes, which quote the tokens before their part behind it.
+    header: the header of an answer. The repeated part follows it.
+    """
+
+    first: list[int]
+    later: list[int]
+    header: list[int]
 
 
 class ReplayLayer(KvbenchLayer):
@@ -63,35 +76,37 @@ class ReplayLayer(KvbenchLayer):
         v = per_head(torch.cat([self.v, self.own_v], dim=1), len(q))
         v = values_or_keys(k, v)
         out = torch.empty_like(q)
-        for first, last in self._blocks(q, n + t):
+        for first, end in self._divide_queries(q, n + t):
             # query i of the pass attends the prompt and the pass's tokens up to its own: tokens 0 .. n + i
-            mask = torch.ones(last - first, n + last, dtype=torch.bool, device=q.device).tril(n + first)
-            block = q[None, :, first:last]
-            keys = k[None, :, : n + last]
-            values = v[None, :, : n + last]
-            out[:, first:last] = F.scaled_dot_product_attention(block, keys, values, mask, scale=scale)[0]
+            mask = torch.ones(end - first, n + end, dtype=torch.bool, device=q.device).tril(n + first)
+            block = q[None, :, first:end]
+            keys = k[None, :, : n + end]
+            values = v[None, :, : n + end]
+            out[:, first:end] = F.scaled_dot_product_attention(block, keys, values, mask, scale=scale)[0]
         return out[None]
 
     def _find_received(self, q: Tensor, scale: float) -> Tensor:
         """Return the field ``received`` for the pass's queries q [Hq, t, D]."""
-        start, end = self.span
+        span_start, span_end = self.span
         # the columns are sinks, then repeated tokens, then own tokens
-        competing = torch.cat([self.k[:, : self.sinks], self.k[:, start:end], self.own_k], dim=1)
-        before = competing.shape[1] - q.shape[1]
-        most = torch.zeros(q.shape[0], end - start, device=q.device)
-        for first, last in self._blocks(q, competing.shape[1]):
-            rows = causal_softmax(q[:, first:last], competing[:, : before + last], scale)
-            # take the maximum of rows [Hq, last - first, before + last] over queries, in the repeated tokens' columns
-            most = torch.maximum(most, rows[:, :, self.sinks : before].amax(dim=1))
+        competing = torch.cat([self.k[:, : self.sinks], self.k[:, span_start:span_end], self.own_k], dim=1)
+        # own tokens begin at this column
+        n_before = competing.shape[1] - q.shape[1]
+        most = torch.zeros(q.shape[0], span_end - span_start, device=q.device)
+        for first, end in self._divide_queries(q, competing.shape[1]):
+            rows = causal_softmax(q[:, first:end], competing[:, : n_before + end], scale)
+            # rows [Hq, end - first, n_before + end]: take the columns of repeated tokens and the maximum over queries
+            most = torch.maximum(most, rows[:, :, self.sinks : n_before].amax(dim=1))
         return most
 
-    def _blocks(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield (first, last) of blocks of the queries q [Hq, t, D], so that a block's logits fit into BLOCK_BYTES.
+    def _divide_queries(self, q: Tensor, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield (first, end) of blocks of the queries q [Hq, t, D], so that a block's logits fit into BLOCK_BYTES.
 
-        A block has the queries first .. last - 1, and its logits are over ``tokens`` tokens.
+        A block has the queries first .. end - 1, and its logits are over ``tokens`` tokens.
         """
-        # the rows of one query take fp32 [Hq, tokens]
-        size = max(1, BLOCK_BYTES // (4 * q.shape[0] * tokens))
+        # the logits of one query are fp32 [Hq, tokens]
+        query_bytes = 4 * q.shape[0] * tokens
+        size = max(1, BLOCK_BYTES // query_bytes)
         for first in range(0, q.shape[1], size):
             yield first, min(first + size, q.shape[1])
 
@@ -115,33 +130,15 @@ def replay_prompt(
 
     Raises UsageError if the instruction needs a tokenizer and ``tokenizer`` is None.
     """
-    n = len(ids)
-    words = _encode_instructions(tokenizer, passes.instruction)
-    lifted = lifts(model)
+    instructions = _encode_instructions(tokenizer, passes.instruction)
     received: list[list[Tensor]] = [[] for _ in layers]
-    for span in passes.spans(n):
-        text = _write_pass(ids, span, words)
+    for span in passes.spans(len(ids)):
         replay_layers: list[ReplayLayer] = []
         for layer in layers:
             segment = layer.segments[0]
             replay_layers.append(ReplayLayer(segment.k, segment.v, span, passes.sinks))
-        columns = None
-        if states:
-            # a column has one layer's states of all rows, and a prompt is one row
-            columns = [[state] for state in states]
-        state_layers = state_layers_of(model.config, replay_layers, columns)
-        with torch.no_grad(), attached(model):
-            model(
-                input_ids=text[None],
-                position_ids=torch.arange(n, n + len(text), device=ids.device)[None],
-                use_cache=True,
-                logits_to_keep=1,
-                **model_cache(model.config, in_model_order(model.config, replay_layers, state_layers)),
-            )
-        # low-rank projections keep their last latents until they are taken; a pass needs none, so they are dropped
-        for lift in lifted:
-            lift.k.take()
-            lift.v.take()
+        text = _write_pass(ids, span, instructions)
+        _run_pass(model, text, replay_layers, prompt_tokens=len(ids), states=states)
         for layer_received, replay_layer in zip(received, replay_layers, strict=True):
             # the forward pass has called every layer's attention
             assert replay_layer.received is not None
@@ -150,33 +147,69 @@ def replay_prompt(
     return [torch.cat(layer_received, dim=1) for layer_received in received]
 
 
+def _run_pass(
+    model: PreTrainedModel,
+    text: Tensor,
+    replay_layers: Sequence[ReplayLayer],
+    *,
+    prompt_tokens: int,
+    states: Sequence[LayerState],
+) -> None:
+    """Let the model read the tokens ``text`` [t] of one pass, so that each layer sets its ``received``.
+
+    replay_layers: the layers that hold keys, in the model's order.
+    prompt_tokens: the prompt's length. The pass takes the positions after it.
+    states: the states at the prompt's end, of the layers that hold a state.
+    """
+    columns = None
+    if states:
+        # a column has one layer's states of all rows, and a prompt is one row
+        columns = [[state] for state in states]
+    state_layers = state_layers_of(model.config, replay_layers, columns)
+    with torch.no_grad(), attached(model):
+        model(
+            input_ids=text[None],
+            position_ids=torch.arange(prompt_tokens, prompt_tokens + len(text), device=text.device)[None],
+            use_cache=True,
+            logits_to_keep=1,
+            **model_cache(model.config, in_model_order(model.config, replay_layers, state_layers)),
+        )
+    # low-rank projections keep their last latents until they are taken; a pass needs none, so they are dropped
+    for lift in lifts(model):
+        lift.k.take()
+        lift.v.take()
+
+
 def count_longest_pass(passes: Replay, n: int, tokenizer: Any) -> int:
     """Return the most tokens that one of ``passes`` reads after a prompt of n tokens."""
-    first, later, header = _encode_instructions(tokenizer, passes.instruction)
-    # the first pass has its own instruction; later passes quote the tokens before their chunk
-    return min(passes.chunk, n) + max(len(first), len(later) + QUOTED) + len(header)
+    instructions = _encode_instructions(tokenizer, passes.instruction)
+    # only later passes quote tokens before the part that they repeat
+    most_before_header = max(len(instructions.first), len(instructions.later) + QUOTED)
+    return min(passes.chunk, n) + most_before_header + len(instructions.header)
 
 
-def _write_pass(ids: Tensor, span: tuple[int, int], words: tuple[list[int], list[int], list[int]]) -> Tensor:
-    """Return the tokens of one pass: an instruction, the tokens before its chunk, the answer's header, the chunk.
+def _write_pass(ids: Tensor, span: tuple[int, int], instructions: InstructionIds) -> Tensor:
+    """Return the tokens of one pass: an instruction, quoted tokens, the answer's header, the part that it repeats.
 
-    span: the chunk's (start, end) in ``ids``.
-    words: the ids of (the first pass's instruction, the later passes' instruction, the answer's header).
+    ids: [n], the prompt.
+    span: the (start, end) in ``ids`` of the part that the pass repeats. The tokens just before it are quoted.
     """
     start, end = span
-    first, later, header = (torch.tensor(w, dtype=ids.dtype, device=ids.device) for w in words)
-    instruction = later if start else first
+    # the first pass repeats the prompt from its beginning, and has nothing to quote
+    instruction = instructions.later if start else instructions.first
     quoted = ids[max(0, start - QUOTED) : start]
-    return torch.cat([instruction, quoted, header, ids[start:end]])
+    words_before = torch.tensor(instruction, dtype=ids.dtype, device=ids.device)
+    header = torch.tensor(instructions.header, dtype=ids.dtype, device=ids.device)
+    return torch.cat([words_before, quoted, header, ids[start:end]])
 
 
-def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the token ids of (the first pass's instruction, the later passes' instruction, an answer's header).
+def _encode_instructions(tokenizer: Any, instruction: str) -> InstructionIds:
+    """Return the token ids of the words around a pass. ``instruction`` is none, plain or chat (method.kvzip).
 
     Raises UsageError without a tokenizer, or if the instruction is a chat and the tokenizer has no chat template.
     """
     if instruction == "none":
-        return [], [], []
+        return InstructionIds(first=[], later=[], header=[])
     if tokenizer is None:
         raise UsageError(
             f"method.kvzip.instruction={instruction} puts words before the prompt that is read again, which needs the "
@@ -200,4 +233,4 @@ def _encode_instructions(tokenizer: Any, instruction: str) -> tuple[list[int], l
         """Return the token ids of a text in the middle of another, that is, without BOS."""
         return list(tokenizer.encode(text, add_special_tokens=False))
 
-    return encode(REPEAT), encode(REPEAT_FROM), encode(header)
+    return InstructionIds(first=encode(REPEAT), later=encode(REPEAT_FROM), header=encode(header))

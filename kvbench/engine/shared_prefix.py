@@ -105,12 +105,10 @@ class SharedPrefix:
         # A piece keeps its last queries, at most all of them. Needs of earlier prompts stay: a prompt with fewer needs
         # would otherwise drop known pieces, and the next one would read them again.
         needs = self.needs | replace(needs, last_q=min(needs.last_q, self.size))
-        pieces = 0 if needs.first_q > self.size else most // self.size
-        shared = min(pieces * self.size, len(self.ids))
-        differing = (ids[:shared].cpu() != self.ids[:shared]).nonzero()
-        if len(differing):
-            shared = int(differing[0])
-        self._common_pieces = shared // self.size
+        pieces = most // self.size
+        if needs.first_q > self.size:
+            pieces = 0
+        self._common_pieces = self._count_common_tokens(ids[: pieces * self.size]) // self.size
         known = self._common_pieces
         if (needs, plain) != (self.needs, self.plain):
             # the known pieces lack the new statistics, so none of them can be used
@@ -128,6 +126,14 @@ class SharedPrefix:
         if not pieces:
             return None
         return tuple(self.layers), self.ends[-1]
+
+    def _count_common_tokens(self, ids: Tensor) -> int:
+        """Return with how many tokens both ``ids`` and the kept tokens begin."""
+        overlap = min(len(ids), len(self.ids))
+        differing = (ids[:overlap].cpu() != self.ids[:overlap]).nonzero()
+        if len(differing):
+            return int(differing[0])
+        return overlap
 
     def _cut(self, pieces: int, last: bool) -> None:
         """Forget all but the first ``pieces`` pieces.
@@ -152,6 +158,7 @@ class SharedPrefix:
             return first_tokens
 
         shorter_layers = []
+        # the last end has column sums for every layer: ``read`` goes on from such an end only
         for layer, sums in zip(self.layers, self.ends[-1].colsums, strict=False):
             hidden = cut_tokens(layer.hidden, dim=0) if layer.hidden is not None else None
             shorter_layer = replace(
@@ -184,7 +191,7 @@ class SharedPrefix:
         former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
         if self.ends:
             former = self.ends[-1]
-        states: list[tuple[LayerState, ...]] = []
+        states_at_end: list[tuple[LayerState, ...]] = []  # ``on_states`` is called once
         synchronise(ids.device)
         start = time.perf_counter()
         _, seconds = observe_prompt(
@@ -195,18 +202,20 @@ class SharedPrefix:
             plain=self.plain,
             starts=self.layers,
             states=former.states,
-            on_states=states.append,
+            on_states=states_at_end.append,
         )
         synchronise(ids.device)
         # column sums are kept apart, because only some chains pay for them
         forward_s = time.perf_counter() - start - sum(seconds.values())
-        colsums_s = {bits: former.colsums_s.get(bits, 0.0) + s for (_, bits), s in seconds.items()}
+        colsums_s = {}
+        for (_, bits), piece_seconds in seconds.items():
+            colsums_s[bits] = former.colsums_s.get(bits, 0.0) + piece_seconds
         self._drop_statistics()
         piece_end = PieceEnd(
             colsums=tuple(layer.colsums for layer in self.layers),
             forward_s=former.forward_s + forward_s,
             colsums_s=colsums_s,
-            states=states[0],
+            states=states_at_end[0],
         )
         self.ends.append(piece_end)
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
@@ -219,7 +228,8 @@ class SharedPrefix:
         as large as the last.
         """
         count = len(self.ends)
-        is_power_of_two = count & (count - 1) == 0  # 0 counts as well: there is nothing to drop
+        # a power of 2 has a single bit, and count - 1 has all the bits below it
+        is_power_of_two = count & (count - 1) == 0
         if is_power_of_two or count == self._common_pieces:
             return
         if any(self.ends[-1].colsums) or self.ends[-1].states:

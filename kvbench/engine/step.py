@@ -15,6 +15,7 @@ from kvbench.base.errors import UsageError
 from kvbench.engine.decode_layer import RowLayer
 from kvbench.engine.limits import check_capacity
 from kvbench.kv.model_shape import indexer_reach, key_layers, local_layers, sharing_layers
+from kvbench.kv.segment import LayerCache
 from kvbench.kv.state import LayerState
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import model_cache, sliding_window
@@ -69,7 +70,7 @@ class BatchLayers:
 def build(
     model: PreTrainedModel, caches: Iterable[PromptCache], capacity: int, at_once: int = 1, alone: bool = False
 ) -> BatchLayers:
-    """Return the decode batch of ``caches``, whose rows have room for ``capacity`` new tokens.
+    """Return the decode batch of ``caches``, each of them one row with room for ``capacity`` new tokens.
 
     The model must stay as the chains adapt it while the batch is used. Memory never holds all layers twice: the batch
     copies layer by layer, and a layer of the caches is freed at once if nothing else refers to it. To leave no other
@@ -89,17 +90,11 @@ def build(
     rotary = None
     if any(evictor is not None and evictor.rolled for evictor in evictors):
         rotary = find_rotary(model)
-    # From here on only the columns refer to the layers: (number, each row's layer of that number) in the model's order.
-    columns = deque(enumerate(zip(*(cache.layers for cache in rows), strict=True)))
-    local_columns = list(zip(*(cache.local for cache in rows), strict=True))
+    columns = _queue_columns(model.config, rows)
+    # a column has one layer's states of all rows
     state_columns = deque(zip(*(cache.states for cache in rows), strict=True))
+    # from here on only the columns refer to the layers of the caches
     del rows
-    # columns has only the layers that methods compress; local layers go to their places among all layers with keys
-    local = local_layers(model.config)
-    places = [i for i, index in enumerate(key_layers(model.config)) if index in local]
-    for i, column in zip(places, local_columns, strict=True):
-        columns.insert(i, (i, column))
-    del local_columns
     layers: list[RowLayer] = []
     while columns:
         number, column = columns.popleft()
@@ -124,6 +119,22 @@ def build(
         # each column is given up before the next layer is made
         state_layers = state_layers_of(model.config, layers, _give_up_columns(state_columns))
     return BatchLayers(layers, state_layers)
+
+
+def _queue_columns(config: Any, caches: Sequence[PromptCache]) -> deque[tuple[int, tuple[LayerCache, ...]]]:
+    """Return (number, column) of each layer with keys, in the model's order. A column has one layer of all caches.
+
+    A compressed layer's number counts the layers that methods compress. A local layer's number counts all layers with
+    keys.
+    """
+    columns = deque(enumerate(zip(*(cache.layers for cache in caches), strict=True)))
+    local_columns = zip(*(cache.local for cache in caches), strict=True)
+    # so far there are only compressed layers; local layers go to their places among all layers with keys
+    local = local_layers(config)
+    places = [place for place, index in enumerate(key_layers(config)) if index in local]
+    for place, column in zip(places, local_columns, strict=True):
+        columns.insert(place, (place, column))
+    return columns
 
 
 def _give_up_columns(columns: deque[tuple[LayerState, ...]]) -> Iterator[tuple[LayerState, ...]]:

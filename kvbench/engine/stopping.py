@@ -14,7 +14,8 @@ class Ending:
     """The rules that choose one row's tokens and end its answer.
 
     limit: the most tokens of an answer.
-    stop: tokens that end an answer. They cannot come before ``min_new_tokens`` other tokens.
+    stop: tokens that end an answer.
+    min_new_tokens: how many other tokens an answer has before ``stop`` tokens can come.
     forbid_first: tokens that cannot come first.
     temperature: 0 takes the likeliest token. Otherwise tokens are drawn from the softmax of logits / temperature.
     top_p: tokens are drawn from the smallest set of likeliest tokens that has this probability together.
@@ -29,11 +30,11 @@ class Ending:
     top_p: float = 1.0
     seed: int = 0
 
-    def over(self, tokens: Sequence[int]) -> bool:
+    def is_over(self, tokens: Sequence[int]) -> bool:
         """Return True if an answer of these ``tokens`` has ended."""
         return len(tokens) >= self.limit or bool(tokens and tokens[-1] in self.stop)
 
-    def forbidden(self, count: int) -> frozenset[int]:
+    def list_forbidden(self, count: int) -> frozenset[int]:
         """Return the tokens that may not follow the first ``count`` tokens of an answer."""
         forbidden: frozenset[int] = frozenset()
         if count < self.min_new_tokens:
@@ -49,12 +50,14 @@ def draw_token(logits: Tensor, temperature: float, top_p: float, generator: torc
     The probabilities are softmax(logits / temperature).
     """
     probs, order = (logits.float() / temperature).softmax(dim=-1).cpu().sort(descending=True, stable=True)
-    mass = probs.cumsum(dim=-1)  # mass[i] belongs to the i + 1 likeliest tokens
-    # The smallest set with mass top_p has ``count`` tokens. Rounding may leave even the mass of all below top_p.
-    count = int((mass < top_p).sum()) + 1
+    # mass[i] is the probability of the i + 1 likeliest tokens together
+    mass = probs.cumsum(dim=-1)
+    # the smallest set with the mass top_p ends with the first token whose mass reaches top_p; rounding may leave even
+    # the mass of all tokens below top_p
+    count = min(int((mass < top_p).sum()) + 1, len(mass))
     # inversion: a uniform point in the set's mass falls on each token with the token's probability
-    point = torch.rand((), generator=generator) * mass[min(count, len(mass)) - 1]
-    place = min(int((mass < point).sum()), count - 1, len(order) - 1)
+    point = torch.rand((), generator=generator) * mass[count - 1]
+    place = min(int((mass < point).sum()), count - 1)
     return int(order[place])
 
 

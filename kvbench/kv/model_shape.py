@@ -434,7 +434,7 @@ def _read_compressed_heads(config: Any) -> tuple[int, int]:
 
 
 def _count_expanded_numbers(config: Any) -> int:
-    """Return how many numbers the keys and values of all query heads are that a latent stands for; 0 without latents."""
+    """Return how many numbers of the query heads' own keys and values a latent stands for; 0 without latents."""
     if not latent_width(config):
         return 0
     # a head has a key, which has a part without and a part with rotation, and a value

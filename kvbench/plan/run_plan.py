@@ -15,7 +15,7 @@ from kvbench.base.example import Example
 from kvbench.base.visible import say
 from kvbench.engine.batch import default_rows
 from kvbench.engine.calibration.session import DEFAULT_FOLDER, Session
-from kvbench.engine.processors import allowed
+from kvbench.engine.processors import count_allowed
 from kvbench.engine.shared_prefix import check_pieces
 from kvbench.kv.model_shape import local_layers
 from kvbench.methods.core.chain import Chain
@@ -465,5 +465,5 @@ def threads(cfg: RunConfig, config: Any, available: int | None = None) -> int:
     if int(getattr(config, "hidden_size", SMALL_MODEL)) < SMALL_MODEL:
         return 1
     if available is None:
-        available = min(torch.get_num_threads(), allowed())
+        available = min(torch.get_num_threads(), count_allowed())
     return available

@@ -23,7 +23,7 @@ from kvbench.engine.decode import extend_cache
 from kvbench.engine.finite import build_answer_refusal
 from kvbench.engine.limits import check_capacity
 from kvbench.engine.memory import is_out_of_memory, release, run_in_parts
-from kvbench.engine.model_state import state_of
+from kvbench.engine.model_state import snapshot_model
 from kvbench.kv.content import digest_layers, find_first_difference
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.methods.core.walls import contained
@@ -105,7 +105,7 @@ class GroupRun:
     def __post_init__(self) -> None:
         """Make the reader of prompts and the decode queue, and note the model's state if foreign code will run."""
         # foreign code may change the model: compare the model with this state after each step
-        self.model_before = state_of(self.host.model) if self.foreign else None
+        self.model_before = snapshot_model(self.host.model) if self.foreign else None
         # the first prompt of each foreign cell, by the cell's id, to see later whether the method computes it alike
         self.first_prompts: dict[str, FirstPrompt] = {}
         self.reader = PromptReader(self.host, self._call_with_room)
@@ -468,7 +468,7 @@ class GroupRun:
         if self.model_before is None:
             return
         replaced = self.host.functions.restore()
-        if not replaced and state_of(self.host.model) == self.model_before:
+        if not replaced and snapshot_model(self.host.model) == self.model_before:
             return
         # kvbench's own methods change nothing; if no foreign one ran now, any earlier one may have done it
         suspects = [cell for cell in ran if cell in self.foreign]

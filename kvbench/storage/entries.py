@@ -48,7 +48,7 @@ class Entry:
         entries = []
         for head, size in enumerate(size_by_head):
             if size != 0:
-                head_row = replace(row, cache=head_of(row.cache, head, stored), size=size)
+                head_row = replace(row, cache=select_head(row.cache, head, stored), size=size)
                 entries.append(Entry(self.index, head_row, head=head, stored=stored))
         return entries
 
@@ -242,7 +242,7 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
     return sums.index_add(0, row, all_values) / counts.index_add(0, row, torch.ones_like(all_values))
 
 
-def head_of(cache: LayerCache, head: int, stored: int) -> LayerCache:
+def select_head(cache: LayerCache, head: int, stored: int) -> LayerCache:
     """Return a cache of head ``head`` alone, as views of ``cache``, which stores ``stored`` heads."""
     # a segment with fewer heads has one head for several neighbours among the ``stored`` heads
     segments = tuple(s.head(head // (stored // s.heads)) for s in cache.segments)

@@ -31,11 +31,11 @@ def test_a_containers_quota_is_kept_to(files, most, tmp_path):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert processors.within_quota(CORES, tmp_path) == most
+    assert processors.limit_to_quota(CORES, tmp_path) == most
 
 
 def test_this_process_may_use_no_more_processors_than_it_can_run_on():
-    assert 1 <= processors.allowed() <= len(os.sched_getaffinity(0))
+    assert 1 <= processors.count_allowed() <= len(os.sched_getaffinity(0))
 
 
 def test_a_run_takes_the_threads_that_it_is_told_one_for_a_narrow_model_or_all(monkeypatch):
@@ -44,5 +44,5 @@ def test_a_run_takes_the_threads_that_it_is_told_one_for_a_narrow_model_or_all(m
     assert threads(auto, wide, 6) == 6 and threads(auto, narrow, 6) == 1
     assert threads(SimpleNamespace(threads=7), wide, 6) == 7
     # PyTorch does not know of the quota
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 64 * processors.allowed())
-    assert threads(auto, wide) == processors.allowed()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64 * processors.count_allowed())
+    assert threads(auto, wide) == processors.count_allowed()

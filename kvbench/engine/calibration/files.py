@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -79,6 +80,26 @@ def load(folder: Path, request: Request) -> Calibration:
     path = path_of(folder, request)
     tensors_path = path.with_suffix(".safetensors")
     remedy = f"delete {path.name} and {tensors_path.name} to compute them again"
+    meta = _read_record(path, request, remedy)
+    try:
+        tensors = load_file(tensors_path)
+    except (OSError, safetensors.SafetensorError) as error:
+        # such errors may begin with an empty line, so the reason is the first line with text
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise UsageError(f"the calibration {tensors_path} is damaged ({reason}): {remedy}") from None
+    checksum = digest(tensors)
+    if checksum != meta.get("sha256"):
+        raise UsageError(
+            f"the calibration {tensors_path} is damaged (its checksum is another than {path.name} says): {remedy}"
+        )
+    return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors=tensors, meta=meta)
+
+
+def _read_record(path: Path, request: Request, remedy: str) -> dict[str, Any]:
+    """Return the record of the calibration that ``request`` asks for.
+
+    Raises UsageError, with the ``remedy``, if the record is damaged or belongs to another request.
+    """
     try:
         meta = read_json(path)
     except UsageError:
@@ -97,15 +118,4 @@ def load(folder: Path, request: Request) -> Calibration:
             else:
                 other = f"{key} {meta.get(key)!r}, and {value!r} is needed"
             raise UsageError(f"the calibration {path} is of {other}: {remedy}")
-    try:
-        tensors = load_file(tensors_path)
-    except (OSError, safetensors.SafetensorError) as error:
-        # such errors may begin with an empty line, so the reason is the first line with text
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise UsageError(f"the calibration {tensors_path} is damaged ({reason}): {remedy}") from None
-    checksum = digest(tensors)
-    if checksum != meta.get("sha256"):
-        raise UsageError(
-            f"the calibration {tensors_path} is damaged (its checksum is another than {path.name} says): {remedy}"
-        )
-    return Calibration(request.recipe.kind, checksum, str(meta.get("weights")), tensors=tensors, meta=meta)
+    return meta

@@ -57,12 +57,11 @@ class Session:
         if recipe is None:
             return None
         source = self.source
-        # the longest window is the context, or the text's limit if the recipe does not state a number of tokens
-        longest = self.context
-        if recipe.tokens is None and source.limit is not None:
-            longest = source.limit
-        if longest is not None and self.context is not None:
-            longest = min(longest, self.context)
+        # a window is at most as long as the context, and as the text's limit if the recipe states no number of tokens
+        limits = [self.context]
+        if recipe.tokens is None:
+            limits.append(source.limit)
+        longest = min((limit for limit in limits if limit is not None), default=None)
         # the key in a calibration's file name has a short hash of the model's identity
         identity_json = json.dumps(dict(self.identity), sort_keys=True, default=str)
         model_hash = hashlib.sha256(identity_json.encode()).hexdigest()[:16]
@@ -133,16 +132,7 @@ class Session:
         # windows are drawn by a seed, so that a calibration can be computed again
         windows = self.source.windows(self.tokenizer, recipe.samples, recipe.tokens)
         if not quiet:
-            memory_bytes, disk_bytes = stage.calibration_bytes(model)
-            memory, disk = ceil_div(memory_bytes, MIB), ceil_div(disk_bytes, MIB)
-            cost = ""
-            if memory:
-                cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; "
-            print(
-                f"kvbench: calibrating {stage.id}: {recipe.samples} samples of {recipe.tokens} tokens, {request.text}; "
-                f"{cost}kept in {self.folder}",
-                file=sys.stderr,
-            )
+            self._print_cost(stage, request, model)
         label = f"calibrate {stage.id}"
         steps = recipe.samples + stage.calibration_steps(model)
         with progress({label: steps}, quiet, unit="steps of calibration") as tick:
@@ -155,3 +145,17 @@ class Session:
             # code of the user's own may fail or run long in a calibration, as it may in a stage
             with contained(stage.id, not is_own(type(stage).__module__), seed=0, watched=False):
                 return stage.calibrate(run)
+
+    def _print_cost(self, stage: Stage, request: Request, model: PreTrainedModel) -> None:
+        """Print to stderr what a calibration reads, the memory and disk space that it takes, and where it is kept."""
+        recipe = request.recipe
+        memory_bytes, disk_bytes = stage.calibration_bytes(model)
+        memory, disk = ceil_div(memory_bytes, MIB), ceil_div(disk_bytes, MIB)
+        cost = ""
+        if memory:
+            cost = f"{memory:,} MiB of statistics beside the model, {disk:,} MiB on disk; "
+        print(
+            f"kvbench: calibrating {stage.id}: {recipe.samples} samples of {recipe.tokens} tokens, {request.text}; "
+            f"{cost}kept in {self.folder}",
+            file=sys.stderr,
+        )

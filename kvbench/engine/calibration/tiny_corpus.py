@@ -76,14 +76,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     groups: list[list[str]] = []  # the facts of each task
     queries: list[tuple[int, tiny.Query]] = []  # (index of the task, query)
     for name in chosen:
-        fact_cost, query_cost = _measure_costs(name)
-        # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
-        if rng.random() < 0.25:
-            fact_count = task_tokens * 0.75 / fact_cost
-        else:
-            fact_count = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
-        # a puzzle needs a fact to ask for
-        puzzle = tiny.TASKS[name].puzzle(rng, max(1, int(fact_count)))
+        puzzle = tiny.TASKS[name].puzzle(rng, _draw_fact_count(rng, name, task_tokens))
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
     # seven in ten sequences have no noise among their filler; in the others a fifth or all of the filler is noise
@@ -94,7 +87,9 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     # in half of the sequences with several tasks, the facts stand task by task
     if len(groups) == 1 or rng.random() < 0.5:
         rng.shuffle(facts)
-    header: tuple[int, ...] = encode(tiny.HEADER) if rng.random() < 0.8 else ()
+    header: tuple[int, ...] = ()
+    if rng.random() < 0.8:
+        header = encode(tiny.HEADER)
     free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
     if free_tokens < 0:
         return questions(rng, length, chosen)  # facts can cost more tokens than planned: draw again
@@ -102,14 +97,27 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
     query_spans: list[Span] = []
     for task, query in queries:
         span = replace(_encode_query(rng, query, noisy), task=task)
+        # a query that no longer fits is left out, and a shorter one may follow
         if len(span.ids) <= free_tokens:
             query_spans.append(span)
             free_tokens -= len(span.ids)
     # filler takes the tokens that queries left, so that the sequence gets its length
     spans = [context((BOS, *header))]
-    spans += _mingle(rng, facts, filler_spans(rng, free_tokens, noisy))
+    spans += _mix_at_random(rng, facts, filler_spans(rng, free_tokens, noisy))
     spans += query_spans
     return spans
+
+
+def _draw_fact_count(rng: random.Random, name: str, task_tokens: float) -> int:
+    """Return how many facts the task ``name`` gets, at least one. Its facts and queries share ``task_tokens``."""
+    fact_cost, query_cost = _measure_costs(name)
+    # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
+    if rng.random() < 0.25:
+        count = task_tokens * 0.75 / fact_cost
+    else:
+        count = task_tokens * rng.uniform(0.6, 1.0) / (fact_cost + 0.9 * query_cost)
+    # a puzzle needs a fact to ask for
+    return max(1, int(count))
 
 
 def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
@@ -139,7 +147,7 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
     return spans[::-1]  # the sentence that is cut comes first
 
 
-def _mingle(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
+def _mix_at_random(rng: random.Random, facts: list[Span], fillers: list[Span]) -> list[Span]:
     """Return facts and fillers mixed at random, both in their order. The first filler comes first.
 
     One time in five all facts stay together.
@@ -163,19 +171,11 @@ def noise(rng: random.Random) -> str:
         # 35 % function words, 4 % numbers, 61 % pseudo-words
         kind = rng.random()
         if kind < 0.35:
-            word = rng.choice(_function_words())
+            word = rng.choice(_list_function_words())
         elif kind < 0.39:
             word = str(rng.randrange(3000))
         else:
-            word = ""
-            for _ in range(rng.randrange(1, 10)):
-                letters = "aeiou" if rng.random() < 0.4 else CONSONANTS
-                word += rng.choice(letters)
-            case = rng.random()
-            if case < 0.15:
-                word = word.capitalize()
-            elif case < 0.18:
-                word = word.upper()
+            word = _draw_pseudo_word(rng)
         punctuation = rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0]
         words.append(word + punctuation)
     words[0] = words[0].capitalize()
@@ -184,11 +184,24 @@ def noise(rng: random.Random) -> str:
     return opening + " ".join(words).rstrip(",;:'-") + ending
 
 
+def _draw_pseudo_word(rng: random.Random) -> str:
+    """Return one to nine random letters. A few words have a capital at the beginning, or capitals alone."""
+    word = ""
+    for _ in range(rng.randrange(1, 10)):
+        letters = "aeiou" if rng.random() < 0.4 else CONSONANTS
+        word += rng.choice(letters)
+    case = rng.random()
+    if case < 0.15:
+        return word.capitalize()
+    if case < 0.18:
+        return word.upper()
+    return word
+
+
 @lru_cache(1 << 16)
 def encode(text: str) -> tuple[int, ...]:
-    """Return the token ids of a text without ``<s>``."""
-    # the result is cached, because the same sentences recur
-    return tuple(_tokenizer().encode(text, add_special_tokens=False).ids)
+    """Return the token ids of a text without ``<s>``. They are cached, because the same sentences recur."""
+    return tuple(_load_tokenizer().encode(text, add_special_tokens=False).ids)
 
 
 def context(ids: tuple[int, ...]) -> Span:
@@ -208,7 +221,7 @@ def _encode_sentence(rng: random.Random, sentence: str, noisy: float) -> Span:
 
 
 @cache
-def _tokenizer() -> Tokenizer:
+def _load_tokenizer() -> Tokenizer:
     """Return the tokenizer of the embedded tiny model."""
     return Tokenizer.from_file(str(embedded.path() / "tokenizer.json"))
 
@@ -218,18 +231,21 @@ def _measure_costs(name: str) -> tuple[float, float]:
     """Return (fact tokens per fact, query tokens per fact) of a task, measured on one puzzle of four facts."""
     # a generator of its own: measuring must not take draws from a sequence
     puzzle = tiny.TASKS[name].puzzle(random.Random(0), 4)
-    facts = sum(map(tiny.count_tokens, puzzle.facts))
-    queries = sum(tiny.count_tokens(f"{q.question} {q.answer}") + 1 for q in puzzle.queries)  # + 1: EOS
-    return facts / len(puzzle.facts), queries / len(puzzle.facts)
+    fact_tokens = sum(tiny.count_tokens(fact) for fact in puzzle.facts)
+    query_tokens = 0
+    for query in puzzle.queries:
+        query_tokens += tiny.count_tokens(f"{query.question} {query.answer}") + 1  # 1: EOS
+    return fact_tokens / len(puzzle.facts), query_tokens / len(puzzle.facts)
 
 
 @cache
-def _function_words() -> list[str]:
+def _list_function_words() -> list[str]:
     """Return the fixed words of the filler's templates in alphabetical order, without words that also fill slots."""
     slot_words: set[str] = set()
-    for group in tiny.FILLER_WORDS.values():
-        slot_words.update(group)
+    for words_of_slot in tiny.FILLER_WORDS.values():
+        slot_words.update(words_of_slot)
     template_words: set[str] = set()
     for template in tiny.FILLER:
+        # a word with a brace is a slot
         template_words.update(word.strip(".,") for word in template.split() if "{" not in word)
     return sorted(template_words - slot_words)
