@@ -71,14 +71,14 @@ class StillLayer(KvbenchLayer):
 
         def attend_group(group: ExactGroup, query: Tensor) -> Tensor:
             """Return the attention of a group's queries over its segments, the tail's older tokens, and the newest."""
-            k, v = group.entries.tokens(keys), group.entries.tokens(values)
-            new_tokens = (group.entries.tokens(newest_k), group.entries.tokens(newest_v))
+            k, v = group.entries.select_tokens(keys), group.entries.select_tokens(values)
+            new_tokens = (group.entries.select_tokens(newest_k), group.entries.select_tokens(newest_v))
             # kernels step through lengths row by row, so each row gets its own number
             length = self.place.to(torch.int32).repeat(len(k), 1)
             tail = RowSegment(k, v, valid=older.expand(len(k), 1, -1), lengths=length)
             segments = list(group.segments)
             segments.append(tail)
-            out, _ = attend(query, segments, new_tokens, group.entries.scale(scale))
+            out, _ = attend(query, segments, new_tokens, group.entries.select_scale(scale))
             return out
 
         return self.rows.attend_by_group(query, attend_group)

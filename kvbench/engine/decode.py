@@ -127,9 +127,9 @@ def continue_cache(cache: PromptCache, batch: BatchLayers, logits: Tensor, row: 
     local: list[LayerCache] = []
     for row_layer in batch.with_keys:
         if row_layer.local:
-            local.append(row_layer.continued(next(former_local), row))
+            local.append(row_layer.continue_cache(next(former_local), row))
         else:
-            layers.append(row_layer.continued(next(former_layers), row))
+            layers.append(row_layer.continue_cache(next(former_layers), row))
     states = tuple(layer.state(row) for layer in batch.with_states)
     return replace(cache, layers=tuple(layers), local=tuple(local), states=states, logits=logits.clone())
 

@@ -56,7 +56,7 @@ class RowLayer(KvbenchLayer):
             # low-rank projections store latents instead of the keys and values that the model computed
             k, v = self.lift.new()
         for entries, rows in self.formats:
-            rows.add(entries.tokens(k), entries.tokens(v), entries.of_rows(positions))
+            rows.add(entries.select_tokens(k), entries.select_tokens(v), entries.select_rows(positions))
         self._answered = False
         self.grow(tokens)
 
@@ -85,7 +85,7 @@ class RowLayer(KvbenchLayer):
         is_of_later_layer = self._answered
         for entries, rows in self.formats:
             attend = rows.attend_again if is_of_later_layer else rows.attend
-            groups.append((entries, partial(attend, scale=entries.scale(scale), window=window)))
+            groups.append((entries, partial(attend, scale=entries.select_scale(scale), window=window)))
         out = attend_groups(query, groups)
         for b, source in enumerate(self.sources):
             if source is not None:
@@ -129,7 +129,7 @@ class RowLayer(KvbenchLayer):
             if len(index):
                 self.formats.append((staying, stored))
 
-    def continued(self, cache: LayerCache, row: int = 0) -> LayerCache:
+    def continue_cache(self, cache: LayerCache, row: int = 0) -> LayerCache:
         """Return a copy of ``cache``, from which the row ``row`` was loaded, with the tokens added since then.
 
         No other layer may have joined this one, because ``used`` counts the new tokens of all rows alike.

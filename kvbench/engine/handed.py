@@ -26,19 +26,20 @@ class HandedLayer:
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
         self.chain, self.cache, self.obs = chain, cache, obs
         self._tensors = list(_name_tensors(cache, obs))  # (name, tensor)
-        self._copies: list[Tensor] = []
-        # deepcopy copies a tensor once even if it occurs twice, so that copies share memory as the tensors do
+        self._copies: list[Tensor] = []  # for a foreign chain, a copy of each tensor
+        self._versions: list[int] = []  # for kvbench's own chains, the version of each tensor
         if chain.foreign:
+            # deepcopy copies a tensor once even if it occurs twice, so that copies share memory as the tensors do
             self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))
             self._copies = [t for _, t in _name_tensors(self.cache, self.obs)]
-            return
-        self._tensors += [("a result of Observation.once", t) for t in _find_tensors(obs.scratch)]
-        self._versions = [_count_writes(t) for _, t in self._tensors]
+        else:
+            self._tensors += [("a result of Observation.once", t) for t in _find_tensors(obs.scratch)]
+            self._versions = [_count_writes(t) for _, t in self._tensors]
 
     def check(self) -> None:
         """Raise Refused, with the name of the first changed tensor, if the chain has changed a tensor."""
         changed_names: list[str] = []
-        if self._copies:
+        if self.chain.foreign:
             for (name, t), copy in zip(self._tensors, self._copies, strict=True):
                 # an unchanged copy still has its storage and exactly the bits of the tensor
                 if copy.untyped_storage().nbytes() < copy.nbytes or not have_same_bits(t, copy):
@@ -68,7 +69,7 @@ def _name_tensors(cache: LayerCache, obs: Observation) -> Iterator[tuple[str, Te
 
 
 def _find_tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in the value of a field of Observation."""
+    """Yield the tensors in the value of a field of Observation: the value itself, or those in its items."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, LayerCache):

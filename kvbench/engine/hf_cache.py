@@ -336,7 +336,7 @@ def _make_serving_generate(cls: type[Any], former: Callable[..., Any] | None) ->
             new_ids = _check_new_ids(self, cache, text)
             room = _count_room(cache, new_ids, configs, kwargs)
             turn = GeneratedTurn(cache, self, new_ids, room)
-            with turn.contexts, _lead_forward_passes(self, turn):
+            with turn.contexts, _redirect_forward_passes(self, turn):
                 result = target(inputs, *args, **other_options, **named_cache(cache))
                 turn.settle()
         return result
@@ -361,7 +361,7 @@ def _find_our_cache(options: Mapping[str, Any]) -> TransformersCache | None:
 
 
 @contextmanager
-def _lead_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
+def _redirect_forward_passes(model: PreTrainedModel, turn: GeneratedTurn) -> Iterator[None]:
     """While the context is open, redirect forward passes with the turn's cache to the turn.
 
     Passes with other caches, such as kvbench's own, still use the model.

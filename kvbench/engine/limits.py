@@ -36,10 +36,10 @@ def read_token_count(key: str, value: Any) -> int:
 
 def check_precision() -> None:
     """Raise UsageError if torch.autocast is on: layers would compute in other dtypes than caches declare."""
-    autocast_devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
-    if autocast_devices:
+    devices = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if devices:
         raise UsageError(
-            f"torch.autocast({autocast_devices[0]!r}) is not possible here: tokens and bytes are held to the model's own dtype. "
+            f"torch.autocast({devices[0]!r}) is not possible here: tokens and bytes are held to the model's own dtype. "
             "Leave it, or load the model with dtype='bfloat16'"
         )
 

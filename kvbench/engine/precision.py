@@ -91,20 +91,24 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
     Returns None for a model in fp32, for one that is spread over devices, or if memory cannot hold its fp32 weights.
     """
     # the same model object is measured in both dtypes, and its weights take twice their bytes in fp32
-    half, device = model.dtype, model.device
+    half = model.dtype
+    if half == torch.float32:
+        return None
+    # transformers sets this attribute on a model that it has spread over devices
+    is_spread = bool(getattr(model, "hf_device_map", None))
     weight_bytes = sum(p.nbytes for p in model.parameters())
-    if half == torch.float32 or getattr(model, "hf_device_map", None) or 2 * weight_bytes > free_bytes(device):
+    if is_spread or 2 * weight_bytes > free_bytes(model.device):
         return None
     half_logits = [_compute_last_logits(model, ids) for ids in prompts]
     with _in_fp32(model, half):
         exact_logits = [_compute_last_logits(model, ids) for ids in prompts]
-    differences = []
+    largest_differences = []  # of a logit, for each prompt
     same = 0
     for rounded, exact in zip(half_logits, exact_logits, strict=True):
-        differences.append(float((rounded - exact).abs().max()))
+        largest_differences.append(float((rounded - exact).abs().max()))
         if rounded.argmax() == exact.argmax():
             same += 1
-    return {"prompts": len(differences), "same": same, "largest": max(differences)}
+    return {"prompts": len(largest_differences), "same": same, "largest": max(largest_differences)}
 
 
 def describe_rounding(comparison: Rounding, dtype: str) -> str:

@@ -278,8 +278,8 @@ def _run_shared_pass(
         )
         for last_logits in logits.values():
             check_finite(chains[0], "logits", last_logits)
-    # the forward pass alone, without compression, checks and column sums: chains pay for those themselves; max() because
-    # rounding must not make the difference negative
+    # the forward pass alone: each chain pays for compression, checks and column sums itself; rounding must not make the
+    # difference negative
     forward_s = max(total[0] - sum(receiver.spent) - sum(colsums_s.values()), 0.0)
     if prefix_end is not None:
         # all chains pay for the known pieces as if they had been read now

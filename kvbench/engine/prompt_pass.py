@@ -94,9 +94,10 @@ def observe_prompt(
     )
     tokens_before = prompt_pass.tokens_before
     logits_to_keep: Tensor | int = 1  # transformers keeps the logits of that many last tokens
-    # parts need the logits of their last tokens, too; and with a number here, Gemma 4's last layers would get the last
-    # query alone, but blocks are made of all queries
-    if parts or (chain is not None and chain.block_reader and sharing_layers(model.config)):
+    # with a number here, Gemma 4's last layers would get the last query alone, but blocks are made of all queries
+    later_layers_read_blocks = bool(prompt_pass.chain.block_reader and sharing_layers(model.config))
+    # parts need the logits of their last tokens, too
+    if parts or later_layers_read_blocks:
         logits_to_keep = torch.tensor([length - 1 - tokens_before for length in needs_by_length])
 
     def finish(index: int, hidden: Tensor) -> None:

@@ -175,19 +175,6 @@ class SharedPrefix:
     def _read_piece(self, ids: Tensor) -> None:
         """Read the next piece of a prompt ``ids`` [n], and keep its tokens, layers and end."""
         end = len(self.ids) + self.size
-
-        def on_layer(obs: Observation, k: Tensor, v: Tensor) -> None:
-            """Keep a layer's keys, values and statistics of all tokens read so far."""
-            sums = dict(obs.colsums_q)
-            if obs.colsums is not None:
-                sums[EXACT] = obs.colsums
-            queries: tuple[Tensor, ...] = self.layers[obs.layer].queries if self.ends else ()
-            if obs.last_q is not None:
-                queries += (obs.last_q,)
-            layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)
-            # replacing the former layer frees it at once; the first piece appends
-            self.layers[obs.layer : obs.layer + 1] = [layer]
-
         former = PieceEnd(colsums=(), forward_s=0.0, colsums_s={})
         if self.ends:
             former = self.ends[-1]
@@ -198,7 +185,7 @@ class SharedPrefix:
             self.model,
             ids[:end],
             self.needs,
-            on_layer=on_layer,
+            on_layer=self._keep_layer,
             plain=self.plain,
             starts=self.layers,
             states=former.states,
@@ -219,6 +206,21 @@ class SharedPrefix:
         )
         self.ends.append(piece_end)
         self.ids = ids[:end].cpu().clone()  # a view would keep the whole prompt alive
+
+    def _keep_layer(self, obs: Observation, k: Tensor, v: Tensor) -> None:
+        """Keep a layer's keys, values and statistics of all tokens read so far, in place of those of fewer pieces."""
+        sums = dict(obs.colsums_q)
+        if obs.colsums is not None:
+            sums[EXACT] = obs.colsums
+        queries: tuple[Tensor, ...] = ()
+        if self.ends:
+            # the queries at the ends of earlier pieces stay
+            queries = self.layers[obs.layer].queries
+        if obs.last_q is not None:
+            queries += (obs.last_q,)
+        layer = LayerStart(keys=k, values=v, hidden=obs.hidden, first_q=obs.first_q, queries=queries, colsums=sums)
+        # replacing the former layer frees it at once; the first piece appends
+        self.layers[obs.layer : obs.layer + 1] = [layer]
 
     def _drop_statistics(self) -> None:
         """Drop the newest end's column sums and states, unless a later prompt is likely to go on from this end.

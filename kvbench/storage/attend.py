@@ -185,8 +185,9 @@ def attend(
     tail_start: [B], the position of the tail's first token, needed with ``floor``.
     masker: restricts exact attention to the tokens that it picks.
     """
+    tail_k, tail_v = tail
     # kernels know no maskers, windows, caps and sinks, and need values that are stored apart from the keys
-    is_simple = masker is None and floor is None and is_plain(scale) and are_stored(tail[1])
+    is_simple = masker is None and floor is None and is_plain(scale) and are_stored(tail_v)
     if is_simple:
         out = kernels.attend(query, segments, tail, scale)
         if out is not None:
@@ -200,9 +201,9 @@ def attend(
 
     def weigh_all(probs: Tensor) -> Tensor:
         """Return the sum [B, Hq, T, D] of all slots' values, weighted by probs [B, Hq, T, S]."""
-        # the columns of probs are the slots of all segments and then the tail; the loop starts at the tail
-        start = probs.shape[3] - tail[1].shape[2]
-        out = weigh(probs[..., start:], values_or_keys(*tail))
+        # the columns of probs are the slots of all segments and then the tail; sums begin at the tail
+        start = probs.shape[3] - tail_v.shape[2]
+        out = weigh(probs[..., start:], values_or_keys(tail_k, tail_v))
         for s in reversed(padded):
             end = start
             start -= s.v.shape[2]
@@ -214,7 +215,9 @@ def attend(
 
     def logits_of(estimate: Estimate) -> Tensor:
         """Return the logits [B, Hq, T, S] of all slots, with keys mapped by ``estimate``."""
-        return _all_logits(query, padded, tail[0], scale=scale, floor=floor, tail_start=tail_start, estimate=estimate)
+        return _compute_all_logits(
+            query, padded, tail_k, scale=scale, floor=floor, tail_start=tail_start, estimate=estimate
+        )
 
     return masked_softmax(logits_of, weigh_all, query.dtype, masker, scale)
 
@@ -271,29 +274,41 @@ def _attend_fused(
     segments: the stored tokens of all rows, in order.
     tail: the keys and values [B, Hk, L, D] of the tokens after the segments. The queries are those of its last T.
     """
-    if any(s.shared is not None or s.key_channels is not None or s.value_channels is not None for s in segments):
-        return None
+    for s in segments:
+        if s.shared is not None or s.key_channels is not None or s.value_channels is not None:
+            return None
     tail_k, tail_v = tail
     heads = max([tail_k.shape[1], *(s.heads for s in segments)])
     # [B, heads, S, D]: the tokens of all segments, then the tail
     k = torch.cat([*(_repeat_heads(s.k, heads) for s in segments), _repeat_heads(tail_k, heads)], dim=2)
     v = torch.cat([*(_repeat_heads(s.v, heads) for s in segments), _repeat_heads(tail_v, heads)], dim=2)
-    t_new, t_all = query.shape[2], tail_k.shape[2]
     mask: Tensor | None = None
-    if t_new > 1 or any(s.valid is not None for s in segments):
-        # seen [B, heads, T, S]: which slots each query attends; False in padding
-        seen = torch.ones(len(query), heads, t_new, k.shape[2], dtype=torch.bool, device=k.device)
-        # query i is token t_all - t_new + i of the tail, and attends no later one
-        causal = torch.ones(t_new, t_all, dtype=torch.bool, device=k.device).tril(t_all - t_new)
-        seen[..., -t_all:] = causal
-        start = 0
-        for s in segments:
-            if s.valid is not None:
-                seen[..., start : start + s.longest] = s.valid[:, :, None]
-            start += s.longest
+    # without padding, a single new token attends all slots
+    if query.shape[2] > 1 or any(s.valid is not None for s in segments):
+        seen = _mark_seen_slots(query, segments, heads, tail_tokens=tail_k.shape[2])
         # enable_gqa shares keys between query heads, but the mask must have an entry for each query head
         mask = seen.repeat_interleave(query.shape[1] // heads, dim=1)
     return F.scaled_dot_product_attention(query, k, v, mask, scale=scale, enable_gqa=heads != query.shape[1])
+
+
+def _mark_seen_slots(query: Tensor, segments: Sequence[RowSegment], heads: int, tail_tokens: int) -> Tensor:
+    """Return a mask [B, heads, T, S] of the slots that each query [B, Hq, T, D] attends; False in padding.
+
+    The slots are those of all segments, then the ``tail_tokens`` tokens of the tail. The queries are those of its last
+    T tokens.
+    """
+    new_tokens = query.shape[2]
+    slots = sum(s.longest for s in segments) + tail_tokens
+    seen = torch.ones(len(query), heads, new_tokens, slots, dtype=torch.bool, device=query.device)
+    # query i is token tail_tokens - T + i of the tail, and attends no later one
+    causal = torch.ones(new_tokens, tail_tokens, dtype=torch.bool, device=query.device).tril(tail_tokens - new_tokens)
+    seen[..., -tail_tokens:] = causal
+    start = 0
+    for s in segments:
+        if s.valid is not None:
+            seen[..., start : start + s.longest] = s.valid[:, :, None]
+        start += s.longest
+    return seen
 
 
 def _repeat_heads(t: Tensor, heads: int) -> Tensor:
@@ -303,7 +318,7 @@ def _repeat_heads(t: Tensor, heads: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[1], dim=1)
 
 
-def _all_logits(
+def _compute_all_logits(
     query: Tensor,
     segments: Sequence[RowSegment],
     tail_k: Tensor,
@@ -328,10 +343,11 @@ def _all_logits(
             assert s.positions is not None
             scores = _hide_before(scores, s.positions, floor)
         all_scores.append(scores)
-    # heads that share logits share them in the tail as well, but the tail stores the keys of all heads
-    shared = next((s.shared for s in segments if s.shared is not None), None)
-    if shared is not None:
-        scores = shared_logits(query, tail_k, scale, shared.over(tail_k.shape[1]))
+    # heads that share logits share them in all segments
+    sharings = [s.shared for s in segments if s.shared is not None]
+    if sharings:
+        # they share them in the tail as well, but the tail stores the keys of all heads
+        scores = shared_logits(query, tail_k, scale, sharings[0].over(tail_k.shape[1]))
     else:
         scores = logits(query, estimate(tail_k), scale)
     t_new, t_all = scores.shape[2:]

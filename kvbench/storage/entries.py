@@ -34,7 +34,7 @@ class Entry:
     head: int | None = None
     stored: int = 0
 
-    def by_head(self, sizes: Sequence[int] | None = None) -> list[Entry]:
+    def split_heads(self, sizes: Sequence[int] | None = None) -> list[Entry]:
         """Return the entry itself, or one entry per head if the heads hold different numbers of tokens.
 
         sizes: how many tokens each head will hold, if heads will differ in that number. A head with size 0 gets no
@@ -47,6 +47,7 @@ class Entry:
         size_by_head: Sequence[int | None] = sizes or [None] * stored
         entries = []
         for head, size in enumerate(size_by_head):
+            # None: the size is not known, and the head has an entry
             if size != 0:
                 head_row = replace(row, cache=select_head(row.cache, head, stored), size=size)
                 entries.append(Entry(self.index, head_row, head=head, stored=stored))
@@ -70,7 +71,10 @@ class Entries:
 
     @classmethod
     def of(cls, entries: Sequence[Entry], batch: int) -> Entries:
-        """Return where ``entries`` stand in a batch of ``batch`` rows. They must come in the batch's order."""
+        """Return the places of ``entries``, the entries of a group, in a batch of ``batch`` rows.
+
+        They must come in the batch's order.
+        """
         device = entries[0].row.cache.segments[0].k.device
         rows = torch.tensor([entry.index for entry in entries], device=device)
         # a group's entries are all whole rows, or all single heads
@@ -79,23 +83,23 @@ class Entries:
             return cls(rows, torch.tensor(heads, device=device), stored=entries[0].stored, everything=False)
         return cls(rows, heads=None, stored=entries[0].stored, everything=len(entries) == batch)
 
-    def of_rows(self, x: Tensor) -> Tensor:
+    def select_rows(self, x: Tensor) -> Tensor:
         """Return from x [B, ...], which has an item for each row of the batch, these entries' items [U, ...]."""
         if self.everything:
             return x
         return x[self.rows]
 
-    def query(self, x: Tensor) -> Tensor:
+    def select_queries(self, x: Tensor) -> Tensor:
         """Return these entries' part of queries x [B, Hq, T, D].
 
         The result is [U, Hq, T, D], or [U, group, T, D] for single heads.
         """
         if self.heads is None:
-            return self.of_rows(x)
+            return self.select_rows(x)
         # a stored head's group are the query heads that read it: [B, stored, group, T, D]
         return x.unflatten(1, (self.stored, -1))[self.rows, self.heads]
 
-    def scale(self, scale: float) -> float:
+    def select_scale(self, scale: float) -> float:
         """Return ``scale``, the factor of q.k, for these entries.
 
         A scale that carries sinks then carries only those of the entries' query heads.
@@ -105,25 +109,25 @@ class Entries:
             return scale
         if sinks.dim() == 4:
             # [B, Hq, 1, 1]: each row of the batch has sinks of its own
-            chosen = self.query(sinks)
+            chosen = self.select_queries(sinks)
         elif self.heads is None:
             return scale  # [Hq, 1, 1], the same for all rows
         else:
             chosen = sinks.unflatten(0, (self.stored, -1))[self.heads]
         return LogitScale.of(float(scale), cap_of(scale), chosen)
 
-    def tokens(self, x: Tensor) -> Tensor:
+    def select_tokens(self, x: Tensor) -> Tensor:
         """Return these entries' part of keys, values or latents x [B, ...].
 
         The result is [U, ...], or [U, 1, ...] for single heads.
         """
         if self.heads is None:
-            return self.of_rows(x)
+            return self.select_rows(x)
         # under ``per=query_head`` several stored heads read one kv head
         kv_heads = self.heads // (self.stored // x.shape[1])
         return x[self.rows, kv_heads][:, None]
 
-    def put(self, x: Tensor, part: Tensor) -> None:
+    def write(self, x: Tensor, part: Tensor) -> None:
         """Write the entries' results to their places in x [B, Hq, T, ...], a result of the whole batch.
 
         ``part`` has these results: [U, Hq, T, ...], or [U, group, T, ...] for single heads.
@@ -169,24 +173,25 @@ def group_entries(
     for entry in entries:
         by_key.setdefault((key(entry.row), entry.stored), []).append(entry)
     for members in by_key.values():
-        members.sort(key=_tokens_of_entry)
+        members.sort(key=_count_tokens)
         # entries are sorted by length, so the first entry of a group is its shortest
         groups = [[members[0]]]
         for entry in members[1:]:
-            may_split = entry.row.size or not any_length
-            if may_split and _needs_padding(entry, groups[-1][0]):
+            shortest = groups[-1][0]
+            length_matters = entry.row.size or not any_length
+            if length_matters and _needs_padding(entry, shortest):
                 groups.append([])
             groups[-1].append(entry)
         for group in groups:
-            yield sorted(group, key=_place_in_batch)
+            yield sorted(group, key=_find_place)
 
 
-def _tokens_of_entry(entry: Entry) -> int:
+def _count_tokens(entry: Entry) -> int:
     """Return how many tokens an entry holds, or its ``size`` if it has one."""
     return entry.row.size or sum(s.tokens for s in entry.row.cache.segments)
 
 
-def _place_in_batch(entry: Entry) -> tuple[int, int]:
+def _find_place(entry: Entry) -> tuple[int, int]:
     """Return an entry's (row, head). Sorting by this key puts entries into the order of the batch."""
     # a whole row is the only entry of its row, so any number serves as its head
     return (entry.index, entry.head or 0)
@@ -217,7 +222,7 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
         return groups[0][1](query)
     out = torch.empty_like(query)
     for entries, attend in groups:
-        entries.put(out, attend(entries.query(query)))
+        entries.write(out, attend(entries.select_queries(query)))
     return out
 
 
@@ -237,9 +242,11 @@ def mean_by_row(groups: Sequence[tuple[Entries, Tensor | None]], rows: int) -> T
             return values
     row = torch.cat([entries.rows for entries, _ in with_values])
     all_values = torch.cat([values for _, values in with_values])
-    sums, counts = all_values.new_zeros(2, rows)
+    zeros = all_values.new_zeros(rows)
+    sums = zeros.index_add(0, row, all_values)
+    counts = zeros.index_add(0, row, torch.ones_like(all_values))
     # a row without values divides 0 by 0 and gets nan
-    return sums.index_add(0, row, all_values) / counts.index_add(0, row, torch.ones_like(all_values))
+    return sums / counts
 
 
 def select_head(cache: LayerCache, head: int, stored: int) -> LayerCache:

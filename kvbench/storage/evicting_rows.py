@@ -21,11 +21,11 @@ from kvbench.kv.ops import only_segment, order_by_position
 from kvbench.kv.scale import sinks_of, softmax
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.attend import as_they_are, weigh_rounded
-from kvbench.storage.evicting_store import OneFormat, Read, Thin, at_slots, one_by_one, slot_index
+from kvbench.storage.evicting_store import OneFormat, Read, Thin, expand_slots, gather_slots, list_tokens
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.recent_queries import RecentQueries
 from kvbench.storage.roles import Evictor, Rotary, Slots
-from kvbench.storage.row_segments import format_of, take_entries
+from kvbench.storage.row_segments import describe_format, take_entries
 
 
 class _SlotAttention(NamedTuple):
@@ -68,42 +68,51 @@ class EvictingRows(Format):
         evictor = rows[0].evictor
         assert evictor is not None
         caches = [row.cache for row in rows]
-        segments = [cache.segments for cache in caches]
-        first = segments[0][0]
+        segments_by_row = [cache.segments for cache in caches]
+        first = segments_by_row[0][0]
         b, h = len(caches), first.heads
         device = first.positions.device
         self.evictor = evictor
         self.rotary = rows[0].rotary if evictor.rolled else None
         self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
-        self.budget = torch.tensor([_budgets_of(row, evictor, room) for row in rows], device=device)[:, :, None]
-        # the most tokens that each row has held so far
+        self.budget = torch.tensor([_find_budgets(row, evictor, room) for row in rows], device=device)[:, :, None]
         self.most = torch.tensor([cache.tokens for cache in caches], device=device)
+        self._set_numbers([cache.prompt_tokens for cache in caches], device)
         # a prompt that was kept whole may hold more tokens than the budget that applies from now on
         size = max(int(self.budget.max()), max(cache.tokens for cache in caches))
-        self.n = torch.tensor([cache.prompt_tokens for cache in caches], device=device)[:, None, None]
-        counts = [evictor.token_counts(cache.prompt_tokens) for cache in caches]
-        self.counts = {}
-        for name in counts[0]:
-            by_row = [row_counts[name] for row_counts in counts]
-            self.counts[name] = torch.tensor(by_row, device=device)[:, None, None]
-        distances = [evictor.unattended_distance(cache.prompt_tokens) for cache in caches]
-        self.unattended_distance: Tensor | None = None
-        # equal evictors give a distance for every prompt, or for none
-        if None not in distances:
-            self.unattended_distance = torch.tensor(distances, device=device)[:, None, None]
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
         self.valid = torch.zeros(b, h, size, dtype=torch.bool, device=device)
         self.state = {name: t.new_zeros(b, h, size, *t.shape[2:]) for name, t in first.state.items()}
         self.newest = self.n[:, :, 0]  # [B, 1]: no token has been added yet
         self.store: OneFormat | Thin
         if first.key_channels is None and first.value_channels is None:
-            self.store = OneFormat([segment for (segment,) in segments], size, evictor.packer)
+            # such rows have one segment each
+            self.store = OneFormat([segment for (segment,) in segments_by_row], size, evictor.packer)
         else:
-            self.store = Thin(segments, size, self._count_whole_tokens(segments, room.tokens))
-        for row, row_segments in enumerate(segments):
+            self.store = Thin(segments_by_row, size, self._count_whole_tokens(segments_by_row, room.tokens))
+        for row, segments in enumerate(segments_by_row):
             used_slots = torch.zeros(h, dtype=torch.int64, device=device)
-            for s in row_segments:
+            for s in segments:
                 used_slots = self._load(row, s, used_slots)
+
+    def _set_numbers(self, prompt_tokens: Sequence[int], device: torch.device) -> None:
+        """Set ``n``, ``counts`` and ``unattended_distance``, which follow from the length of each row's prompt."""
+
+        def stack_numbers(numbers: Sequence[int]) -> Tensor:
+            """Return a number for each row as a tensor [B, 1, 1], which is read for all heads and slots of the row."""
+            return torch.tensor(numbers, device=device)[:, None, None]
+
+        self.n = stack_numbers(prompt_tokens)
+        counts_by_row = [self.evictor.token_counts(n) for n in prompt_tokens]
+        self.counts = {}
+        for name in counts_by_row[0]:
+            self.counts[name] = stack_numbers([counts[name] for counts in counts_by_row])
+        distances = [self.evictor.unattended_distance(n) for n in prompt_tokens]
+        # equal evictors give a distance for every prompt, or for none
+        known_distances = [distance for distance in distances if distance is not None]
+        self.unattended_distance: Tensor | None = None
+        if len(known_distances) == len(distances):
+            self.unattended_distance = stack_numbers(known_distances)
 
     @classmethod
     def takes(cls, row: StoredRow) -> bool:
@@ -111,7 +120,7 @@ class EvictingRows(Format):
 
     @classmethod
     def key(cls, row: StoredRow) -> Hashable:
-        return (row.evictor, tuple(format_of(s) for s in row.cache.segments))
+        return (row.evictor, tuple(describe_format(s) for s in row.cache.segments))
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
@@ -128,14 +137,14 @@ class EvictingRows(Format):
 
     def _count_whole_tokens(self, segments_by_row: Sequence[Sequence[Segment]], new_tokens: int) -> int:
         """Return the most whole tokens (with all channels) that a head holds until ``new_tokens`` more have come."""
-        counts = []
-        for row in segments_by_row:
-            by_head = torch.zeros(self.budget.shape[1], dtype=torch.int64)
+        counts_by_row = []
+        for segments in segments_by_row:
+            counts = torch.zeros(self.budget.shape[1], dtype=torch.int64)  # for each head
             # a row's first segment is thin, and its other segments have all channels
-            for s in row[1:]:
-                by_head += torch.tensor(s.counts)
-            counts.append(by_head)
-        now = torch.stack(counts).to(self.budget.device)
+            for s in segments[1:]:
+                counts += torch.tensor(s.counts)
+            counts_by_row.append(counts)
+        now = torch.stack(counts_by_row).to(self.budget.device)
         # every new token is whole; a prompt that was kept whole may now hold more than the budget
         later = torch.minimum(self.budget[..., 0], now + new_tokens)
         return int(torch.maximum(now, later).max())
@@ -146,14 +155,14 @@ class EvictingRows(Format):
         Each head's tokens go behind the ``used_slots`` [H] that the head uses already.
         """
         counts = torch.tensor(s.counts, device=used_slots.device)
-        # head and slot are the (head, slot) pairs of all tokens, one head after the other
+        # ``head`` and ``slot`` [N] are the head and the slot of each token, one head after the other
         head = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
         spans = [(int(start), int(start + count)) for start, count in zip(used_slots, counts, strict=True)]
         slot = torch.cat([torch.arange(start, end, device=counts.device) for start, end in spans])
         self.valid[row, head, slot] = True
-        self.positions[row, head, slot] = one_by_one(s.positions, s)
+        self.positions[row, head, slot] = list_tokens(s.positions, s)
         for name, t in s.state.items():
-            self.state[name][row, head, slot] = one_by_one(t, s)
+            self.state[name][row, head, slot] = list_tokens(t, s)
         self.store.load(row, head, slot, s)
         return used_slots + counts
 
@@ -162,21 +171,19 @@ class EvictingRows(Format):
         return Slots(self.positions, self.valid, self.state, now=now[:, None, None], n=self.n, counts=self.counts)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Make room for new tokens and write them into free slots."""
+        """Make room for new tokens and write them into free slots.
+
+        Raises UsageError if more tokens come at once than a head may hold.
+        """
         b, h, _ = self.valid.shape
         t = k.shape[2]
         least = int(self.budget.min())
         if t > least:
             raise UsageError(f"{t} tokens at once do not fit into a budget of {least}: lower chunk=")
         self.newest = positions
-        if self.recent is not None:
-            for u in self.recent.due(t, self.evictor.every):
-                self.valid[u] = self._chosen(u, self.recent)
-        else:
-            # the best ``budget - t`` tokens stay: with t new tokens a head then holds ``budget``
-            scores = self.evictor.keep_scores(self.view(positions[:, -1])).expand_as(self.valid)
-            self.valid &= rank_slots(scores, self.positions, self.valid) < self.budget - t
-        # the sort puts free slots first; the store keeps ``free`` until the next step, and a view would keep all of it
+        self._evict(t)
+        # the sort puts free slots first; the store keeps ``free`` until the next step, and a view would keep the order
+        # of all slots alive
         free = (~self.valid).int().sort(dim=-1, descending=True, stable=True).indices[..., :t].clone()
         # kv heads are repeated for the stored heads, which choose their tokens apart
         new_k = k.repeat_interleave(h // k.shape[1], dim=1)
@@ -186,7 +193,7 @@ class EvictingRows(Format):
         self.valid.scatter_(2, free, True)
         initial = self.evictor.new_token_state(new_k, new_v)
         for name, s in self.state.items():
-            index = slot_index(free, s)
+            index = expand_slots(free, s)
             new_state = initial.get(name)
             if new_state is None:
                 # a reused slot still has the state of its evicted token, so that state is overwritten with zeros
@@ -194,15 +201,26 @@ class EvictingRows(Format):
             self.state[name] = s.scatter(2, index, new_state)
         self.most = torch.maximum(self.most, self.held().amax(dim=1))
 
-    def _chosen(self, u: int, recent: RecentQueries) -> Tensor:
+    def _evict(self, new: int) -> None:
+        """Free slots for ``new`` tokens in each head, as the method decides. ``newest`` has their positions already."""
+        if self.recent is not None:
+            # a method that chooses again evicts in some steps only, and its slots have room until the next choice
+            for u in self.recent.list_due(new, self.evictor.every):
+                self.valid[u] = self._choose_slots(u, self.recent)
+            return
+        # the best ``budget - new`` tokens stay, so that a head holds ``budget`` with the new ones
+        scores = self.evictor.keep_scores(self.view(self.newest[:, -1])).expand_as(self.valid)
+        self.valid &= rank_slots(scores, self.positions, self.valid) < self.budget - new
+
+    def _choose_slots(self, u: int, recent: RecentQueries) -> Tensor:
         """Return a mask [H, S] of the used slots of row ``u`` that its method keeps when it chooses again."""
         in_use = self.valid[u]
         # all heads of the row hold equally many tokens, so head 0 has the number of each
         order = order_by_position(self.positions[u], in_use)[:, : int(in_use[0].sum())]
         k, v = self.store.tokens_of_row(u)
-        positions = at_slots(self.positions[u], order)
+        positions = gather_slots(self.positions[u], order)
         # ``slot`` is selected with its token, so that it shows afterwards which slots stay
-        segment = Segment(at_slots(k, order), at_slots(v, order), positions, state={"slot": order})
+        segment = Segment(gather_slots(k, order), gather_slots(v, order), positions, state={"slot": order})
         cache = LayerCache(
             (segment,),
             seen=recent.seen[u],
@@ -233,7 +251,7 @@ class EvictingRows(Format):
                 """Return the method's approximate keys, turned to the positions of their slots if they are rolled."""
                 return self.evictor.estimate(turn(keys))
 
-            probs = self._probs(attention.query.float(), scale, query_positions, estimate)
+            probs = self._compute_weights(attention.query.float(), scale, query_positions, estimate)
         self.state = self.state | dict(self.evictor.fold(self.view(query_positions[:, -1]), probs))
         return attention.out
 
@@ -246,8 +264,9 @@ class EvictingRows(Format):
         read: Read = None
         if self.rotary is not None:
             query, read = self._turn_to_slots(query, self.newest, self.rotary)
-        probs = self._probs(query, scale, self.newest, read)
-        return _SlotAttention(weigh_rounded(probs, query.dtype, self.store.weigh), probs, query=query, read=read)
+        probs = self._compute_weights(query, scale, self.newest, read)
+        out = weigh_rounded(probs, query.dtype, self.store.weigh)
+        return _SlotAttention(out, probs, query=query, read=read)
 
     def _turn_to_slots(self, query: Tensor, query_positions: Tensor, rotary: Rotary) -> tuple[Tensor, Read]:
         """Return (query at the positions of the last slots, function that rotates keys to positions of their slots).
@@ -260,7 +279,9 @@ class EvictingRows(Format):
         rank = torch.empty_like(order)
         rank.scatter_(2, order, torch.arange(order.shape[2], device=order.device).expand_as(order))
         # heads may hold different numbers of tokens, so each head counts its own
-        counts = self.valid.sum(dim=-1).repeat_interleave(query.shape[1] // self.valid.shape[1], dim=1)
+        group = query.shape[1] // self.valid.shape[1]
+        counts = self.valid.sum(dim=-1).repeat_interleave(group, dim=1)
+        # [B, Hq, T]: the new tokens take a head's last t positions
         last = counts[:, :, None] - t + torch.arange(t, device=query.device)
 
         def turn_keys(keys: Tensor) -> Tensor:
@@ -269,7 +290,7 @@ class EvictingRows(Format):
 
         return rotary.turn(query, query_positions[:, None], last), turn_keys
 
-    def _probs(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
+    def _compute_weights(self, query: Tensor, scale: float, query_positions: Tensor, read: Read) -> Tensor:
         """Return attention weights [B, Hq, T, S] fp32 of query [B, Hq, T, D] at ``query_positions`` [B, T].
 
         ``read`` maps stored keys to the keys that are attended. None attends the stored keys.
@@ -277,6 +298,7 @@ class EvictingRows(Format):
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
         by_head = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
+        # positions of tokens and of queries, along the axes of logits [B, H, Hq / H, T, S]
         token_at = self.positions[:, :, None, None]
         query_at = query_positions[:, None, None, :, None]
         # new tokens see each other causally
@@ -324,7 +346,7 @@ class EvictingRows(Format):
         return self.store.segments(u, Segment(nothing, nothing, self.positions[u], state=state), self.valid[u])
 
 
-def _budgets_of(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
+def _find_budgets(row: StoredRow, evictor: Evictor, room: Room) -> list[int]:
     """Return how many tokens each head of a row may hold. A row that is a single head has one number."""
     # a head holds at most all tokens of the text, so that a larger budget needs no more slots
     most_tokens = row.cache.seen + room.tokens

@@ -69,7 +69,7 @@ class OneFormat:
         """
         for buffer, stored in zip((self.k, self.v), segment.stored(), strict=True):
             for target, tokens in zip(stored_tensors(buffer), stored_tensors(stored), strict=True):
-                target[row, head, slot] = one_by_one(tokens, segment)
+                target[row, head, slot] = list_tokens(tokens, segment)
 
     def add(self, slots: Tensor, k: Tensor, v: Tensor, held: Tensor) -> None:
         """Write new tokens k, v [B, H, T, D] into ``slots`` [B, H, T]. ``held`` [B, H, S] marks other used slots."""
@@ -113,7 +113,8 @@ class OneFormat:
         # the codes of the newest tokens get weight 0, and their exact values get the weight instead
         slots, k, v = self.fresh
         index = _repeat_for_queries(slots, probs)
-        return packed_weigh(probs.scatter(3, index, 0.0), values) + weigh(probs.gather(3, index), values_or_keys(k, v))
+        packed_out = packed_weigh(probs.scatter(3, index, 0.0), values)
+        return packed_out + weigh(probs.gather(3, index), values_or_keys(k, v))
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except the indices ``rows``."""
@@ -121,7 +122,7 @@ class OneFormat:
 
     def payload(self, held: Tensor) -> list[int]:
         """Return how many bytes each row's tokens take. ``held`` [B, H, S] marks the slots in use."""
-        slot_bytes = _bytes_of_slot(stored_tensors(self.k) + stored_tensors(self.v))
+        slot_bytes = _count_slot_bytes(stored_tensors(self.k) + stored_tensors(self.v))
         return [count * slot_bytes for count in held.sum(dim=(1, 2)).tolist()]
 
     def tokens_of_row(self, row: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +142,7 @@ class OneFormat:
         ``slots`` has the positions and state [H, S, ...] of the slots. ``held`` [H, S] marks the slots in use.
         """
         segment = replace(slots, k=self.none, v=self.none).holding(self.k[row], self.v[row])
-        return (segment_in_position_order(segment, held),)
+        return (sort_by_position(segment, held),)
 
 
 class Thin:
@@ -172,7 +173,7 @@ class Thin:
 
         head, slot: [N], the head of each token, ascending, and the slot that it gets.
         """
-        k, v = one_by_one(segment.k, segment), one_by_one(segment.v, segment)
+        k, v = list_tokens(segment.k, segment), list_tokens(segment.v, segment)
         if segment.key_channels is not None or segment.value_channels is not None:
             self.k.kept[row, head, slot], self.v.kept[row, head, slot] = k, v
             return
@@ -225,8 +226,9 @@ class Thin:
             more = logits(query, others, factor, order[..., channels:])
         else:
             # an estimate is made of whole keys: its logit replaces the logit over the kept channels
-            whole_logits = logits(query, read(self.k.together(self.slot)), factor, order)
+            whole_logits = logits(query, read(self.k.join_channels(self.slot)), factor, order)
             more = whole_logits - scores.gather(3, slot)
+        # free places add nothing
         more = more.masked_fill(~_repeat_for_queries(self.whole, query), 0)
         return capped(scores.scatter_add(3, slot, more), scale)
 
@@ -238,7 +240,9 @@ class Thin:
             return out
         in_use = _repeat_for_queries(self.whole, probs)
         whole_probs = probs.gather(3, _repeat_for_queries(self.slot, probs)).masked_fill(~in_use, 0)
-        return spread_channels(torch.cat([out, weigh(whole_probs, others)], dim=3), order, order.shape[2])
+        # the kept channels and then the others, which is the order of ``order``
+        both = torch.cat([out, weigh(whole_probs, others)], dim=3)
+        return spread_channels(both, order, order.shape[2])
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows except the indices ``rows``."""
@@ -251,8 +255,8 @@ class Thin:
         tokens = held.sum(dim=(1, 2)).tolist()
         # only places whose token is still held have bytes that count
         whole_tokens = (self.whole & held.gather(2, self.slot)).sum(dim=(1, 2)).tolist()
-        kept_bytes = _bytes_of_slot([self.k.kept, self.v.kept])
-        other_bytes = _bytes_of_slot([t for t in (self.k.others, self.v.others) if t is not None])
+        kept_bytes = _count_slot_bytes([self.k.kept, self.v.kept])
+        other_bytes = _count_slot_bytes([t for t in (self.k.others, self.v.others) if t is not None])
         sizes = []
         for count, whole_count in zip(tokens, whole_tokens, strict=True):
             sizes.append(count * kept_bytes + whole_count * other_bytes)
@@ -276,17 +280,19 @@ class Thin:
         # this segment has a token for each of the W places, and the next step takes those in use
         in_places = replace(
             slots,
-            k=self.k.in_order(self.slot)[row],
-            v=self.v.in_order(self.slot)[row],
-            positions=at_slots(slots.positions, slot),
-            state={name: at_slots(t, slot) for name, t in slots.state.items()},
+            k=self.k.sort_channels(self.slot)[row],
+            v=self.v.sort_channels(self.slot)[row],
+            positions=gather_slots(slots.positions, slot),
+            state={name: gather_slots(t, slot) for name, t in slots.state.items()},
         )
-        whole_segment = segment_in_position_order(in_places, whole)
+        whole_segment = sort_by_position(in_places, whole)
         if not bool(thin.any()):
             return (whole_segment,)
         thin_slots = replace(slots, k=self.k.kept[row], v=self.v.kept[row])
         thin_segment = replace(
-            segment_in_position_order(thin_slots, thin), key_channels=self.k.ids(row), value_channels=self.v.ids(row)
+            sort_by_position(thin_slots, thin),
+            key_channels=self.k.list_channels(row),
+            value_channels=self.v.list_channels(row),
         )
         return (thin_segment, whole_segment)
 
@@ -328,13 +334,18 @@ class StoredPart:
         self.others = self.kept.new_zeros(b, h, self.places, head_dim - c)
 
     def split(self, x: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Split whole tokens x [B, H, T, D] into (kept channels, other channels); without ``order``, (x, None)."""
+        """Split whole tokens x [B, H, T, D] into (kept channels, other channels).
+
+        ``order`` [B, H, D] lists the kept channels of each head and then the others. None: all channels are kept, and
+        the result is (x, None).
+        """
         if order is None:
             return x, None
+        kept_channels = self.kept.shape[3]
         reordered = pick_channels(x, order)
-        return reordered[..., : self.kept.shape[3]], reordered[..., self.kept.shape[3] :]
+        return reordered[..., :kept_channels], reordered[..., kept_channels:]
 
-    def together(self, slot: Tensor) -> Tensor:
+    def join_channels(self, slot: Tensor) -> Tensor:
         """Return the whole token of each place [B, H, W, D], with channels in the order of ``self.order``.
 
         ``slot`` [B, H, W] is the slot of each place's token.
@@ -344,9 +355,9 @@ class StoredPart:
             return kept
         return torch.cat([kept, self.others], dim=3)
 
-    def in_order(self, slot: Tensor) -> Tensor:
-        """Return the whole tokens of ``together`` with their channels in ascending order."""
-        tokens = self.together(slot)
+    def sort_channels(self, slot: Tensor) -> Tensor:
+        """Return the whole tokens of ``join_channels`` with their channels in ascending order."""
+        tokens = self.join_channels(slot)
         if self.order is None:
             return tokens
         # scatter puts entry i of ``order`` back to channel order[i]
@@ -366,9 +377,9 @@ class StoredPart:
         index = self.channels[row][:, None].expand(-1, size, -1)
         tokens[:, :size].scatter_(2, index, kept)
         places = slot[row].masked_fill(~whole[row], size)[..., None].expand(-1, -1, tokens.shape[2])
-        return tokens.scatter_(1, places, self.in_order(slot)[row])[:, :size]
+        return tokens.scatter_(1, places, self.sort_channels(slot)[row])[:, :size]
 
-    def ids(self, row: int) -> Tensor | None:
+    def list_channels(self, row: int) -> Tensor | None:
         """Return the channels [H, C] that one row keeps as int16, the dtype of a segment's channels; None: all."""
         if self.channels is None:
             return None
@@ -382,7 +393,7 @@ class StoredPart:
         self.others = take_entries(self.others, rows)
 
 
-def one_by_one(t: Tensor, segment: Segment) -> Tensor:
+def list_tokens(t: Tensor, segment: Segment) -> Tensor:
     """Return a segment's tensor t as [N, ...]: the items of all tokens, one head after the other.
 
     t is [H or 1, L, ...], or [1, N, ...] for ragged heads.
@@ -392,7 +403,7 @@ def one_by_one(t: Tensor, segment: Segment) -> Tensor:
     return per_head(t, segment.heads).flatten(0, 1)
 
 
-def slot_index(slots: Tensor, t: Tensor) -> Tensor:
+def expand_slots(slots: Tensor, t: Tensor) -> Tensor:
     """Return ``slots`` [..., L] as the index with which ``gather`` or ``scatter`` reads or writes t [..., S, ...]."""
     # the trailing axes of t repeat the index of their slot
     trailing = t.shape[slots.dim() :]
@@ -400,12 +411,12 @@ def slot_index(slots: Tensor, t: Tensor) -> Tensor:
     return slots.reshape(*slots.shape, *ones).expand(*slots.shape, *trailing)
 
 
-def at_slots(t: Tensor, slots: Tensor) -> Tensor:
+def gather_slots(t: Tensor, slots: Tensor) -> Tensor:
     """Return the entries [H, L, ...] of t [H, S, ...] in ``slots`` [H, L]."""
-    return t.gather(1, slot_index(slots, t))
+    return t.gather(1, expand_slots(slots, t))
 
 
-def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
+def sort_by_position(slots: Segment, held: Tensor) -> Segment:
     """Return the tokens of the slots that ``held`` [H, S] marks as a segment in order of position.
 
     The segment is ragged if heads hold different numbers of tokens.
@@ -419,7 +430,7 @@ def segment_in_position_order(slots: Segment, held: Tensor) -> Segment:
     return only_segment(select(cache, index, counts))
 
 
-def _bytes_of_slot(tensors: Sequence[Tensor]) -> int:
+def _count_slot_bytes(tensors: Sequence[Tensor]) -> int:
     """Return how many bytes tensors [B, H, S, ...] take for one slot of one head."""
     return sum(per_place(t, t.shape[:3].numel()) for t in tensors)
 

@@ -73,14 +73,14 @@ class ExactRows(Format):
         self.windowed = room.windowed
         device = rows[0].cache.segments[0].k.device
         # only kernels read ragged heads side by side, and kernels know neither masks nor windows
-        single_heads = room.windowed or self.masker is not None or not kernels.serves(device)
+        kernels_attend = not room.windowed and self.masker is None and kernels.serves(device)
         entries: list[Entry] = []
         for i, row in enumerate(rows):
             entry = Entry(i, row)
-            if single_heads:
-                entries.extend(entry.by_head())
-            else:
+            if kernels_attend:
                 entries.append(entry)
+            else:
+                entries.extend(entry.split_heads())
         self.located: tuple[exact_heads.HeadTable | None, list[ExactGroup]] | None = None
         self.groups = []
         for members in group_entries(entries, self.segment_key):
@@ -92,11 +92,9 @@ class ExactRows(Format):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
         self.used, self.new = 0, 0
-        shares_logits, keeps_positions = False, False
-        for group in self.groups:
-            for s in group.segments:
-                shares_logits = shares_logits or s.shared is not None
-                keeps_positions = keeps_positions or s.positions is not None
+        stored = [s for group in self.groups for s in group.segments]
+        shares_logits = any(s.shared is not None for s in stored)
+        keeps_positions = any(s.positions is not None for s in stored)
         self.splits = self.masker is None and not shares_logits
         if self.masker is not None:
             self.moves = "it decides in each step what is attended"
@@ -167,13 +165,13 @@ class ExactRows(Format):
             k, v = self.tail()
             group_floor, group_starts = None, None
             if floor is not None:
-                group_floor = entries.of_rows(floor)
-                group_starts = entries.of_rows(self.starts)
+                group_floor = entries.select_rows(floor)
+                group_starts = entries.select_rows(self.starts)
             out, group.attended = attend(
                 query,
                 group.segments,
-                (entries.tokens(k), entries.tokens(v)),
-                scale=entries.scale(scale),
+                (entries.select_tokens(k), entries.select_tokens(v)),
+                scale=entries.select_scale(scale),
                 floor=group_floor,
                 tail_start=group_starts,
                 masker=self.masker,
@@ -196,9 +194,9 @@ class ExactRows(Format):
         # a group has some rows, or single heads of some rows, so each group writes its part into its places
         out, lse = torch.empty_like(query), torch.empty_like(query[..., 0])
         for group in self.groups:
-            part = split.attend_segments(group.entries.query(query), group.segments, scale)
-            group.entries.put(out, part.out)
-            group.entries.put(lse, part.lse)
+            part = split.attend_segments(group.entries.select_queries(query), group.segments, scale)
+            group.entries.write(out, part.out)
+            group.entries.write(lse, part.lse)
         return split.merge_outputs(split.Part(out, lse), tail)
 
     def _attend_by_kernels(self, query: Tensor, scale: float) -> Tensor:
@@ -211,31 +209,39 @@ class ExactRows(Format):
         assert self.keys is not None and self.values is not None
         # stored segments do not change, so their addresses are tabulated once, until rows leave
         if self.located is None:
-            readable, others = [], []
-            for group in self.groups:
-                if all(exact_heads.can_read(s, query.shape[3]) for s in group.segments):
-                    readable.append((group.entries, group.segments))
-                else:
-                    others.append(group)
-            table = None
-            if readable:
-                _, query_heads, _, channels = query.shape
-                table = exact_heads.build_head_table(readable, query_heads, self.keys.shape[1], channels)
-            self.located = table, others
+            self.located = self._locate_groups(query, kv_heads=self.keys.shape[1])
         table, others = self.located
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         if table is not None:
             table.point_to_tail(self.keys, self.values, self.used)
             on_cpu.attend_exact(query, scale, table, out)
         for group in others:
-            group_query = group.entries.query(query)
+            group_query = group.entries.select_queries(query)
             stored = split.attend_segments(group_query, group.segments, scale)
             new_keys, new_values = self.tail()
             tail = split.attend_causally(
-                group_query, group.entries.tokens(new_keys), group.entries.tokens(new_values), scale
+                group_query, group.entries.select_tokens(new_keys), group.entries.select_tokens(new_values), scale
             )
-            group.entries.put(out, split.merge_outputs(stored, tail))
+            group.entries.write(out, split.merge_outputs(stored, tail))
         return out
+
+    def _locate_groups(
+        self, query: Tensor, kv_heads: int
+    ) -> tuple[exact_heads.HeadTable | None, list[ExactGroup]]:
+        """Return (table of addresses of the groups that kvbench-kernels can read, the other groups).
+
+        The table is None if there are no such groups. ``query`` [B, Hq, T, D] shows the query heads and channels.
+        """
+        _, query_heads, _, channels = query.shape
+        readable, others = [], []
+        for group in self.groups:
+            if all(exact_heads.can_read(s, channels) for s in group.segments):
+                readable.append((group.entries, group.segments))
+            else:
+                others.append(group)
+        if not readable:
+            return None, others
+        return exact_heads.build_head_table(readable, query_heads, kv_heads, channels), others
 
     def attend_by_group(self, query: Tensor, attend: Callable[[ExactGroup, Tensor], Tensor]) -> Tensor:
         """Return the outputs [B, Hq, T, D] of all groups.

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvbench.kv.observation import Observation
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage.roles import Coder, Evictor, Lift, Masker, Rotary
-from kvbench.storage.row_segments import format_of
+from kvbench.storage.row_segments import describe_format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class Format(ABC):
     def segment_key(row: StoredRow) -> Hashable:
         """Return a key that is equal for rows whose segments can be stacked and attended by one softmax."""
         # one softmax needs an equal masker, and segments can be stacked if their formats are equal
-        return (row.masker, tuple(format_of(s) for s in row.cache.segments))
+        return (row.masker, tuple(describe_format(s) for s in row.cache.segments))
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:

@@ -54,18 +54,20 @@ class LatentRows(Format):
         return row.lift is not None
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        t, row = k.shape[1], torch.arange(len(k), device=k.device)[:, None]
-        slot = torch.tensor(self.total, device=k.device)[:, None] + torch.arange(t, device=k.device)
+        tokens = k.shape[1]
+        row = torch.arange(len(k), device=k.device)[:, None]
+        # the new tokens follow those that each row holds: [U, T]
+        slot = torch.tensor(self.total, device=k.device)[:, None] + torch.arange(tokens, device=k.device)
         self.k[row, slot], self.v[row, slot] = k, v
         self.positions[row, slot] = positions.to(self.positions.dtype)
-        self.total = [total + t for total in self.total]
+        self.total = [total + tokens for total in self.total]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        logits_of = partial(self._logits, query, scale)
+        logits_of = partial(self._compute_logits, query, scale)
         out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
 
-    def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
+    def _compute_logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] over rebuilt keys, in token order.
 
         Tokens later than the query's, and tokens that a shorter row lacks, have -inf.
@@ -95,25 +97,22 @@ class LatentRows(Format):
         projection = self.lift.v
         # split the latents into the groups of kv heads that share a projection
         latents_by_group = self.v[:, :longest].split(projection.ranks, dim=-1)
+        # how many query heads read each kv head
         repeats = hq // self.lift.heads
+        # how many kv heads share a projection
         group_heads = self.lift.heads // len(latents_by_group)
         group_probs = probs.split(group_heads * repeats, dim=1)
         outputs = []
         for probs_of_group, latent, up in zip(group_probs, latents_by_group, projection.ups, strict=True):
-            # mixed [U, group_heads, repeats * T, r]: a kv head's query heads and new tokens stand in one axis;
-            # sum_t p_t (z_t W) = (sum_t p_t z_t) W
+            # sum_t p_t (z_t W) = (sum_t p_t z_t) W; a kv head's query heads and new tokens stand in one axis
             mixed = weigh(probs_of_group, latent[:, None]).view(u, group_heads, repeats * t, -1)
-            if up is None:
-                # without an up-projection, latents [group * D] are the values of the group's heads: each takes its own
-                rows = mixed.unflatten(-1, (group_heads, -1))
-                lifted = torch.stack([rows[:, h, :, h] for h in range(group_heads)], dim=1)
-            else:
-                lifted = mixed @ up.float().unflatten(0, (group_heads, -1)).transpose(1, 2)
-            outputs.append(lifted.view(u, group_heads * repeats, t, -1))
+            outputs.append(_lift_latents(mixed, up).view(u, group_heads * repeats, t, -1))
         out = torch.cat(outputs, dim=1)
         if projection.bias is None:
             return out
-        return out + projection.bias.float().view(self.lift.heads, 1, -1).repeat_interleave(repeats, dim=0)
+        # [Hq, 1, D]: the bias is not in the latents, and is added once to their weighted sum
+        bias = projection.bias.float().view(self.lift.heads, 1, -1).repeat_interleave(repeats, dim=0)
+        return out + bias
 
     def keep(self, at: Tensor) -> None:
         self.k, self.v, self.positions = self.k[at], self.v[at], self.positions[at]
@@ -134,3 +133,17 @@ class LatentRows(Format):
             return t[u, : self.total[u]].clone()[None]
 
         return (Segment(copy_row(self.k), copy_row(self.v), copy_row(self.positions), latent=True),)
+
+
+def _lift_latents(latents: Tensor, up: Tensor | None) -> Tensor:
+    """Return latents [U, heads, n, r] of the heads of a group, lifted to the heads' dimensions [U, heads, n, D].
+
+    up: [heads * D, r], the matrix from a group's latents to its heads. None: r is heads * D, and the latents are the
+        values of all heads of the group.
+    """
+    heads = latents.shape[1]
+    if up is None:
+        # each head takes its own values out of those of all heads
+        by_head = latents.unflatten(-1, (heads, -1))
+        return torch.stack([by_head[:, h, :, h] for h in range(heads)], dim=1)
+    return latents @ up.float().unflatten(0, (heads, -1)).transpose(1, 2)

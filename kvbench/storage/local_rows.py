@@ -63,7 +63,8 @@ class LocalRows(Format):
         k, v: the tokens' keys and values [U', Hk, T, D].
         positions: [U', T], which decide the slots.
         """
-        index = (rows[:, None], positions % self.positions.shape[1])
+        slots = positions % self.positions.shape[1]
+        index = (rows[:, None], slots)
         self.positions[index] = positions
         # in [U, S, Hk, D] rows and slots are neighbours, as in the index
         self.k.transpose(1, 2)[index] = k.transpose(1, 2)
@@ -98,13 +99,13 @@ class LocalRows(Format):
         self.k, self.v = self.k[at], self.v[at]
         self.positions, self.newest = self.positions[at], self.newest[at]
 
-    def _slots_in_window(self) -> Tensor:
+    def _find_slots_in_window(self) -> Tensor:
         """Return a mask [U, S] of the slots within the window of the newest token."""
         newest = self.positions.amax(dim=1, keepdim=True)
         return (self.positions > newest - self.window) & (self.positions >= 0)
 
     def tokens(self) -> Tensor:
-        return self._slots_in_window().sum(dim=1)
+        return self._find_slots_in_window().sum(dim=1)
 
     def payload(self) -> list[int]:
         places = self.positions.numel()
@@ -112,7 +113,7 @@ class LocalRows(Format):
         return [count * token_bytes for count in self.tokens().tolist()]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
-        slots = self._slots_in_window()[u].nonzero()[:, 0]
+        slots = self._find_slots_in_window()[u].nonzero()[:, 0]
         # the ring may begin in any slot, so slots are sorted by position
         slots = slots[self.positions[u, slots].argsort()]
         positions = self.positions[u, slots].to(torch.int32)[None]

@@ -50,6 +50,7 @@ class PackedHalf:
         room: the tokens still to come.
         grows: False if tokens after the prompt stay exact.
         """
+        # from here on, one sequence each with an item for every row
         packed, exact, channels = zip(*rows, strict=True)
         self.residual = residual
         self.pack = pack
@@ -66,12 +67,13 @@ class PackedHalf:
             most_packed = max(self.packed)
             most_exact = exact_now + room.tokens
         self.most = most_packed // self.step
-        size = max(max(self.packed) // self.step, 1)
+        # the buffers hold the tokens that are packed now, at least one step, and grow as more are packed
+        steps_now = max(max(self.packed) // self.step, 1)
 
         def make_buffer(t: Tensor) -> Tensor:
-            """Return a buffer of zeros for all rows, with room for ``size`` steps of a row's codes or scales t."""
+            """Return a buffer of zeros for all rows, with room for ``steps_now`` steps of a row's codes or scales t."""
             # axis 1 of a packed tensor counts steps: single tokens, or groups of tokens that are coded together
-            return t.new_zeros(len(packed), t.shape[0], size, *t.shape[2:])
+            return t.new_zeros(len(packed), t.shape[0], steps_now, *t.shape[2:])
 
         self.codes = allocate_buffers(packed, make_buffer)
         # a step writes its tokens before the oldest ones leave, so the ring has room for both
@@ -83,8 +85,9 @@ class PackedHalf:
         for u, (old, new) in enumerate(zip(packed, exact, strict=True)):
             for buffer, codes in zip(self.codes.payload(), old.payload(), strict=True):
                 buffer[u, :, : codes.shape[1]] = codes
-            slot = (torch.arange(new.shape[1], device=new.device) + old.shape[1]) % slots
-            self.ring[u, :, slot] = new
+            # exact tokens are those behind the packed ones; token t is in slot t mod S
+            token = old.shape[1] + torch.arange(new.shape[1], device=new.device)
+            self.ring[u, :, token % slots] = new
 
     @property
     def stored(self) -> bool:
@@ -101,17 +104,17 @@ class PackedHalf:
         heads, tokens = self.ring.shape[1], x.shape[2]
         if heads != x.shape[1]:
             x = x.repeat_interleave(heads // x.shape[1], dim=1)
-        span = self._ring_span(self.total, tokens)
+        span = self._find_ring_span(self.total, tokens)
         if span is not None:
             self.ring[:, :, span] = x
         else:
-            slot = (self.numbers(self.total)[:, None] + torch.arange(tokens, device=x.device)) % self.slots
+            slot = (self.as_tensor(self.total)[:, None] + torch.arange(tokens, device=x.device)) % self.slots
             row = torch.arange(len(x), device=x.device)[:, None]
             # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
             self.ring[row, :, slot] = x.transpose(1, 2)
         self.total = [total + tokens for total in self.total]
 
-    def see(self, tokens: int, settles_first: bool) -> None:
+    def set_seen(self, tokens: int, settles_first: bool) -> None:
         """Set ``seen``: how many tokens each of several new tokens reads as packed.
 
         A token that came in a step of its own would find fewer tokens packed than the tokens after it. So tokens that
@@ -123,36 +126,38 @@ class PackedHalf:
         # a copy, because packing changes the list itself
         self.before = list(self.packed)
         # new token i follows total - tokens + i other tokens, and counts itself if packing precedes attention
-        end = 1 if settles_first else 0
-        offsets = range(end - tokens, end)
-        packed_for_queries = []
+        counts_itself = 1 if settles_first else 0
+        seen_by_row = []
         for total, packed in zip(self.total, self.packed, strict=True):
+            seen_by_query = [packed] * tokens
             if self.grows:
-                packed_for_queries.append([max(packed, self.residual.packed(total + offset)) for offset in offsets])
-            else:
-                packed_for_queries.append([packed] * tokens)
-        self.seen = torch.tensor(packed_for_queries, device=self.ring.device)[:, None, :, None]
+                first_count = total - tokens + counts_itself
+                for i in range(tokens):
+                    seen_by_query[i] = max(packed, self.residual.packed(first_count + i))
+            seen_by_row.append(seen_by_query)
+        self.seen = torch.tensor(seen_by_row, device=self.ring.device)[:, None, :, None]
 
-    def columns(self) -> Tensor:
+    def list_columns(self) -> Tensor:
         """Return for each ring slot [U, S] the index in its row of the token that it holds.
 
         A slot that is empty, or whose token all queries read as packed, gets the number of tokens of the longest row.
         That is one more than any token's index.
         """
-        first_exact = self.packed if self.seen is None else self.before
-        total = self.numbers(self.total)[:, None]
-        packed = self.numbers(first_exact)[:, None]
+        # if queries see different tokens as packed, tokens that the newest step packed may still be read as exact ones
+        packed_for_all = self.packed if self.seen is None else self.before
+        newest = self.as_tensor(self.total)[:, None] - 1
+        first_exact = self.as_tensor(packed_for_all)[:, None]
         slot = torch.arange(self.slots, device=self.ring.device)
         # a slot holds the newest token t with t mod S = slot
-        token = total - 1 - (total - 1 - slot) % self.slots
-        return token.masked_fill((token < packed) | (token < 0), max(self.total))
+        token = newest - (newest - slot) % self.slots
+        return token.masked_fill((token < first_exact) | (token < 0), max(self.total))
 
     @property
     def alike(self) -> bool:
         """True if rows hold equally many tokens and packed tokens, and all queries see the same tokens as packed."""
         return self.seen is None and len(set(self.total)) == len(set(self.packed)) == 1
 
-    def exact(self) -> Tensor:
+    def read_exact(self) -> Tensor:
         """Return the exact tokens [U, H, L - Lq, D] in order. The rows must be ``alike``."""
         start, count = self.packed[0] % self.slots, self.total[0] - self.packed[0]
         tokens = self.ring[:, :, start : start + count]
@@ -171,12 +176,12 @@ class PackedHalf:
 
     def settle(self) -> None:
         """Pack all tokens that ``residual`` no longer keeps exact."""
-        rows = self._rows_to_pack()
+        rows = self._find_rows_to_pack()
         while rows:
             self._pack_block(rows)
-            rows = self._rows_to_pack()
+            rows = self._find_rows_to_pack()
 
-    def _rows_to_pack(self) -> Sequence[int]:
+    def _find_rows_to_pack(self) -> Sequence[int]:
         """Return the rows that have exact tokens to pack, because ``residual`` no longer keeps them exact."""
         if not self.grows:
             return ()
@@ -190,7 +195,9 @@ class PackedHalf:
     def _pack_block(self, rows: Sequence[int]) -> None:
         """Pack the oldest exact tokens of ``rows``: in each row as many as the row with the fewest has to pack."""
         block = min(self.residual.packed(self.total[u]) - self.packed[u] for u in rows)
-        span = self._ring_span(self.packed, block) if len(rows) == len(self.total) else None
+        span = None
+        if len(rows) == len(self.total):
+            span = self._find_ring_span(self.packed, block)
         if span is None:
             self._pack_slots(rows, block)
         else:
@@ -203,7 +210,7 @@ class PackedHalf:
 
         Slices of the ring and of the buffers replace the slower indices of ``_pack_slots``.
         """
-        coded = self._coded(self.ring[:, :, span], rows=None)
+        coded = self._pack_tokens(self.ring[:, :, span], rows=None)
         first = self.packed[0] // self.step
         end = first + (span.stop - span.start) // self.step
         self._reserve(end)
@@ -212,22 +219,23 @@ class PackedHalf:
 
     def _pack_slots(self, rows: Sequence[int], block: int) -> None:
         """Pack the ``block`` oldest exact tokens of each of ``rows``, whatever slots they are in."""
-        row = self.numbers(rows)[:, None]
-        packed = self.numbers([self.packed[u] for u in rows])[:, None]
+        row = self.as_tensor(rows)[:, None]
+        packed = self.as_tensor([self.packed[u] for u in rows])[:, None]
         slot = (packed + torch.arange(block, device=row.device)) % self.slots
         # with two index tensors [U, T], the indexed axes come first: [U, T, H, D]
         exact = self.ring[row, :, slot].transpose(1, 2)
-        coded = self._coded(exact, rows if len(rows) < len(self.total) else None)
+        some_rows = rows if len(rows) < len(self.total) else None
+        coded = self._pack_tokens(exact, some_rows)
         self._reserve((max(self.packed[u] for u in rows) + block) // self.step)
         step = packed // self.step + torch.arange(block // self.step, device=row.device)
         for buffer, codes in zip(self.codes.payload(), coded.payload(), strict=True):
             buffer[row, :, step] = codes.transpose(1, 2)
 
-    def _coded(self, x: Tensor, rows: Sequence[int] | None) -> Packed:
+    def _pack_tokens(self, x: Tensor, rows: Sequence[int] | None) -> Packed:
         """Return exact tokens x [U', H, T, D] packed. Their rows have the indices ``rows``; None: all rows in order."""
         channels = self.channels
         if rows is not None:
-            channels = take_entries(channels, self.numbers(rows))
+            channels = take_entries(channels, self.as_tensor(rows))
         if channels is not None:
             x = pick_channels(x, channels)
         return self.codes.pack_more(x, self.pack, rows)
@@ -235,6 +243,7 @@ class PackedHalf:
     def _reserve(self, steps: int) -> None:
         """Make room in each row for the codes of ``steps`` times ``self.step`` tokens."""
         payload = list(self.codes.payload())
+        # axis 2 of a buffer counts steps
         if payload[0].shape[2] < steps:
             size = size_with_room(steps, max(self.total) // self.step, self.most)
             self.codes = self.codes.holding([with_more_room(t, size) for t in payload], self.codes.frozen)
@@ -258,7 +267,7 @@ class PackedHalf:
                 t.random_(0, 120)  # as 8-bit floats, bytes below 120 are finite numbers
         self.ring.normal_()
 
-    def _ring_span(self, first: Sequence[int], count: int) -> slice | None:
+    def _find_ring_span(self, first: Sequence[int], count: int) -> slice | None:
         """Return the slice of ring slots that hold ``count`` tokens of every row.
 
         ``first`` is the index of each row's first such token. Returns None if the rows differ in it, or if the slots
@@ -279,8 +288,10 @@ class PackedHalf:
 
     def payload(self) -> list[int]:
         """Return the number of bytes that each row's packed and exact tokens take."""
-        codes = tuple(self.codes.payload())
-        step_bytes = sum(per_place(t, codes[0].shape[0] * codes[0].shape[2]) for t in codes)
+        buffers = tuple(self.codes.payload())
+        # all buffers have as many rows and steps as the first
+        steps = buffers[0].shape[0] * buffers[0].shape[2]
+        step_bytes = sum(per_place(t, steps) for t in buffers)
         token_bytes = per_place(self.ring, self.ring.shape[0] * self.slots)
         sizes = []
         for packed, total in zip(self.packed, self.total, strict=True):
@@ -300,6 +311,6 @@ class PackedHalf:
         slots = torch.arange(self.packed[u], self.total[u], device=self.ring.device) % self.slots
         return codes.holding(payload, frozen), self.ring[u][:, slots]
 
-    def numbers(self, numbers: Sequence[int]) -> Tensor:
+    def as_tensor(self, numbers: Sequence[int]) -> Tensor:
         """Return ``numbers``, for example one for each row, as a tensor on the device of the tokens."""
         return torch.tensor(numbers, device=self.ring.device)

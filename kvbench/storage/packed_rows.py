@@ -69,7 +69,7 @@ class PackedRows(Format):
             # the numbers of the previous step do not hold for the new tokens
             half.seen = None
             if several:
-                half.see(k.shape[2], self.settles_first)
+                half.set_seen(k.shape[2], self.settles_first)
         if self.settles_first or several:
             self.settle()
 
@@ -92,15 +92,16 @@ class PackedRows(Format):
         """
         out = None
         # kernels know no masks, no queries that see different packed tokens, no caps or sinks, and need stored values
-        if self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored:
+        kernels_can_read = self.masker is None and self.k.seen is None and is_plain(scale) and self.v.stored
+        if kernels_can_read:
             # one kernel call replaces dozens of small operations
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
-            logits_of = partial(self._logits, query, scale)
+            logits_of = partial(self._compute_logits, query, scale)
             out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
 
-    def _logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
+    def _compute_logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] in token order.
 
         Tokens later than the query's, and tokens that a shorter row lacks, have -inf.
@@ -109,14 +110,14 @@ class PackedRows(Format):
         """
         half, new_tokens = self.k, query.shape[2]
         if half.alike:
-            return self._logits_alike(query, scale, estimate)
+            return self._compute_logits_alike(query, scale, estimate)
         longest = max(half.total)
         # column i has the logits of token i; the extra last column takes those of ring slots without an exact token
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
         most_packed = max(half.packed)
         if most_packed:
             scores[..., :most_packed] = packed_logits(query, half.old(), scale, half.channels, estimate)
-        columns = half.columns()[:, None, None].expand(*query.shape[:3], -1)
+        columns = half.list_columns()[:, None, None].expand(*query.shape[:3], -1)
         ring_logits = logits(query, estimate(half.ring), scale).float()
         if half.seen is None:
             scores.scatter_(3, columns, ring_logits)
@@ -126,11 +127,11 @@ class PackedRows(Format):
             is_packed = torch.arange(longest + 1, device=query.device) < half.seen
             scores = torch.where(is_packed, scores, exact)
         # new token i of T is token total - T + i of its row, and sees no later token
-        last_seen = half.numbers(half.total)[:, None] - new_tokens + torch.arange(new_tokens, device=query.device)
+        last_seen = half.as_tensor(half.total)[:, None] - new_tokens + torch.arange(new_tokens, device=query.device)
         is_later = torch.arange(longest, device=query.device) > last_seen[:, None, :, None]
         return scores[..., :longest].masked_fill(is_later, -torch.inf)
 
-    def _logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
+    def _compute_logits_alike(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
         """Return logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] in token order, for rows that are ``alike``.
 
         All rows hold equally many packed and exact tokens, each in order, so the two parts only have to be joined.
@@ -138,7 +139,7 @@ class PackedRows(Format):
         estimate: maps stored keys to the keys that are multiplied by the query.
         """
         half, new_tokens = self.k, query.shape[2]
-        scores = logits(query, estimate(half.exact()), scale).float()
+        scores = logits(query, estimate(half.read_exact()), scale).float()
         if half.packed[0]:
             packed = packed_logits(query, half.old(), scale, half.channels, estimate)
             scores = torch.cat([packed, scores], dim=3)
@@ -155,22 +156,13 @@ class PackedRows(Format):
             # the keys are their own values
             half = self.k
         most_packed = max(half.packed)
-        packed_probs = probs[..., :most_packed]
         if half.alike:
-            out = weigh(probs[..., most_packed:], half.exact())
+            # all rows hold their packed tokens first, then the exact ones
+            packed_probs = probs[..., :most_packed]
+            out = weigh(probs[..., most_packed:], half.read_exact())
         else:
-            columns = half.columns()[:, None, None].expand(*probs.shape[:3], -1)
-            packed_counts = half.seen
-            if packed_counts is None:
-                packed_counts = half.numbers(half.packed)[:, None, None, None]
-            is_packed = torch.arange(probs.shape[3], device=probs.device) < packed_counts
-            exact_probs = probs
-            if half.seen is not None:
-                # a token in the ring may be packed for this query, and then its exact value gets weight 0
-                exact_probs = probs.masked_fill(is_packed, 0)
-            # ring slots without an exact token read the extra column behind the last token, whose weight is 0
-            out = weigh(F.pad(exact_probs, (0, 1)).gather(3, columns), half.ring)
-            packed_probs = packed_probs.masked_fill(~is_packed[..., :most_packed], 0)
+            packed_probs, ring_probs = _split_probs(half, probs)
+            out = weigh(ring_probs, half.ring)
         if most_packed:
             packed_out = packed_weigh(packed_probs, half.old())
             if half.channels is not None:
@@ -184,7 +176,7 @@ class PackedRows(Format):
         self.v.keep(at)
 
     def tokens(self) -> Tensor:
-        return self.k.numbers(self.k.total)
+        return self.k.as_tensor(self.k.total)
 
     def payload(self) -> list[int]:
         self.settle()
@@ -200,3 +192,25 @@ class PackedRows(Format):
         new_positions = torch.arange(cache.seen, end, dtype=torch.int32, device=k.device)
         positions = torch.cat([loaded.positions, new_positions.expand(loaded.positions.shape[0], -1)], dim=1)
         return (replace(loaded, k=k, v=v, positions=positions, codes=Codes(k_codes, v_codes)),)
+
+
+def _split_probs(half: PackedHalf, probs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (of packed tokens [U, Hq, T, Lq], of the ring's slots [U, Hq, T, S]) out of probs.
+
+    probs: [U, Hq, T, L], the weights in token order. A token's weight goes to its codes or to its slot, as each query
+        sees it.
+    """
+    packed_counts = half.seen
+    if packed_counts is None:
+        packed_counts = half.as_tensor(half.packed)[:, None, None, None]
+    is_packed = torch.arange(probs.shape[3], device=probs.device) < packed_counts
+    exact_probs = probs
+    if half.seen is not None:
+        # a token in the ring may be packed for this query, and then its exact value gets weight 0
+        exact_probs = probs.masked_fill(is_packed, 0)
+    # ring slots without an exact token read the extra column behind the last token, whose weight is 0
+    columns = half.list_columns()[:, None, None].expand(*probs.shape[:3], -1)
+    ring_probs = F.pad(exact_probs, (0, 1)).gather(3, columns)
+    most_packed = max(half.packed)
+    packed_probs = probs[..., :most_packed].masked_fill(~is_packed[..., :most_packed], 0)
+    return packed_probs, ring_probs

@@ -24,6 +24,7 @@ class RecentQueries:
     seen: how many tokens each row has read.
     prompts: the length of each row's prompt.
     known: how many queries of each row the ring holds.
+    query_heads: Hq.
     size: the number W of queries that the ring has room for; 0 if the method reads no queries.
     ring: the queries [B, Hq, W, D]; None if W is 0.
     """
@@ -52,7 +53,7 @@ class RecentQueries:
         device = self.ring.device if self.ring is not None else None
         return torch.arange(self.seen[u] - count, self.seen[u], device=device) % self.size
 
-    def due(self, new: int, every: int) -> list[int]:
+    def list_due(self, new: int, every: int) -> list[int]:
         """Return the rows that must choose again before the next step.
 
         Raises UsageError if a row would have to choose in the middle of that step.
@@ -88,11 +89,7 @@ class RecentQueries:
         observed, seen, count = self.observed[u], self.seen[u], self.known[u]
         if positions is not None:
             # attention rows name tokens by order: a query counts only if all heads hold its token and every later one
-            m = positions.shape[1]
-            is_newest = positions == torch.arange(seen - m, seen, device=positions.device)
-            # counted from the newest token backwards, the product of 1s ends at the first 0
-            unbroken = is_newest.flip(1).long().cumprod(1).sum(1)
-            count = min(count, int(unbroken.min()))
+            count = min(count, _count_newest(positions, seen))
         last_q: Tensor | None = None
         if self.ring is not None:
             last_q = self.ring[u, :, self._places(u, count)]
@@ -111,3 +108,17 @@ class RecentQueries:
         self.prompts = [self.prompts[u] for u in rows]
         self.known = [self.known[u] for u in rows]
         self.ring = take_entries(self.ring, at)
+
+
+def _count_newest(positions: Tensor, seen: int) -> int:
+    """Return how many of the last tokens read every head holds, without a gap up to the newest token.
+
+    positions: [H, m], ascending, the positions of the tokens that each head holds.
+    seen: how many tokens were read.
+    """
+    m = positions.shape[1]
+    # a head that holds the last m tokens has them at the positions seen - m .. seen - 1
+    is_newest = positions == torch.arange(seen - m, seen, device=positions.device)
+    # counted from the newest token backwards, the product of 1s becomes 0 at the first gap
+    unbroken = is_newest.flip(1).long().cumprod(1).sum(1)
+    return int(unbroken.min())

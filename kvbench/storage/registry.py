@@ -39,7 +39,7 @@ def load(rows: Sequence[StoredRow], room: Room) -> list[tuple[Entries, Format]]:
             if kind.takes_ragged and sizes is None:
                 entries.append(entry)
             else:
-                entries.extend(entry.by_head(sizes))
+                entries.extend(entry.split_heads(sizes))
         for members in group_entries(entries, kind.key, any_length=kind.takes_ragged):
             groups.append((Entries.of(members, len(rows)), kind([entry.row for entry in members], room)))
     return groups

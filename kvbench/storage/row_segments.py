@@ -43,15 +43,19 @@ class Shared:
         return Shared(self.leading, key_rows=self.leading // group, place=self.place)
 
 
-def shared_by(leads: Sequence[Tensor], stored: int) -> Shared:
+def find_shared(leads: Sequence[Tensor], stored: int) -> Shared:
     """Return the sharing of rows, given ``leads``, which has for each row every query head's leading head [Hq].
 
     Every row has equally many leading heads. ``stored`` is the number of kv heads whose values are stored. Keys that no
     leading head reads are not stored.
     """
-    unique = [torch.unique(row.long(), return_inverse=True) for row in leads]
-    leading = torch.stack([heads for heads, _ in unique])
-    place = torch.stack([index for _, index in unique])
+    leading_by_row, place_by_row = [], []
+    for row in leads:
+        # the leading heads, ascending, and for each query head the index of its leading head among these
+        leading_heads, index = torch.unique(row.long(), return_inverse=True)
+        leading_by_row.append(leading_heads)
+        place_by_row.append(index)
+    leading, place = torch.stack(leading_by_row), torch.stack(place_by_row)
     # a leading query head reads kv head lead // group; only the kv heads that are read are stored, in order
     kv_heads = leading // (place.shape[1] // stored)
     key_rows = torch.stack([torch.unique(row, return_inverse=True)[1] for row in kv_heads])
@@ -142,8 +146,9 @@ class Ragged:
     def rows(self, index: Tensor) -> Ragged:
         """Return the same segment for the rows ``index`` only."""
         lengths, starts = self.lengths[index], self.starts[index]
-        counts, new_starts = lengths.flatten().long(), _starts_of_heads(lengths)
-        # token i of a head in the new order comes from its old start + (i - its new start)
+        counts, new_starts = lengths.flatten().long(), _find_head_starts(lengths)
+        # ``tokens`` has the old place of each token in the new order: place i of a head comes from its old start +
+        # (i - its new start)
         tokens = torch.arange(int(counts.sum()), device=counts.device)
         tokens += (starts - new_starts).flatten().repeat_interleave(counts)
         return Ragged(
@@ -240,7 +245,7 @@ def flatten_rows(segments: Sequence[Segment]) -> Ragged:
         k,
         v,
         lengths,
-        starts=_starts_of_heads(lengths),
+        starts=_find_head_starts(lengths),
         longest=max(s.tokens for s in segments),
         key_channels=stack_channels([s.key_channels for s in segments]),
         value_channels=stack_channels([s.value_channels for s in segments]),
@@ -271,12 +276,12 @@ def stack_rows(segments: Sequence[Segment], positions: bool = False) -> RowSegme
         key_channels=stack_channels([s.key_channels for s in segments]),
         value_channels=stack_channels([s.value_channels for s in segments]),
         positions=padded_positions,
-        shared=shared_by(leads, segments[0].v.shape[0]) if leads else None,
+        shared=find_shared(leads, segments[0].v.shape[0]) if leads else None,
         lengths=lengths,
     )
 
 
-def format_of(segment: Segment) -> tuple[object, ...]:
+def describe_format(segment: Segment) -> tuple[object, ...]:
     """Return a segment's format: the sizes and kinds of its tensors, which do not depend on its number of tokens.
 
     Segments with equal formats can be attended in one batch.
@@ -302,7 +307,7 @@ def format_of(segment: Segment) -> tuple[object, ...]:
     )
 
 
-def _starts_of_heads(lengths: Tensor) -> Tensor:
+def _find_head_starts(lengths: Tensor) -> Tensor:
     """Return the index [B, H] of each head's first token, if heads of ``lengths`` [B, H] tokens are concatenated."""
     counts = lengths.flatten().long()
     return (counts.cumsum(0) - counts).view(lengths.shape)

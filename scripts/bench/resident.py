@@ -118,7 +118,7 @@ def decode(
     bytes_of_first_rows = 0
     for number, template in enumerate(templates):
         for layer, cache in zip(layers, template, strict=True):
-            state = layer.continued(cache, row=rows_of_method * number)
+            state = layer.continue_cache(cache, row=rows_of_method * number)
             bytes_of_first_rows += bytes_held(state).total
     # when tokens are packed or evicted, an earlier step can have held more than the last
     accounted = rows_of_method * bytes_of_first_rows + max(payloads) - payloads[-1]
@@ -173,10 +173,10 @@ def feed(layers: Sequence[RowLayer], rows: int, shape: Shape) -> int:
                 # the values of codes do not matter here, and packing takes minutes
                 stored.skip(1)
                 continue
-            stored.add(entries.tokens(k), entries.tokens(v), entries.of_rows(layer.next[:, None]))
+            stored.add(entries.select_tokens(k), entries.select_tokens(v), entries.select_rows(layer.next[:, None]))
             if isinstance(stored, EvictingRows):
                 # only attention decides what is evicted
-                stored.attend(entries.query(query), shape.head_dim**-0.5, None)
+                stored.attend(entries.select_queries(query), shape.head_dim**-0.5, None)
         layer.grow(1)
     for layer in layers:
         payload += sum(layer.payload())

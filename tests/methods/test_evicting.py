@@ -116,7 +116,7 @@ def test_rolled_first_layer_attends_as_a_fresh_pass_over_what_each_head_keeps(na
         for t in range(len(new)):
             with heads_of_layer_0(model, family) as mixed:
                 step(model, batch, new[t].view(1, 1), torch.tensor([[n + t]]))
-    kept_positions = ref.kept(batch.with_keys[0].continued(cache.layers[0]))
+    kept_positions = ref.kept(batch.with_keys[0].continue_cache(cache.layers[0]))
     budget, group = sum(map(len, kept_positions)) // len(kept_positions), 4 // len(kept_positions)
     assert budget < n and all(p[-1] == n + len(new) - 1 for p in kept_positions)
     for h, positions in enumerate(kept_positions):

@@ -61,7 +61,7 @@ def test_what_continues_is_what_the_format_holds(monkeypatch, lengths):
     layer = RowLayer([StoredRow(cache=segments, coder=HALF)], Room(tokens=2))
     k, v = random(1, HK, 2, D, seed=1), random(1, HK, 2, D, seed=2)
     layer.add(k, v)
-    (segment,) = layer.continued(segments).segments
+    (segment,) = layer.continue_cache(segments).segments
     assert segment.k.dtype == torch.float16 and segment.counts == [n + 2 for n in lengths]
     for head in range(HK):
         assert torch.equal(segment.head(head).k[0, -2:], k[0, head].half())
