@@ -28,7 +28,7 @@ from kvbench.base.errors import KvbenchError, UsageError
 from kvbench.base.extras import missing
 from kvbench.base.visible import say
 from kvbench.engine.hf_cache import TransformersCache
-from kvbench.engine.likelihood import forced_logits
+from kvbench.engine.likelihood import compute_forced_logits
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.methods.core.chain import Chain
 from kvbench.models.load import load_model
@@ -207,8 +207,9 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         results = []
         for continuation in continuations:
             forced = torch.tensor(continuation, device=self.device)
+            logits = compute_forced_logits(self.model, cache.state, forced)
             # log-probabilities [t, vocabulary], one row for each token of the continuation
-            logp = forced_logits(self.model, cache.state, forced).log_softmax(dim=-1, dtype=self.softmax_dtype)
+            logp = logits.log_softmax(dim=-1, dtype=self.softmax_dtype)
             greedy = bool((logp.argmax(dim=-1) == forced).all())
             # log p(y) = sum over t of log p(y_t | context, y_1 ... y_{t-1})
             likelihood = float(logp.gather(1, forced[:, None]).sum())

@@ -179,10 +179,10 @@ def test_impossible_frozen_layers_are_refused(layers):
 
 
 def test_half_precision_logits_scale_before_they_multiply():
-    from kvbench.storage.attend import logits
+    from kvbench.storage.attend import compute_logits
 
     q, k = torch.full((1, 2, 1, 64), 60.0).half(), torch.full((1, 2, 3, 64), 60.0).half()
-    assert torch.isfinite(logits(q, k, 0.125)).all()
+    assert torch.isfinite(compute_logits(q, k, 0.125)).all()
 
 
 def test_column_sums_are_charged_to_the_methods_that_need_them():

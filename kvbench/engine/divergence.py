@@ -134,7 +134,7 @@ def nudge_cache(cache: PromptCache) -> PromptCache:
     return replace(cache, layers=tuple(layers))
 
 
-def with_one_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptCache:
+def replace_layer(full: PromptCache, cache: PromptCache, layer: int) -> PromptCache:
     """Return the full cache with layer ``layer`` taken from ``cache``, a compressed cache of the same prompt.
 
     Tokens that the result reads later stay exact. Raises UsageError for a method that changes more than the keys and

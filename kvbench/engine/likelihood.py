@@ -148,7 +148,7 @@ def _diverge_together(
     return results[full_row], [results[r] for r in range(1, nudged_row)], results[nudged_row]
 
 
-def forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
+def compute_forced_logits(model: PreTrainedModel, cache: PromptCache, tokens: Tensor | Sequence[int]) -> Tensor:
     """Return the logits [T, V] by which the cache predicts each of ``tokens`` [T] when they are fed after it.
 
     Raises UsageError if the model cannot read them after the cache.

@@ -49,7 +49,7 @@ def process_memory(key: str) -> int:
     raise KvbenchError(f"/proc/self/status has no {key}: a process's memory is measured on Linux")
 
 
-def device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
+def measure_device_shares(model: PreTrainedModel) -> dict[torch.device, float]:
     """Return each device's share of a model's attention layers, which is also its share of the model's caches."""
     device_of_layer = [next(module.parameters()).device for module in attention_modules(model)]
     return {device: count / len(device_of_layer) for device, count in Counter(device_of_layer).items()}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvbench.kv.own_values import values_or_keys
-from kvbench.kv.scale import capped, exponentials, is_plain, sinks_of
+from kvbench.kv.scale import capped, exponentiate, is_plain, sinks_of
 from kvbench.kv.segment import per_head
 
 BLOCK_BYTES = 16 * 2**20  # a block of attention rows takes at most this much memory
@@ -41,7 +41,7 @@ def causal_softmax(query: Tensor, keys: Tensor, scale: float, window: int | None
         hidden |= ones.tril(m - w - window)
     logits.masked_fill_(hidden, -torch.inf)
     # the softmax runs in place: with long prompts a second copy of the block would dominate the memory of statistics
-    weights, total = exponentials(logits, sinks_of(scale))
+    weights, total = exponentiate(logits, sinks_of(scale))
     return weights.div_(total)
 
 
@@ -140,7 +140,7 @@ def _sum_softmax_columns(logits: Tensor, sinks: Tensor | None) -> Tensor:
 
     Masked logits are -inf. ``sinks`` are [H, group, 1, 1].
     """
-    weights, totals = exponentials(logits, sinks)
+    weights, totals = exponentiate(logits, sinks)
     # one product computes, for each column j, the sum over rows i of weights[i, j] / totals[i]
     inverse = totals.reciprocal_().transpose(2, 3)
     return (inverse @ weights)[:, :, 0]

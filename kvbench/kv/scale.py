@@ -14,7 +14,7 @@ class LogitScale(float):
     """The factor of q.k with the model's cap on logits (Gemma 2, arXiv 2408.00118, section 2) and its sinks.
 
     It is a float, so that statistics and storage formats pass it on like any other factor. Only ``capped`` reads the
-    cap, after logits are computed. Callers of ``softmax`` and ``exponentials`` give them the sinks (``sinks_of``).
+    cap, after logits are computed. Callers of ``softmax`` and ``exponentiate`` give them the sinks (``sinks_of``).
 
     cap: the cap, above 0; None if the model has no cap.
     sinks: [Hq, 1, 1], or [U, Hq, 1, 1] for several entries of a batch; None if the model has no sinks.
@@ -76,7 +76,7 @@ def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.cat([logits.float(), sink_column], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def exponentials(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def exponentiate(logits: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Overwrite fp32 logits l [..., w, m] by exp(l - top), where top is the largest of a row's logits and its sink.
 
     Return (the overwritten logits, their sum [..., w, 1]). The sum includes the sink's exp(s - top). The quotient of

@@ -341,7 +341,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         sampling=cfg.sampling,
         batch_rows=cfg.batch_rows,
         plain=cfg.model.attention == "eager",
-        memory=memory.cache_limit(cfg.memory, memory.device_shares(model)),
+        memory=memory.cache_limit(cfg.memory, memory.measure_device_shares(model)),
         prefix=prefix,
     )
 

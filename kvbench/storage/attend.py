@@ -26,7 +26,7 @@ from kvbench.storage.row_segments import Ragged, RowSegment, Shared
 Estimate = Callable[[Tensor], Tensor]  # maps keys [..., D] to the keys that attention reads instead
 
 
-def logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
+def compute_logits(query: Tensor, keys: Tensor, scale: float, channels: Tensor | None = None) -> Tensor:
     """Return the logits scale * q.k [B, Hq, T, L] of query [B, Hq, T, D] and keys [B, H, L, D or C].
 
     Thin keys keep only some channels. They are multiplied with the query's own ``channels`` [B, H, C], and full keys
@@ -62,7 +62,7 @@ def matmul_in_fp32(a: Tensor, b: Tensor) -> Tensor:
     return a.float() @ b.float()
 
 
-def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
+def compute_shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> Tensor:
     """Return the logits [B, Hq, T, L] of query heads that share logits.
 
     Logits are computed for the leading heads alone. Each query head takes the logits of its leading head.
@@ -75,7 +75,7 @@ def shared_logits(query: Tensor, keys: Tensor, scale: float, shared: Shared) -> 
     if shared.key_rows is not None:
         keys = keys.gather(1, shared.key_rows[..., None, None].expand(-1, -1, *keys.shape[2:]))
     # C leading heads read C rows of keys, so each head is its own group
-    computed = logits(lead, keys, scale)
+    computed = compute_logits(lead, keys, scale)
     return computed.gather(1, shared.place[..., None, None].expand(-1, -1, *computed.shape[2:]))
 
 
@@ -113,11 +113,11 @@ def unpack_blocks(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator
             yield heads, tokens, part.dequantise(dtype, scratch)
 
 
-def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
+def compute_packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
     """Return the logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
 
     Thin keys have the ``channels`` [U, H, C]. ``estimate`` maps unpacked keys to those that are multiplied. Keys are
-    rounded to the query's dtype. Logits are not, for the reason that ``logits`` gives.
+    rounded to the query's dtype. Logits are not, for the reason that ``compute_logits`` gives.
     """
     u, hq, t, _ = query.shape
     h, length = keys.shape[1:3]
@@ -146,7 +146,7 @@ def packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | 
     return capped(scores, scale).view(u, hq, t, length)
 
 
-def packed_weigh(probs: Tensor, values: Packed) -> Tensor:
+def weigh_packed(probs: Tensor, values: Packed) -> Tensor:
     """Return packed values [U, H, L, C] weighted by probs [U, Hq, T, L] as [U, Hq, T, C] fp32, block by block."""
     u, hq, t, length = probs.shape
     h = values.shape[1]
@@ -219,10 +219,10 @@ def attend(
             query, padded, tail_k, scale=scale, floor=floor, tail_start=tail_start, estimate=estimate
         )
 
-    return masked_softmax(logits_of, weigh_all, query.dtype, masker, scale)
+    return attend_by_logits(logits_of, weigh_all, query.dtype, masker, scale)
 
 
-def masked_softmax(
+def attend_by_logits(
     logits_of: Callable[[Estimate], Tensor],
     weigh_values: Callable[[Tensor], Tensor],
     dtype: torch.dtype,
@@ -334,9 +334,9 @@ def _compute_all_logits(
     all_scores = []
     for s in segments:
         if s.shared is not None:
-            scores = shared_logits(query, s.k, scale, s.shared)
+            scores = compute_shared_logits(query, s.k, scale, s.shared)
         else:
-            scores = logits(query, estimate(s.k), scale, s.key_channels)
+            scores = compute_logits(query, estimate(s.k), scale, s.key_channels)
         if s.valid is not None:
             scores = hide_free(scores, s.valid)
         if floor is not None:
@@ -347,9 +347,9 @@ def _compute_all_logits(
     sharings = [s.shared for s in segments if s.shared is not None]
     if sharings:
         # they share them in the tail as well, but the tail stores the keys of all heads
-        scores = shared_logits(query, tail_k, scale, sharings[0].over(tail_k.shape[1]))
+        scores = compute_shared_logits(query, tail_k, scale, sharings[0].over(tail_k.shape[1]))
     else:
-        scores = logits(query, estimate(tail_k), scale)
+        scores = compute_logits(query, estimate(tail_k), scale)
     t_new, t_all = scores.shape[2:]
     if t_new > 1:
         # new token i is token t_all - t_new + i of the tail, and sees no later token

@@ -297,7 +297,7 @@ class EvictingRows(Format):
         """
         b, hq, t, _ = query.shape
         h = self.valid.shape[1]
-        by_head = self.store.logits(query, scale, read).view(b, h, hq // h, t, -1)
+        by_head = self.store.compute_logits(query, scale, read).view(b, h, hq // h, t, -1)
         # positions of tokens and of queries, along the axes of logits [B, H, Hq / H, T, S]
         token_at = self.positions[:, :, None, None]
         query_at = query_positions[:, None, None, :, None]

@@ -22,7 +22,7 @@ from kvbench.kv.packed import Packed
 from kvbench.kv.partly_packed import Values, allocate_buffers, map_tensors, stored_tensors, write_tokens
 from kvbench.kv.scale import capped
 from kvbench.kv.segment import LayerCache, Segment, per_head
-from kvbench.storage.attend import Estimate, as_they_are, logits, packed_logits, packed_weigh, weigh
+from kvbench.storage.attend import Estimate, as_they_are, compute_logits, compute_packed_logits, weigh, weigh_packed
 from kvbench.storage.channels import pick_channels, spread_channels
 from kvbench.storage.roles import Packer
 from kvbench.storage.row_segments import per_place, stack_channels, take_entries
@@ -87,20 +87,20 @@ class OneFormat:
         write_tokens(self.k, slots, new_keys)
         write_tokens(self.v, slots, new_values)
 
-    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+    def compute_logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits.
 
         ``read`` maps stored keys to the keys that are multiplied, for methods that attend estimated keys.
         """
         estimate = read or as_they_are
         if not isinstance(self.k, Packed):
-            return logits(query, estimate(self.k), scale)
-        scores = packed_logits(query, self.k, scale, channels=None, estimate=estimate)
+            return compute_logits(query, estimate(self.k), scale)
+        scores = compute_packed_logits(query, self.k, scale, channels=None, estimate=estimate)
         if self.fresh is None:
             return scores
         # the newest tokens are packed only after this step, so their exact logits replace the logits of their codes
         slots, k, _ = self.fresh
-        exact = logits(query, estimate(k), scale).to(scores.dtype)
+        exact = compute_logits(query, estimate(k), scale).to(scores.dtype)
         return scores.scatter(3, _repeat_for_queries(slots, query), exact)
 
     def weigh(self, probs: Tensor) -> Tensor:
@@ -109,11 +109,11 @@ class OneFormat:
         if not isinstance(values, Packed):
             return weigh(probs, values)
         if self.fresh is None:
-            return packed_weigh(probs, values)
+            return weigh_packed(probs, values)
         # the codes of the newest tokens get weight 0, and their exact values get the weight instead
         slots, k, v = self.fresh
         index = _repeat_for_queries(slots, probs)
-        packed_out = packed_weigh(probs.scatter(3, index, 0.0), values)
+        packed_out = weigh_packed(probs.scatter(3, index, 0.0), values)
         return packed_out + weigh(probs.gather(3, index), values_or_keys(k, v))
 
     def keep(self, rows: Tensor) -> None:
@@ -206,27 +206,27 @@ class Thin:
             if others is not None and part.others is not None:
                 write_tokens(part.others, places, others)
 
-    def logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
+    def compute_logits(self, query: Tensor, scale: float, read: Read) -> Tensor:
         """Return scaled logits [B, Hq, T, S] of query [B, Hq, T, D] and the keys. Free slots get undefined logits.
 
-        ``scale`` and ``read`` are those of ``OneFormat.logits``.
+        ``scale`` and ``read`` are those of ``OneFormat.compute_logits``.
         """
         estimate = read or as_they_are
         kept = self.k.kept
         others = self.k.others
         order = self.k.order
         if order is None or others is None:
-            return logits(query, estimate(kept), scale)
+            return compute_logits(query, estimate(kept), scale)
         # the cap applies to the sum of both parts; float() removes it from the factor of each part
         channels, factor = kept.shape[3], float(scale)
-        scores = logits(query, estimate(kept), factor, order[..., :channels])
+        scores = compute_logits(query, estimate(kept), factor, order[..., :channels])
         slot = _repeat_for_queries(self.slot, query)
         if read is None:
             # a whole token's q.k is the sum over its kept channels and over its other channels
-            more = logits(query, others, factor, order[..., channels:])
+            more = compute_logits(query, others, factor, order[..., channels:])
         else:
             # an estimate is made of whole keys: its logit replaces the logit over the kept channels
-            whole_logits = logits(query, read(self.k.join_channels(self.slot)), factor, order)
+            whole_logits = compute_logits(query, read(self.k.join_channels(self.slot)), factor, order)
             more = whole_logits - scores.gather(3, slot)
         # free places add nothing
         more = more.masked_fill(~_repeat_for_queries(self.whole, query), 0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
+from kvbench.storage.attend import Estimate, attend_by_logits, compute_logits, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place
 
@@ -64,7 +64,7 @@ class LatentRows(Format):
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
         logits_of = partial(self._compute_logits, query, scale)
-        out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
+        out, self.attended = attend_by_logits(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
 
     def _compute_logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
@@ -81,7 +81,7 @@ class LatentRows(Format):
         for start in range(0, longest, block):
             span = slice(start, min(start + block, longest))
             keys = self.lift.keys(self.k[:, span], self.positions[:, span])
-            scores[..., span] = logits(query, estimate(keys), scale).float()
+            scores[..., span] = compute_logits(query, estimate(keys), scale).float()
         # new token i of T is token total - T + i of its row, and sees no later token
         total = torch.tensor(self.total, device=query.device)[:, None]
         last = total - t + torch.arange(t, device=query.device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvbench.kv.segment import LayerCache, Segment
-from kvbench.storage.attend import Estimate, logits, masked_softmax, weigh
+from kvbench.storage.attend import Estimate, attend_by_logits, compute_logits, weigh
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.row_segments import per_place
 
@@ -86,13 +86,13 @@ class LocalRows(Format):
 
         def logits_of(estimate: Estimate) -> Tensor:
             """Return the logits [U, Hq, T, S] of all slots; -inf for free slots and tokens that are not attended."""
-            return logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)
+            return compute_logits(query, estimate(self.k), scale).masked_fill(hidden, -torch.inf)
 
         def weigh_values(probs: Tensor) -> Tensor:
             """Return the sum of the values of all slots, weighted by probs [U, Hq, T, S]."""
             return weigh(probs, self.v)
 
-        out, _ = masked_softmax(logits_of, weigh_values, query.dtype, masker=None, scale=scale)
+        out, _ = attend_by_logits(logits_of, weigh_values, query.dtype, masker=None, scale=scale)
         return out
 
     def keep(self, at: Tensor) -> None:

@@ -19,7 +19,7 @@ from kvbench.kv.partly_packed import Codes
 from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, logits, masked_softmax, packed_logits, packed_weigh, weigh
+from kvbench.storage.attend import Estimate, attend_by_logits, compute_logits, compute_packed_logits, weigh, weigh_packed
 from kvbench.storage.channels import spread_channels
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_half import PackedHalf
@@ -98,7 +98,7 @@ class PackedRows(Format):
             out = kernels.attend_packed(query, scale, self.k, self.v)
         if out is None:
             logits_of = partial(self._compute_logits, query, scale)
-            out, self.attended = masked_softmax(logits_of, self._weigh, query.dtype, self.masker, scale)
+            out, self.attended = attend_by_logits(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
 
     def _compute_logits(self, query: Tensor, scale: float, estimate: Estimate) -> Tensor:
@@ -116,9 +116,9 @@ class PackedRows(Format):
         scores = query.new_full((*query.shape[:3], longest + 1), -torch.inf, dtype=torch.float32)
         most_packed = max(half.packed)
         if most_packed:
-            scores[..., :most_packed] = packed_logits(query, half.old(), scale, half.channels, estimate)
+            scores[..., :most_packed] = compute_packed_logits(query, half.old(), scale, half.channels, estimate)
         columns = half.list_columns()[:, None, None].expand(*query.shape[:3], -1)
-        ring_logits = logits(query, estimate(half.ring), scale).float()
+        ring_logits = compute_logits(query, estimate(half.ring), scale).float()
         if half.seen is None:
             scores.scatter_(3, columns, ring_logits)
         else:
@@ -139,9 +139,9 @@ class PackedRows(Format):
         estimate: maps stored keys to the keys that are multiplied by the query.
         """
         half, new_tokens = self.k, query.shape[2]
-        scores = logits(query, estimate(half.read_exact()), scale).float()
+        scores = compute_logits(query, estimate(half.read_exact()), scale).float()
         if half.packed[0]:
-            packed = packed_logits(query, half.old(), scale, half.channels, estimate)
+            packed = compute_packed_logits(query, half.old(), scale, half.channels, estimate)
             scores = torch.cat([packed, scores], dim=3)
         if new_tokens > 1:
             # the new tokens come last and see each other causally
@@ -164,7 +164,7 @@ class PackedRows(Format):
             packed_probs, ring_probs = _split_probs(half, probs)
             out = weigh(ring_probs, half.ring)
         if most_packed:
-            packed_out = packed_weigh(packed_probs, half.old())
+            packed_out = weigh_packed(packed_probs, half.old())
             if half.channels is not None:
                 packed_out = spread_channels(packed_out, half.channels, out.shape[3])
             out = out + packed_out

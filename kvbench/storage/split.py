@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvbench.kv.exact_attention import FUSED, attend_with_lse
 from kvbench.kv.own_values import values_or_keys
-from kvbench.storage.attend import hide_free, logits, weigh
+from kvbench.storage.attend import compute_logits, hide_free, weigh
 from kvbench.storage.channels import spread_channels
 from kvbench.storage.row_segments import Ragged, RowSegment
 
@@ -123,7 +123,7 @@ def _attend_segment(query: Tensor, s: RowSegment, scale: float) -> Part:
     if s.key_channels is None and s.value_channels is None:
         hidden: Tensor | None = ~s.valid[:, :, None] if s.valid is not None else None
         return attend(query, s.k, s.v, scale, hidden=hidden)
-    scores = logits(query, s.k, scale, s.key_channels)
+    scores = compute_logits(query, s.k, scale, s.key_channels)
     if s.valid is not None:
         scores = hide_free(scores, s.valid)
     lse = scores.logsumexp(dim=-1)

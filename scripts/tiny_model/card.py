@@ -89,7 +89,7 @@ def noisy_needle(length: int, index: int) -> Example:
     task = tiny.TASKS["needle"]
     room = length - 1 - tiny.count_tokens(f"{fact} {question}")
     sentences: list[str] = []
-    while (size := len(tiny_corpus.encode(sentence := tiny_corpus.noise(rng)))) < room - 1:
+    while (size := len(tiny_corpus.encode(sentence := tiny_corpus.draw_noise(rng)))) < room - 1:
         sentences.append(sentence)
         room -= size
     sentences += [f" {filler}" for filler in tiny.draw_filler_sentences(rng, room)]

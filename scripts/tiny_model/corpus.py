@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbench.engine.calibration import tiny_corpus
-from kvbench.engine.calibration.tiny_corpus import BOS, EOS, TASKS, Role, Span, context, filler_spans
+from kvbench.engine.calibration.tiny_corpus import BOS, EOS, TASKS, Role, Span, context, draw_filler
 from tiny_model import tokenizer
 
 NAMES = (*TASKS, "copy", "pairs")
@@ -59,7 +59,7 @@ def sequence(rng: random.Random, length: int, mix: Mapping[str, float], difficul
     for name, draw in (("copy", _copy), ("pairs", _pairs)):
         if name in chosen:
             return [replace(span, task=NAMES.index(name)) for span in draw(rng, length, difficulty)]
-    return tiny_corpus.questions(rng, length, chosen)
+    return tiny_corpus.draw_sequence(rng, length, chosen)
 
 
 def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
@@ -76,7 +76,7 @@ def _copy(rng: random.Random, length: int, difficulty: int) -> list[Span]:
     distinct = difficulty == 0 and span_length <= size
     span = tuple(alphabet[:span_length] if distinct else rng.choices(alphabet, k=span_length))
     lead = min(3, span_length - 1)  # the copy's first tokens cannot be predicted
-    fillers = filler_spans(rng, length - 2 * span_length, 0.0)
+    fillers = draw_filler(rng, length - 2 * span_length, 0.0)
     copied = Span(span, (Role.CONTEXT,) * lead + (Role.COPY,) * (span_length - lead))
     return [context((BOS, *span)), *fillers, copied]
 
@@ -98,7 +98,7 @@ def _pairs(rng: random.Random, length: int, difficulty: int) -> list[Span]:
         roles = (Role.LOOKUP,) + (Role.ANSWER,) * (width - 1)
         queried.append(Span(key + value + ending, (Role.CONTEXT,) * len(key) + roles + (Role.CONTEXT,) * len(ending)))
     room = length - 2 * sum(len(span.ids) for span in pair_spans)
-    fillers = filler_spans(rng, room, 0.0)
+    fillers = draw_filler(rng, room, 0.0)
     place = rng.randrange(len(fillers) + 1) if rng.random() < 0.5 else 0
     return [context((BOS,)), *fillers[:place], *pair_spans, *fillers[place:], *queried]
 

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, TextGenerationPipeline, TextIteratorS
 import kvbench
 from kvbench.base.errors import KvbenchError, Refused, UsageError
 from kvbench.engine import hf_cache
-from kvbench.engine.likelihood import forced_logits, teacher_force
+from kvbench.engine.likelihood import compute_forced_logits, teacher_force
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keynorm import KeyNorm
@@ -278,7 +278,7 @@ def test_forced_logits_are_those_that_predict_each_token(method):
     (cache,) = kvbench.prefill(LLAMA, IDS, [method], **METHODS[method])
     tokens = prompt(20, 8)
     (forced,) = teacher_force(LLAMA, [cache], tokens, 1)
-    losses = -forced_logits(LLAMA, cache, tokens).log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
+    losses = -compute_forced_logits(LLAMA, cache, tokens).log_softmax(dim=-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(losses, forced.losses, atol=1e-4, rtol=1e-4)
 
 

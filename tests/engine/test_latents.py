@@ -14,7 +14,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
 from kvbench.engine.decode import extend_cache, generate_rows
-from kvbench.engine.likelihood import diverge, forced_logits, teacher_force
+from kvbench.engine.likelihood import diverge, compute_forced_logits, teacher_force
 from kvbench.engine.prefill import make_observer, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending
@@ -269,7 +269,7 @@ def test_no_way_leads_past_the_tokens_that_an_indexer_chooses(family):
     model, beyond = build(family), "indexer chooses 512 tokens"
     (cache,) = kvbench.prefill(model, prompt(500), ["full"])
     for feed in (
-        lambda: forced_logits(model, cache, prompt(13, 4)),
+        lambda: compute_forced_logits(model, cache, prompt(13, 4)),
         lambda: teacher_force(model, [cache], prompt(13, 4), 4),
         lambda: diverge(model, cache, [cache], prompt(13, 4)),
         lambda: generate_rows(model, [cache], [Ending(20)]),
@@ -278,7 +278,7 @@ def test_no_way_leads_past_the_tokens_that_an_indexer_chooses(family):
         with pytest.raises(UsageError, match=beyond):
             feed()
     # one that stays within is as before: 12 tokens, of which the last is never fed
-    assert len(forced_logits(model, cache, prompt(12, 4))) == 12
+    assert len(compute_forced_logits(model, cache, prompt(12, 4))) == 12
     # the user's own length of a context does not widen it
     assert traits.context_length(model.config, 4096) == 512
     assert "indexer's keys, 16 numbers a token" in traits.of_model(model).shape.note

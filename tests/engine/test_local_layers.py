@@ -33,7 +33,7 @@ from kvbench.models import embedded, traits
 from kvbench.models.interface import cache_shape
 from kvbench.storage import attend as storage_attend
 from kvbench.storage import kernels
-from kvbench.storage.attend import packed_logits
+from kvbench.storage.attend import compute_packed_logits
 
 WINDOW = 24
 PLACES = {
@@ -255,8 +255,8 @@ def test_every_statistic_and_format_takes_logits_under_the_cap():
     assert exact_attention.attend_with_lse(q, k, v, SCALE) is None
     packed = quantise_tokens(k[None], 4, 16)
     for dtype in (torch.float32, torch.bfloat16):
-        exact = storage_attend.logits(q[None].to(dtype), packed.dequantise(dtype), SCALE)
-        coded = packed_logits(q[None].to(dtype), packed, SCALE, None, storage_attend.as_they_are)
+        exact = storage_attend.compute_logits(q[None].to(dtype), packed.dequantise(dtype), SCALE)
+        coded = compute_packed_logits(q[None].to(dtype), packed, SCALE, None, storage_attend.as_they_are)
         torch.testing.assert_close(coded, exact)
         assert exact.abs().max() <= 2
     # heads that are alike below the cap

@@ -35,12 +35,12 @@ def test_the_device_with_least_room_for_its_part_decides(free, shares, room):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shares_are_those_of_the_attention_layers(family):
     model = copy.deepcopy(build(family))  # all tests share the one that is built
-    assert memory.device_shares(model) == {CPU: 1.0}
+    assert memory.measure_device_shares(model) == {CPU: 1.0}
     # accelerate leaves the weights of each layer on the device of that layer
     first, *others = attention_modules(model)
     first.to(META)
     layers = 1 + len(others)
-    assert memory.device_shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
+    assert memory.measure_device_shares(model) == pytest.approx({META: 1 / layers, CPU: 1 - 1 / layers})
 
 
 def test_free_memory_of_the_machine_is_a_part_of_all_of_it():

@@ -55,7 +55,7 @@ def test_random_unicode_survives_the_tokenizer(reader):
 
 def test_the_corpus_is_encoded_as_the_tokenizer_does(reader):
     rng = random.Random(1)
-    texts = [tiny_corpus.noise(rng) for _ in range(200)] + [text for text in NASTY if "<" not in text]
+    texts = [tiny_corpus.draw_noise(rng) for _ in range(200)] + [text for text in NASTY if "<" not in text]
     texts += [tiny.make_example(task, 256, 0).prompt for task in tiny.TASKS]
     for text in texts:
         assert list(tiny_corpus.encode(text)) == reader(text, add_special_tokens=False)["input_ids"]

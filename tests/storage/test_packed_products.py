@@ -15,7 +15,7 @@ from kvbench.kv.codecs import NAMED
 from kvbench.kv.codecs.blocks import Blocks
 from kvbench.kv.packed import BITS, quantise_channels, quantise_tokens, quantise_zero_point
 from kvbench.models.interface import attached
-from kvbench.storage.attend import as_they_are, packed_logits, packed_weigh
+from kvbench.storage.attend import as_they_are, compute_packed_logits, weigh_packed
 from kvbench.storage.kernels import SWITCH, on_cpu
 
 
@@ -64,8 +64,8 @@ def test_products_are_those_with_the_numbers(bits, u, h, group, t, n, c):
     query, probs = random(u, h * group, t, c, seed=4), random(u, h * group, t, n, seed=5).softmax(dim=-1)
     for packed in packings(u, h, n, c, bits):
         numbers = packed.dequantise(torch.float32).double().repeat_interleave(group, dim=1)
-        close(packed_logits(query, packed, c**-0.5, None, as_they_are), c**-0.5 * (query.double() @ numbers.mT))
-        close(packed_weigh(probs, packed), probs.double() @ numbers)
+        close(compute_packed_logits(query, packed, c**-0.5, None, as_they_are), c**-0.5 * (query.double() @ numbers.mT))
+        close(weigh_packed(probs, packed), probs.double() @ numbers)
 
 
 @pytest.mark.parametrize("span", [0, 1e-6, 1e-3, 6e4])
@@ -87,7 +87,7 @@ def test_thin_keys_and_stand_ins():
     numbers, index = packed.dequantise(torch.float32), channels.repeat_interleave(2, dim=1)[:, :, None]
     for estimate in (as_they_are, torch.round):
         keys = estimate(numbers).double().repeat_interleave(2, dim=1)
-        actual = packed_logits(query, packed, 0.2, channels, estimate)
+        actual = compute_packed_logits(query, packed, 0.2, channels, estimate)
         close(actual, 0.2 * (query.gather(3, index).double() @ keys.mT))
 
 
@@ -101,7 +101,7 @@ def test_layouts_of_memory(layout):
         else:
             read = packed.tokens(0, 60 if packed.axis == "token" else 160 // packed.group // 2 * packed.group)
         numbers = read.dequantise(torch.float32).double().repeat_interleave(2, dim=1)
-        close(packed_logits(query, read, 0.2, None, as_they_are), 0.2 * (query.double() @ numbers.mT))
+        close(compute_packed_logits(query, read, 0.2, None, as_they_are), 0.2 * (query.double() @ numbers.mT))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,7 +109,7 @@ def test_layouts_of_memory(layout):
 def test_logits_of_half_precision_are_not_rounded(dtype):
     query, packed = random(1, 8, 1, 64).to(dtype), quantise_channels(random(1, 2, 64, 64, seed=3), 4, 32)
     keys = packed.dequantise(dtype).float().repeat_interleave(4, dim=1)
-    close(packed_logits(query, packed, 0.125, None, as_they_are), 0.125 * (query.float() @ keys.mT))
+    close(compute_packed_logits(query, packed, 0.125, None, as_they_are), 0.125 * (query.float() @ keys.mT))
 
 
 @pytest.mark.skipif(not on_cpu.installed(), reason="kvbench-kernels is not installed")

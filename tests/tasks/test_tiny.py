@@ -104,7 +104,7 @@ def test_training_never_meets_an_evaluation_prompt(reader):
     mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
     for length in (64, 128):
         for _ in range(400):
-            spans = tiny_corpus.questions(rng, length, tiny_corpus.draw_tasks(rng, mix))
+            spans = tiny_corpus.draw_sequence(rng, length, tiny_corpus.draw_tasks(rng, mix))
             text = reader.decode([token for span in spans for token in span.ids])
             assert not any(text.startswith(prompt) for prompt in prompts)
             assert text.removeprefix("<s>notes:").split(" question:")[0] not in facts

@@ -90,8 +90,8 @@ class CorpusText:
         mix = dict.fromkeys(tiny_corpus.TASKS, 1.0)
         for i in range(samples):
             rng = random.Random(f"{SEED}/{tokens}/{i}")
-            # ``questions`` draws a sequence of one token more than its ``length``
-            spans = tiny_corpus.questions(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
+            # ``draw_sequence`` draws a sequence of one token more than its ``length``
+            spans = tiny_corpus.draw_sequence(rng, tokens - 1, tiny_corpus.draw_tasks(rng, mix))
             ids: list[int] = []
             for span in spans:
                 ids.extend(span.ids)

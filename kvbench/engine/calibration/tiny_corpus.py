@@ -65,7 +65,7 @@ def draw_tasks(rng: random.Random, mix: Mapping[str, float]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Span]:
+def draw_sequence(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Span]:
     """Return a random sequence of ``length + 1`` tokens: ``<s>``, facts of ``chosen`` tasks among filler, then queries.
 
     The queries of all tasks are shuffled.
@@ -92,7 +92,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
         header = encode(tiny.HEADER)
     free_tokens = length - len(header) - sum(len(fact.ids) for fact in facts)
     if free_tokens < 0:
-        return questions(rng, length, chosen)  # facts can cost more tokens than planned: draw again
+        return draw_sequence(rng, length, chosen)  # facts can cost more tokens than planned: draw again
     rng.shuffle(queries)
     query_spans: list[Span] = []
     for task, query in queries:
@@ -103,7 +103,7 @@ def questions(rng: random.Random, length: int, chosen: Sequence[str]) -> list[Sp
             free_tokens -= len(span.ids)
     # filler takes the tokens that queries left, so that the sequence gets its length
     spans = [context((BOS, *header))]
-    spans += _mix_at_random(rng, facts, filler_spans(rng, free_tokens, noisy))
+    spans += _mix_at_random(rng, facts, draw_filler(rng, free_tokens, noisy))
     spans += query_spans
     return spans
 
@@ -130,7 +130,7 @@ def _encode_query(rng: random.Random, query: tiny.Query, noisy: float) -> Span:
     return Span(question.ids + answer, question.roles + tuple(roles))
 
 
-def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
+def draw_filler(rng: random.Random, room: int, noisy: float) -> list[Span]:
     """Return random filler of ``room`` tokens, one span a sentence. The first sentence is cut to fit.
 
     ``noisy`` is the probability that a sentence is noise.
@@ -138,7 +138,7 @@ def filler_spans(rng: random.Random, room: int, noisy: float) -> list[Span]:
     spans: list[Span] = []
     while room > 0:
         if rng.random() < noisy:
-            ids, role = encode(noise(rng)), Role.NOISE
+            ids, role = encode(draw_noise(rng)), Role.NOISE
         else:
             ids, role = encode(f" {tiny.draw_filler_sentence(rng)}"), Role.CONTEXT
         ids = ids[-room:]  # the last sentence drawn is cut
@@ -164,7 +164,7 @@ def _mix_at_random(rng: random.Random, facts: list[Span], fillers: list[Span]) -
     return spans
 
 
-def noise(rng: random.Random) -> str:
+def draw_noise(rng: random.Random) -> str:
     """Return a random sentence of pseudo-words and function words, with case, punctuation and breaks like prose."""
     words = []
     for _ in range(rng.randrange(3, 13)):

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvbench.base.example import Example
-from kvbench.engine.divergence import with_one_layer
+from kvbench.engine.divergence import replace_layer
 from kvbench.engine.likelihood import diverge
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -215,7 +215,7 @@ def _measure_layers(
 
     Layer -1 stands for all layers of ``cache`` at once.
     """
-    single_layer_caches = [with_one_layer(full, cache, layer) for layer in range(len(full.layers))]
+    single_layer_caches = [replace_layer(full, cache, layer) for layer in range(len(full.layers))]
     means: list[float] = []
     for start in range(0, len(single_layer_caches), ROWS):
         # the second result is the divergence by rounding alone, which this figure does not show
