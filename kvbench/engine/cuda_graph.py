@@ -105,6 +105,7 @@ class Graph:
         self.place = torch.zeros(1, dtype=torch.int64, device=batch.with_keys[0].next.device)
         if batch.with_states:
             raise KvbenchError("no graph of a decode step: layers hold states, which move; step=plain runs it")
+        # only some families, such as Llama 4, have this setting
         if getattr(model.config, "attn_temperature_tuning", False):
             raise KvbenchError("no graph of a decode step: queries are scaled by their position; step=plain runs it")
         self.layers: list[StillLayer] = []

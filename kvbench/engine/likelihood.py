@@ -186,7 +186,7 @@ def _force(
     caches: Sequence[PromptCache],
     ids: Tensor,
     chunk: int,
-    on_logits: Callable[[int, Tensor], None] = lambda start, logits: None,
+    on_logits: Callable[[int, Tensor], None] | None = None,
     alone: bool = False,
 ) -> list[Forced]:
     """Feed ``ids`` [T] after each cache, all caches in one batch, and return the result of each without divergence.
@@ -194,7 +194,7 @@ def _force(
     All chains must change the model alike, since the batch runs in one adapted model.
 
     chunk: how many tokens are fed at a time.
-    on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens.
+    on_logits: called with each chunk's first index and the logits [B, t, V] after its tokens; None: nothing is called.
     alone: True if the tokens of a chunk are read and packed as if each came alone.
     """
     chain, prompt_tokens = caches[0].chain, caches[0].seen
@@ -219,7 +219,8 @@ def _force(
             # logits after token i predict token i + 1
             scored = slice(start + 1, start + 1 + len(chunk_ids))
             losses[:, scored] = _compute_losses(logits, ids[scored])
-            on_logits(start, logits)
+            if on_logits is not None:
+                on_logits(start, logits)
     compressed_layers = select_compressed(batch.with_keys)
     # a list for each row, of the most tokens of a head by layer: the transpose of [layers, B]
     tokens_by_row = torch.stack([layer.held() for layer in compressed_layers]).T.tolist()

@@ -28,8 +28,9 @@ def read_token_count(key: str, value: Any) -> int:
     Scalars of torch or NumPy are taken as well. Raises UsageError for anything else, and for numbers below 1.
     """
     count = value
+    # only scalars of torch or NumPy have ``tolist``, which makes plain numbers of them
     if hasattr(value, "tolist"):
-        count = value.tolist()  # a scalar of torch or NumPy becomes a plain number
+        count = value.tolist()
     check(key, value, is_whole(count) and 1 <= count <= MOST_TOKENS, f"a whole number, 1 to {MOST_TOKENS}")
     return int(count)
 
@@ -80,6 +81,7 @@ def warn_beyond_context(model: PreTrainedModel, tokens: int, stacklevel: int) ->
 
     ``stacklevel`` is that of ``warnings.warn``, counted from the caller: 1 names the caller's own line.
     """
+    # some families have no such number
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and tokens > limit:
         text = f"prompt and new tokens are {tokens}, more than the {limit} that the model was made for"

@@ -39,6 +39,7 @@ def process_memory(key: str) -> int:
 
     VmRSS counts the bytes resident now, VmHWM the most that were ever resident, VmData the process's own data.
     """
+    # a line of this file is "VmRSS:   12345 kB"; other systems than Linux have no such file
     status = Path("/proc/self/status")
     lines: list[str] = []
     if status.exists():

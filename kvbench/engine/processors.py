@@ -28,9 +28,10 @@ def limit_to_quota(processors: int, control_group: Path = CONTROL_GROUP) -> int:
     for quota_file, period_file in (("cpu.max", "cpu.max"), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         # the files of the other version are missing (OSError); without a quota the file says "max" (ValueError)
         with suppress(OSError, ValueError):
-            # microseconds of processor time in each period
+            # microseconds of processor time in each period, the first number of its file
             quota = int((control_group / quota_file).read_text().split()[0])
             if quota > 0:  # version 1 writes -1 for no quota
+                # the last number of its file
                 period = int((control_group / period_file).read_text().split()[-1])
                 count = min(count, quota / period)
     return max(1, int(count))

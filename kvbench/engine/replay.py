@@ -54,7 +54,8 @@ class ReplayLayer(KvbenchLayer):
     def __init__(self, k: Tensor, v: Tensor, span: tuple[int, int], sinks: int) -> None:
         super().__init__()
         self.k, self.v, self.span = k, v, span
-        self.sinks = min(sinks, span[0])  # a sink that the pass repeats counts once
+        span_start, _ = span
+        self.sinks = min(sinks, span_start)  # a sink that the pass repeats counts once
         self.received: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:

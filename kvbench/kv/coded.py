@@ -45,10 +45,10 @@ class Codec(ABC):
     def __str__(self) -> str:
         # error messages name a codec by the settings that differ from its defaults
         settings = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value != f.default:
-                settings.append(f"{f.name}={value}")
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                settings.append(f"{setting.name}={value}")
         return f"{type(self).__name__}({', '.join(settings)})"
 
     @abstractmethod

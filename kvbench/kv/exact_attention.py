@@ -80,7 +80,7 @@ def column_sums(
     hk, m = keys.shape[:2]
     # the first query is that of token m - w
     group, n_earlier = hq // hk, m - w
-    heads_at_once, block_queries = _divide_columns(query, keys, block_bytes)
+    heads_at_once, block_queries = _choose_block_size(query, keys, block_bytes)
     q = query.float() * scale
     k = keys.float()
     if lse is not None:
@@ -116,7 +116,7 @@ def column_sums(
     return sums.view(hq, m)
 
 
-def _divide_columns(query: Tensor, keys: Tensor, block_bytes: int | None) -> tuple[int, int]:
+def _choose_block_size(query: Tensor, keys: Tensor, block_bytes: int | None) -> tuple[int, int]:
     """Return (kv heads, queries) of a block in which ``column_sums`` computes rows, at least one of each.
 
     block_bytes: the most bytes of a block's rows, which are fp32. None: a GPU takes BLOCK_BYTES for all heads, a CPU

@@ -43,8 +43,9 @@ class PagesFreed:
         if not known or len(known) < len(records):
             return None
         record_weights = weights or [1] * len(known)
+        # each field is a share of its own
         means = {}
-        for f in fields(cls):
-            total = sum(weight * getattr(record, f.name) for weight, record in zip(record_weights, known, strict=True))
-            means[f.name] = total / sum(record_weights)
+        for share in fields(cls):
+            weighted = [w * getattr(record, share.name) for w, record in zip(record_weights, known, strict=True)]
+            means[share.name] = sum(weighted) / sum(record_weights)
         return cls(**means)

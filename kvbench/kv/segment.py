@@ -134,7 +134,8 @@ class Segment:
         if codes is not None:
             codes = replace(codes, k=codes.k.map(_without_storage), v=codes.v.map(_without_storage))
         if latents is not None:
-            latents = (_without_storage(latents[0]), _without_storage(latents[1]))
+            key_latents, value_latents = latents
+            latents = (_without_storage(key_latents), _without_storage(value_latents))
         return replace(
             self,
             k=_without_storage(self.k),
@@ -316,5 +317,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     for t in tensors:
         storage = t.untyped_storage()
         # an empty storage has no address (0); the address of the storage object then identifies it
-        bytes_by_storage[storage.data_ptr() or storage._cdata] = storage.nbytes()
+        address = storage.data_ptr() or storage._cdata
+        bytes_by_storage[address] = storage.nbytes()
     return sum(bytes_by_storage.values())

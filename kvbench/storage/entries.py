@@ -218,8 +218,11 @@ def attend_groups(query: Tensor, groups: Sequence[tuple[Entries, Callable[[Tenso
     ``groups`` are pairs (entries, attend). ``attend`` maps the entries' queries [U, Hq, T, D], or [U, group, T, D] for
     single heads, to their attention, which has the same shape.
     """
-    if len(groups) == 1 and groups[0][0].everything:
-        return groups[0][1](query)
+    if len(groups) == 1:
+        entries, attend = groups[0]
+        if entries.everything:
+            # the entries are all rows in order, so their outputs need not be copied to their places
+            return attend(query)
     out = torch.empty_like(query)
     for entries, attend in groups:
         entries.write(out, attend(entries.select_queries(query)))

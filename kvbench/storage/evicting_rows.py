@@ -77,7 +77,7 @@ class EvictingRows(Format):
         self.recent = RecentQueries(caches, evictor.queries) if evictor.every else None
         self.budget = torch.tensor([_find_budgets(row, evictor, room) for row in rows], device=device)[:, :, None]
         self.most = torch.tensor([cache.tokens for cache in caches], device=device)
-        self._set_numbers([cache.prompt_tokens for cache in caches], device)
+        self._set_prompt_numbers([cache.prompt_tokens for cache in caches], device)
         # a prompt that was kept whole may hold more tokens than the budget that applies from now on
         size = max(int(self.budget.max()), max(cache.tokens for cache in caches))
         self.positions = torch.zeros(b, h, size, dtype=torch.int32, device=device)
@@ -95,7 +95,7 @@ class EvictingRows(Format):
             for s in segments:
                 used_slots = self._load(row, s, used_slots)
 
-    def _set_numbers(self, prompt_tokens: Sequence[int], device: torch.device) -> None:
+    def _set_prompt_numbers(self, prompt_tokens: Sequence[int], device: torch.device) -> None:
         """Set ``n``, ``counts`` and ``unattended_distance``, which follow from the length of each row's prompt."""
 
         def stack_numbers(numbers: Sequence[int]) -> Tensor:

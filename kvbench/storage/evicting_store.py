@@ -314,7 +314,8 @@ class StoredPart:
 
         ``thin`` has (thin tokens, their channels [H, C] or None for all) of each row.
         """
-        first = thin[0][0]
+        # the rows have one format, so the first shows the dtype and the number of kept channels
+        first, _ = thin[0]
         self.kept = first.new_zeros(len(thin), heads, size, first.shape[2])
         self.channels = stack_channels([channels for _, channels in thin])
         self.places = places

@@ -153,9 +153,14 @@ class PackedHalf:
         return token.masked_fill((token < first_exact) | (token < 0), max(self.total))
 
     @property
+    def even(self) -> bool:
+        """True if all rows hold equally many tokens, and equally many packed tokens."""
+        return len(set(self.total)) == 1 and len(set(self.packed)) == 1
+
+    @property
     def alike(self) -> bool:
-        """True if rows hold equally many tokens and packed tokens, and all queries see the same tokens as packed."""
-        return self.seen is None and len(set(self.total)) == len(set(self.packed)) == 1
+        """True if rows are ``even``, and all queries see the same tokens as packed."""
+        return self.seen is None and self.even
 
     def read_exact(self) -> Tensor:
         """Return the exact tokens [U, H, L - Lq, D] in order. The rows must be ``alike``."""
@@ -185,8 +190,8 @@ class PackedHalf:
         """Return the rows that have exact tokens to pack, because ``residual`` no longer keeps them exact."""
         if not self.grows:
             return ()
-        if len(set(self.total)) == len(set(self.packed)) == 1:
-            # rows of a batch are often alike: one comparison then replaces hundreds in every layer
+        if self.even:
+            # rows of a batch often are: one comparison then replaces hundreds in every layer
             if self.residual.packed(self.total[0]) > self.packed[0]:
                 return range(len(self.total))
             return ()

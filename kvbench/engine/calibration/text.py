@@ -101,8 +101,8 @@ class CorpusText:
 CalibrationText = FileText | CorpusText
 
 
-def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationText:
-    """Return the text to calibrate on: the user's file ``given``, else the tiny model's corpus, else WikiText-2.
+def find(own_corpus: bool, user_file: str | None, data: str | None) -> CalibrationText:
+    """Return the text to calibrate on: the user's file ``user_file``, else the tiny model's corpus, else WikiText-2.
 
     WikiText-2's train split is read below the data folder ``data``. If only the valid split is there, its first 80 %
     are read. The test split is never read, because results are measured on it. Raises UsageError, with the ways to get
@@ -110,11 +110,11 @@ def find(own_corpus: bool, given: str | None, data: str | None) -> CalibrationTe
 
     own_corpus: True for the tiny model, which is calibrated on its own corpus.
     """
-    if given:
-        path = Path(given).expanduser()
-        content = read_text(path, f"calibration_text={given}")
+    if user_file:
+        path = Path(user_file).expanduser()
+        content = read_text(path, f"calibration_text={user_file}")
         if not content.strip():
-            raise UsageError(f"calibration_text={given} is empty")
+            raise UsageError(f"calibration_text={user_file} is empty")
         return FileText(f"the file {path.name}", content)
     if own_corpus:
         return CorpusText()
