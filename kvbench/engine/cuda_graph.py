@@ -64,6 +64,7 @@ class StillLayer(KvbenchLayer):
         self.newest = (k, v)
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return the attention [B, Hq, 1, D] of the newest token over segments, the tail's older tokens, and itself."""
         newest_k, newest_v = self.newest
         keys, values = self.rows.room(newest_k, newest_v)
         # older [slots] marks the tail's older tokens, because the newest token is attended apart

@@ -50,6 +50,7 @@ class RowLayer(KvbenchLayer):
         self._answered = False  # whether the layer itself has attended the newest tokens
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Store new tokens k, v [B, Hk, T, D] of all rows. The first of them is at the position ``next``."""
         tokens = k.shape[2]
         positions = self.next[:, None] + torch.arange(tokens, device=k.device)
         if self.lift is not None:

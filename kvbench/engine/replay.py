@@ -59,6 +59,7 @@ class ReplayLayer(KvbenchLayer):
         self.received: Tensor | None = None
 
     def add(self, k: Tensor, v: Tensor) -> None:
+        """Take the keys and values [1, Hk, t, D] of the pass's own tokens, which follow the prompt."""
         self.own_k, self.own_v = k[0], v[0]
         self.seen = self.k.shape[1] + k.shape[2]
 

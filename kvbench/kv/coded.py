@@ -212,6 +212,7 @@ class Coded(Packed):
         return self.holding([t.flatten(0, -3) for t in self.payload()], frozen)
 
     def pack_more(self, x: Tensor, pack: Callable[..., Packed], rows: Sequence[int] | None = None) -> Packed:
+        """Return new tokens x packed like these, under the frozen scales of their rows."""
         frozen = self.frozen
         if frozen is None:
             return pack(x)
@@ -230,6 +231,7 @@ class Coded(Packed):
         return self.codec.decode(self.tensors, self.codec.coded_channels(self.size), self.frozen).to(dtype)
 
     def dequantise(self, dtype: torch.dtype, scratch: Tensor | None = None) -> Tensor:
+        """Return the values [..., L, C] in ``dtype``, rotated back out of the codec's basis."""
         rotation = self.rotation
         if rotation is None:
             return self.rotated(dtype)

@@ -88,6 +88,7 @@ class Shape:
     sharing_layers: int = 0
 
     def __post_init__(self) -> None:
+        """Raise UsageError if a number is not possible, by itself or beside the others."""
         has_local = bool(self.local_layers or self.window)
         may_be_zero = set(MAY_BE_ZERO)
         if not has_local:

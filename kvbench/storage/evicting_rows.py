@@ -124,6 +124,7 @@ class EvictingRows(Format):
 
     @classmethod
     def head_sizes(cls, row: StoredRow) -> Sequence[int] | None:
+        """Return the budget of each head if heads are stored apart, because their budgets differ; else None."""
         # a method that chooses again reads all heads of a row together
         if row.evictor is None or row.evictor.every:
             return None
@@ -308,6 +309,7 @@ class EvictingRows(Format):
         return softmax(by_head.masked_fill(hidden, -torch.inf).view(b, hq, t, -1), sinks_of(scale))
 
     def keep(self, at: Tensor) -> None:
+        """Drop all rows except the ascending indices ``at``."""
         if self.recent is not None:
             self.recent.keep(at)
         self.budget = self.budget[at]

@@ -113,6 +113,7 @@ class ExactRows(Format):
         return (row.masker,)
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Write new tokens k, v [B, Hk, T, D] into the tail. Their positions follow from ``starts``."""
         keys, values = self.room(k, v, tokens=k.shape[2])
         span = slice(self.used, self.used + k.shape[2])
         # the step's tokens follow the earlier ones directly
@@ -150,6 +151,7 @@ class ExactRows(Format):
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return attention [B, Hq, T, D] of the newest T tokens over segments and tail, and set ``attended``."""
         # fp32 on a CPU is attended in parts, unless Triton's interpreter runs the kernels of a GPU there
         if self.splits and window is None and can_fuse(query, scale) and not kernels.serves(query.device):
             return self._attend_in_parts(query, scale)
@@ -251,6 +253,7 @@ class ExactRows(Format):
         return attend_groups(query, [(g.entries, partial(attend, g)) for g in self.groups])
 
     def keep(self, at: Tensor) -> None:
+        """Drop all rows except the ascending indices ``at``, and groups without a row."""
         new_row_of = {old_row: new_row for new_row, old_row in enumerate(at.tolist())}
         groups = []
         for group in self.groups:
@@ -267,6 +270,7 @@ class ExactRows(Format):
         return self.most + self.used
 
     def payload(self) -> list[int]:
+        """Return how many bytes the keys and values of each row take, those in segments and those in the tail."""
         token_bytes = 0
         for t in (self.keys, self.values):
             if t is not None:
@@ -280,6 +284,7 @@ class ExactRows(Format):
         return sizes
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        """Return the segments with which row ``u`` was loaded from ``cache``, and one of its tokens in the tail."""
         k, v = self.tail()
         # the clones free the batch's tail: views would keep the tail of all rows alive
         return ops.append(cache, k[u].clone(), v[u].clone()).segments

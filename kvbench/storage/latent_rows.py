@@ -54,6 +54,7 @@ class LatentRows(Format):
         return row.lift is not None
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Write the latents k, v [U, T, R] of new tokens behind the tokens of each row."""
         tokens = k.shape[1]
         row = torch.arange(len(k), device=k.device)[:, None]
         # the new tokens follow those that each row holds: [U, T]
@@ -63,6 +64,7 @@ class LatentRows(Format):
         self.total = [total + tokens for total in self.total]
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
+        """Return attention [U, Hq, T, D] of the newest T tokens, query [U, Hq, T, D], and set ``attended``."""
         logits_of = partial(self._compute_logits, query, scale)
         out, self.attended = attend_by_logits(logits_of, self._weigh, query.dtype, self.masker, scale)
         return out
@@ -127,6 +129,7 @@ class LatentRows(Format):
         return [total * token_bytes for total in self.total]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        """Return the latents of row ``u`` as its only segment."""
         def copy_row(t: Tensor) -> Tensor:
             """Return a copy of the entry's part of a buffer, without free slots, as one stored head."""
             # a copy frees the batch's buffers: a view would keep them alive

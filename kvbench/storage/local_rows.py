@@ -108,11 +108,13 @@ class LocalRows(Format):
         return self._find_slots_in_window().sum(dim=1)
 
     def payload(self) -> list[int]:
+        """Return how many bytes of keys and values each row holds within the window of its newest token."""
         places = self.positions.numel()
         token_bytes = per_place(self.k, places) + per_place(self.v, places)
         return [count * token_bytes for count in self.tokens().tolist()]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        """Return the tokens of row ``u`` within the window as its only segment, ascending in position."""
         slots = self._find_slots_in_window()[u].nonzero()[:, 0]
         # the ring may begin in any slot, so slots are sorted by position
         slots = slots[self.positions[u, slots].argsort()]

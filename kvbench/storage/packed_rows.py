@@ -60,6 +60,7 @@ class PackedRows(Format):
         return (row.coder, cls.segment_key(row))
 
     def add(self, k: Tensor, v: Tensor, positions: Tensor) -> None:
+        """Write new tokens k, v [U, Hk, T, D] into the rings, and pack the tokens that must no longer stay exact."""
         # first pack the tokens that the previous step still read exactly and that must not stay exact
         self.settle()
         # tokens of one step must see the same packed tokens that each would see in a step of its own
@@ -171,6 +172,7 @@ class PackedRows(Format):
         return out
 
     def keep(self, at: Tensor) -> None:
+        """Drop all entries except the ascending indices ``at``."""
         self.settle()
         self.k.keep(at)
         self.v.keep(at)
@@ -183,6 +185,7 @@ class PackedRows(Format):
         return [k + v for k, v in zip(self.k.payload(), self.v.payload(), strict=True)]
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
+        """Return the only segment of entry ``u``, with the tokens read since it was loaded from ``cache``."""
         self.settle()
         (loaded,) = cache.segments
         k_codes, k = self.k.held(u)

@@ -42,6 +42,7 @@ class Blocks(Codec):
         return ""
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, bytes], int8 for 8 bits and packed for 4, and ``scale`` [..., L, blocks] fp16."""
         x = split_into_blocks(x, self.group)
         # m, the value of the largest magnitude in each block, with its sign
         index_of_largest = x.abs().argmax(dim=-1, keepdim=True)
@@ -59,6 +60,7 @@ class Blocks(Codec):
         return {"codes": codes.flatten(-2), "scale": scale[..., 0].half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers c * d, or (c - 8) d for 4 bits, as [..., L, C'] fp32."""
         # [..., blocks, 1]
         scale = tensors["scale"].float()[..., None]
         codes = tensors["codes"].unflatten(-1, (scale.shape[-2], -1))

@@ -62,6 +62,7 @@ class Fp8Codec(Codec):
         return scale.masked_fill(scale == 0, 1.0)
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, C'] as bytes and, under ``token_head``, each token's ``scale`` [..., L, 1] fp32."""
         tensors: dict[str, Tensor] = {}
         if self.scale == "token_head":
             # each token's scale follows from its absmax as a settled scale does from the prompt's
@@ -77,6 +78,7 @@ class Fp8Codec(Codec):
         return {"codes": codes.view(torch.uint8)} | tensors
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers c * s [..., L, C'] fp32."""
         # each token's own scale, or the one that the prompt settled; None stands for 1
         scale = tensors.get("scale", frozen)
         x = tensors["codes"].view(TYPES[self.kind]).float()

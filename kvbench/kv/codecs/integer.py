@@ -39,6 +39,7 @@ class SymmetricInteger(Codec):
         return code_bytes + scale_bytes
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, C'] int8, packed if they have fewer than 8 bits, and ``scale`` [..., L, 1]."""
         half_range = 2 ** (self.bits - 1)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         # s = absmax / (2^(bits-1) - 1)
@@ -59,6 +60,7 @@ class SymmetricInteger(Codec):
         return scale.clamp(min=LEAST_SCALE)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers c * s [..., L, C'] fp32."""
         codes, scale = tensors["codes"], tensors["scale"].float()
         # codes of 8 bits are stored as signed bytes and need no unpacking
         if self.bits < 8:
@@ -83,6 +85,7 @@ class CentredInt8(Codec):
         return self.coded_channels(channels) + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, C'] int8, and ``scale`` and ``centre`` [..., L, 1] fp16."""
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         # z = (min + max) / 2
         centre = ((low + high) / 2).half()
@@ -119,6 +122,7 @@ class ZeroPointInt4(Codec):
         return packed_bytes(self.coded_channels(channels), 4, "stream") + 4
 
     def to_basis(self, x: Tensor) -> Tensor:
+        """Return y [..., L, C'] fp32, which the codes stand for."""
         y = super().to_basis(x)
         if self.rotate == "none":
             return y
@@ -126,6 +130,7 @@ class ZeroPointInt4(Codec):
         return (y * y.shape[-1] ** 0.5).to(x.dtype).float()
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, C' / 2], two in a byte, and ``scale`` [..., L, 1] fp32 with the zero point."""
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         # s = max((max - min) / 15, 1e-6)
         scale = ((high - low) / 15).clamp(min=LEAST_SCALE)
@@ -139,6 +144,7 @@ class ZeroPointInt4(Codec):
         return {"codes": pack(codes, 4, layout="stream"), "scale": bits.view(torch.float32)}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers in the orthonormal basis [..., L, C'] fp32, without the factor of ``to_basis``."""
         scale, zero = _split_scale_and_zero(tensors["scale"])
         codes = unpack(tensors["codes"], 4, channels, layout="stream").float()
         y = (codes - zero) * scale
@@ -171,6 +177,7 @@ class MinMaxInteger(Codec):
         return packed_bytes(self.coded_channels(channels), self.bits, "stream") + 4
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, bytes], and ``scale`` and ``low`` (the minimum) [..., L, 1] fp16."""
         low, high = x.amin(dim=-1, keepdim=True), x.amax(dim=-1, keepdim=True)
         top = 2**self.bits - 1
         # s = max((max - min) / (2^bits - 1), 1e-8)

@@ -78,6 +78,7 @@ class LloydMax(Codec):
         return size
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, bytes] and ``norm`` [..., L, 1] fp16, and under ``inner`` the residual."""
         # y = R x / (|x| + 1e-8), with x already in the basis of R; 1e-8 keeps a token of zeros from dividing by 0
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         y = x / (norm + 1e-8)
@@ -99,6 +100,7 @@ class LloydMax(Codec):
         return {"codes_signs": pack(is_positive, 1, layout="stream"), "residual_norm": norm.half()}
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers |x| y [..., L, C'] fp32, with y as the codes stand for it."""
         device = tensors["codes"].device
         centroids, _ = _build_quantiser(self.code_bits, device)
         codes = unpack(tensors["codes"], self.code_bits, channels, layout="stream")

@@ -93,6 +93,7 @@ class MicroscaledFp4(Codec):
         return g.masked_fill(g == 0, 1.0)
 
     def encode(self, x: Tensor, frozen: Tensor | None) -> dict[str, Tensor]:
+        """Return ``codes`` [..., L, bytes], two in a byte, and each block's ``scale`` [..., L, blocks] as a byte."""
         x = split_into_blocks(x, self.group)
         absmax = x.abs().amax(dim=-1, keepdim=True)
         if self.kind == "nv":
@@ -140,6 +141,7 @@ class MicroscaledFp4(Codec):
         return codes, (exponent + 127).to(torch.uint8)
 
     def decode(self, tensors: Mapping[str, Tensor], channels: int, frozen: Tensor | None) -> Tensor:
+        """Return the numbers [..., L, C'] fp32: each code's level times the scale of its block."""
         # [..., blocks]
         scale = self._read_block_scale(tensors["scale"], frozen)
         padded_channels = scale.shape[-1] * self.group
