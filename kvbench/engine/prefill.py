@@ -21,7 +21,7 @@ from kvbench.base.errors import UsageError, headline
 from kvbench.engine.finite import check_finite
 from kvbench.engine.handed import HandedLayer
 from kvbench.engine.layer_by_layer import CompressedLayers
-from kvbench.engine.limits import is_beyond_turn, check_capacity, check_window
+from kvbench.engine.limits import check_capacity, check_window, is_beyond_turn
 from kvbench.engine.patches import adapted
 from kvbench.engine.prompt_layer import EXACT, LayerStart
 from kvbench.engine.prompt_pass import OnLayer, observe_prompt

@@ -164,9 +164,7 @@ class PromptLayer(KvbenchLayer):
             # of the first n tokens, this pass has read the last ``count``
             count = n - n_earlier
             part_lse = lse[:, :count] if lse is not None else None
-            self.observed[n] = self._observe_tokens(
-                n, needs, q[:, :count], keys=keys[:, :n], scale=scale, lse=part_lse
-            )
+            self.observed[n] = self._observe_tokens(n, needs, q[:, :count], keys=keys[:, :n], scale=scale, lse=part_lse)
 
     def _attend_chunks(self, q: Tensor, keys: Tensor, values: Tensor, scale: float, chunk: int) -> Tensor:
         """Return the attention [1, Hq, n, D] of q [Hq, n, D]: each chunk of tokens attends itself causally."""

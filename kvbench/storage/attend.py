@@ -113,7 +113,9 @@ def unpack_blocks(packed: Packed, dtype: torch.dtype, rotated: bool) -> Iterator
             yield heads, tokens, part.dequantise(dtype, scratch)
 
 
-def compute_packed_logits(query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate) -> Tensor:
+def compute_packed_logits(
+    query: Tensor, keys: Packed, scale: float, channels: Tensor | None, estimate: Estimate
+) -> Tensor:
     """Return the logits [U, Hq, T, L] fp32 of query [U, Hq, T, D] and packed keys [U, H, L, C], block by block.
 
     Thin keys have the ``channels`` [U, H, C]. ``estimate`` maps unpacked keys to those that are multiplied. Keys are

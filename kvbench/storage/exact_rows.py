@@ -227,9 +227,7 @@ class ExactRows(Format):
             group.entries.write(out, split.merge_outputs(stored, tail))
         return out
 
-    def _locate_groups(
-        self, query: Tensor, kv_heads: int
-    ) -> tuple[exact_heads.HeadTable | None, list[ExactGroup]]:
+    def _locate_groups(self, query: Tensor, kv_heads: int) -> tuple[exact_heads.HeadTable | None, list[ExactGroup]]:
         """Return (table of addresses of the groups that kvbench-kernels can read, the other groups).
 
         The table is None if there are no such groups. ``query`` [B, Hq, T, D] shows the query heads and channels.

@@ -130,6 +130,7 @@ class LatentRows(Format):
 
     def segments(self, u: int, cache: LayerCache) -> tuple[Segment, ...]:
         """Return the latents of row ``u`` as its only segment."""
+
         def copy_row(t: Tensor) -> Tensor:
             """Return a copy of the entry's part of a buffer, without free slots, as one stored head."""
             # a copy frees the batch's buffers: a view would keep them alive

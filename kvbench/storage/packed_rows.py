@@ -19,7 +19,14 @@ from kvbench.kv.partly_packed import Codes
 from kvbench.kv.scale import is_plain
 from kvbench.kv.segment import LayerCache, Segment
 from kvbench.storage import kernels
-from kvbench.storage.attend import Estimate, attend_by_logits, compute_logits, compute_packed_logits, weigh, weigh_packed
+from kvbench.storage.attend import (
+    Estimate,
+    attend_by_logits,
+    compute_logits,
+    compute_packed_logits,
+    weigh,
+    weigh_packed,
+)
 from kvbench.storage.channels import spread_channels
 from kvbench.storage.format import Format, Room, StoredRow
 from kvbench.storage.packed_half import PackedHalf

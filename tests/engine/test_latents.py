@@ -14,7 +14,7 @@ from kvbench.audit.prompt_audit import audit
 from kvbench.base.errors import UsageError
 from kvbench.bench import layers as bench_layers
 from kvbench.engine.decode import extend_cache, generate_rows
-from kvbench.engine.likelihood import diverge, compute_forced_logits, teacher_force
+from kvbench.engine.likelihood import compute_forced_logits, diverge, teacher_force
 from kvbench.engine.prefill import make_observer, prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
 from kvbench.engine.stopping import Ending

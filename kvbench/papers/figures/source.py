@@ -177,6 +177,6 @@ def _read_text(cfg: RunConfig, file: str | None) -> texts.CalibrationText:
         return texts.FileText(f"the file {Path(file).name}", content)
     try:
         # the tiny model, which has a corpus of its own, reads its suite instead
-        return texts.find(own_corpus=False, given=None, data=cfg.data_root)
+        return texts.find(own_corpus=False, user_file=None, data=cfg.data_root)
     except UsageError as error:
         raise UsageError(f"name what the model is to read, as dataset=NAME or text=FILE: {error}") from None
