@@ -123,17 +123,18 @@ class Graph:
         # recording writes a meaningless token into the next token's slot, and the first step overwrites it
         self.place.fill_(batch.used)
 
+        # a function without arguments, because make_fx counts the ``self`` of a method as an argument
+        def run_step() -> Tensor:
+            """Return the logits of one step over the graph's own memory."""
+            return step(self.model, self, self.tokens, self.positions)
+
         try:
-            self.replay = record_operations(self._run_step, device)
+            self.replay = record_operations(run_step, device)
         except RuntimeError as error:  # PyTorch raises this error while recording
             if is_out_of_memory(error):
                 raise
             reason = f"the model's own code cannot be recorded ({headline(error)})"
             raise KvbenchError(f"no graph of a decode step: {reason}; step=plain runs it") from error
-
-    def _run_step(self) -> Tensor:
-        """Return the logits of one step over the graph's own memory."""
-        return step(self.model, self, self.tokens, self.positions)
 
     def in_order(self, config: Any) -> list[StillLayer]:
         """Return all layers in the model's order. None of them holds a state."""

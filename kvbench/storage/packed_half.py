@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,19 @@ from kvbench.kv.partly_packed import Residual, allocate_buffers
 from kvbench.storage.channels import pick_channels
 from kvbench.storage.format import Room
 from kvbench.storage.row_segments import per_place, size_with_room, stack_channels, take_entries, with_more_room
+
+
+class StoredHalf(NamedTuple):
+    """The keys, or the values, of one row as a segment holds them.
+
+    packed: the older tokens [H, Lq, .].
+    exact: the newest tokens [H, L - Lq, D].
+    channels: [H, C], the channels that packed tokens keep; None: all.
+    """
+
+    packed: Packed
+    exact: Tensor
+    channels: Tensor | None
 
 
 class PackedHalf:
@@ -36,29 +50,27 @@ class PackedHalf:
 
     def __init__(
         self,
-        rows: Sequence[tuple[Packed, Tensor, Tensor | None]],
+        rows: Sequence[StoredHalf],
         residual: Residual,
         pack: Callable[[Tensor], Packed],
         room: Room,
         grows: bool = True,
     ) -> None:
-        """Load the rows, each given as (packed tokens [H, Lq, .], exact tokens [H, L - Lq, D], channels [H, C]).
+        """Load the rows, which have one format.
 
-        channels: the channels that packed tokens keep; None: all.
         residual: the rule for how many of the newest tokens stay exact.
         pack: the function that packs tokens.
         room: the tokens still to come.
         grows: False if tokens after the prompt stay exact.
         """
-        # from here on, one sequence each with an item for every row
-        packed, exact, channels = zip(*rows, strict=True)
+        first = rows[0]
         self.residual = residual
         self.pack = pack
         self.grows = grows
-        self.step = packed[0].step
-        self.packed = [row.shape[1] for row in packed]
-        self.total = [old.shape[1] + new.shape[1] for old, new in zip(packed, exact, strict=True)]
-        exact_now = max(row.shape[1] for row in exact)
+        self.step = first.packed.step
+        self.packed = [row.packed.shape[1] for row in rows]
+        self.total = [row.packed.shape[1] + row.exact.shape[1] for row in rows]
+        exact_now = max(row.exact.shape[1] for row in rows)
         if grows:
             most_packed = max(residual.packed(total + room.tokens) for total in self.total)
             # a rule that keeps everything exact has no bound, so the ring is bounded by the tokens that can come
@@ -73,21 +85,21 @@ class PackedHalf:
         def make_buffer(t: Tensor) -> Tensor:
             """Return a buffer of zeros for all rows, with room for ``steps_now`` steps of a row's codes or scales t."""
             # axis 1 of a packed tensor counts steps: single tokens, or groups of tokens that are coded together
-            return t.new_zeros(len(packed), t.shape[0], steps_now, *t.shape[2:])
+            return t.new_zeros(len(rows), t.shape[0], steps_now, *t.shape[2:])
 
-        self.codes = allocate_buffers(packed, make_buffer)
+        self.codes = allocate_buffers([row.packed for row in rows], make_buffer)
         # a step writes its tokens before the oldest ones leave, so the ring has room for both
         slots = max(most_exact, exact_now) + room.at_once
-        self.ring = exact[0].new_zeros(len(packed), exact[0].shape[0], slots, exact[0].shape[2])
-        self.channels = stack_channels(channels)
+        self.ring = first.exact.new_zeros(len(rows), first.exact.shape[0], slots, first.exact.shape[2])
+        self.channels = stack_channels([row.channels for row in rows])
         self.seen: Tensor | None = None
         self.before = self.packed
-        for u, (old, new) in enumerate(zip(packed, exact, strict=True)):
-            for buffer, codes in zip(self.codes.payload(), old.payload(), strict=True):
+        for u, row in enumerate(rows):
+            for buffer, codes in zip(self.codes.payload(), row.packed.payload(), strict=True):
                 buffer[u, :, : codes.shape[1]] = codes
             # exact tokens are those behind the packed ones; token t is in slot t mod S
-            token = old.shape[1] + torch.arange(new.shape[1], device=new.device)
-            self.ring[u, :, token % slots] = new
+            token = torch.arange(self.packed[u], self.total[u], device=row.exact.device)
+            self.ring[u, :, token % slots] = row.exact
 
     @property
     def stored(self) -> bool:

@@ -29,7 +29,7 @@ from kvbench.storage.attend import (
 )
 from kvbench.storage.channels import spread_channels
 from kvbench.storage.format import Format, Room, StoredRow
-from kvbench.storage.packed_half import PackedHalf
+from kvbench.storage.packed_half import PackedHalf, StoredHalf
 
 
 class PackedRows(Format):
@@ -51,8 +51,8 @@ class PackedRows(Format):
         for row in rows:
             for s in row.cache.segments:
                 if s.codes is not None:
-                    keys.append((s.codes.k, s.k, s.key_channels))
-                    values.append((s.codes.v, s.v, s.value_channels))
+                    keys.append(StoredHalf(s.codes.k, exact=s.k, channels=s.key_channels))
+                    values.append(StoredHalf(s.codes.v, exact=s.v, channels=s.value_channels))
         self.k = PackedHalf(keys, coder.keys, coder.packer.pack_keys, room=room, grows=coder.grows)
         self.v = PackedHalf(values, coder.values, coder.packer.pack_values, room=room, grows=coder.grows)
         self.settles_first = not coder.packer.packs_after_step

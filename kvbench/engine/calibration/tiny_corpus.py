@@ -80,7 +80,7 @@ def draw_sequence(rng: random.Random, length: int, chosen: Sequence[str]) -> lis
         groups.append(rng.sample(puzzle.facts, len(puzzle.facts)))
         queries += [(TASKS.index(name), query) for query in puzzle.queries]
     # seven in ten sequences have no noise among their filler; in the others a fifth or all of the filler is noise
-    noisy = rng.choices((0.0, 0.2, 1.0), (70, 15, 15))[0]
+    (noisy,) = rng.choices((0.0, 0.2, 1.0), (70, 15, 15))
     facts: list[Span] = []
     for group in groups:
         facts += [_encode_sentence(rng, fact, noisy) for fact in group]
@@ -176,11 +176,11 @@ def draw_noise(rng: random.Random) -> str:
             word = str(rng.randrange(3000))
         else:
             word = _draw_pseudo_word(rng)
-        punctuation = rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))[0]
+        (punctuation,) = rng.choices(("", ",", ";", "'", ":", "-"), (88, 6, 1, 2, 1, 2))
         words.append(word + punctuation)
     words[0] = words[0].capitalize()
-    opening = rng.choices((" ", "\n", "\n\n"), (80, 10, 10))[0]
-    ending = rng.choices((".", "?", "!", '."', ""), (80, 6, 4, 4, 6))[0]
+    (opening,) = rng.choices((" ", "\n", "\n\n"), (80, 10, 10))
+    (ending,) = rng.choices((".", "?", "!", '."', ""), (80, 6, 4, 4, 6))
     return opening + " ".join(words).rstrip(",;:'-") + ending
 
 
