@@ -200,8 +200,8 @@ def _find_place(entry: Entry) -> tuple[int, int]:
 def _needs_padding(entry: Entry, shortest: Entry) -> bool:
     """Return True if an entry is too long for a group whose shortest entry is ``shortest``.
 
-    An entry is too long if its ``size``, or else one of its segments, is more than PADDING_LIMIT times as long as the
-    same segment or the size of ``shortest``.
+    An entry may be at most PADDING_LIMIT times as long as ``shortest``. Sizes are compared if both have one, otherwise
+    their segments one by one.
     """
     if entry.row.size and shortest.row.size:
         return entry.row.size > PADDING_LIMIT * shortest.row.size
