@@ -76,8 +76,8 @@ def test_scales_of_every_size(span):
     query, probs = random(1, 6, 1, 64, seed=4), random(1, 6, 1, 64, seed=5).softmax(dim=-1)
     for packed in (quantise_channels(x, 4, 32), quantise_tokens(x, 4, 32)):
         numbers = packed.dequantise(torch.float32).double().repeat_interleave(3, dim=1)
-        close(packed_logits(query, packed, 1.0, None, as_they_are), query.double() @ numbers.mT)
-        close(packed_weigh(probs, packed), probs.double() @ numbers)
+        close(compute_packed_logits(query, packed, 1.0, None, as_they_are), query.double() @ numbers.mT)
+        close(weigh_packed(probs, packed), probs.double() @ numbers)
 
 
 @pytest.mark.usefixtures("switched")
