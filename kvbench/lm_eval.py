@@ -112,7 +112,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         """Raise UsageError: a text that is scored as a whole has no prompt to compress."""
         raise UsageError(
             f"task {requests[0].task_name}: the likelihood of a whole text (loglikelihood_rolling) has no prompt to be "
-            "compressed, and would not be the method's; kvbench run dataset=wikitext2 measures it behind a prompt"
+            "compressed, and would not be the method's; kvbench run dataset=wikitext2 measures the likelihood of a "
+            "text that follows a prompt"
         )
 
     def get_model_info(self) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         count = bisect_right(range(len(ids) + 1), question_start, key=count_characters) - 1
         if count < 1:
             raise UsageError(
-                f"separator={self.separator!r} begins no question behind a context in a prompt of task {self.task}: "
+                f"separator={self.separator!r} marks no question after a context in a prompt of task {self.task}: "
                 "nothing would be compressed"
             )
         return count

@@ -45,7 +45,7 @@ def parse_workload(text: str) -> Workload:
         raise error
     prompt, new, batch = int(match["prompt"]), int(match["new"]), match["batch"] or "1"
     # an answer needs at least two tokens: the prompt gives the first, and only later ones come from a decode step
-    if prompt < 1 or new < 2 or batch == "0":
+    if prompt < 1 or new < 2 or batch.strip("0") == "":
         raise error
     if batch == "max":
         return Workload(prompt, new, batch=None)

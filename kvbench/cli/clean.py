@@ -49,7 +49,10 @@ def main(args: argparse.Namespace) -> int:
     filters = read_filters(args.overrides, KEYS)
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
-        raise UsageError(f"results={store.root} is not a folder: give results=FOLDER that runs were made in")
+        raise UsageError(
+            f"results={store.root} is not a folder: give the folder that holds the results of your runs, as "
+            "results=FOLDER"
+        )
     cells = [cell.id for cell in list_cells(store, filters)]
     busy = _find_busy(store, cells)
     # a cell that is named must go, or the user must know why not; others are left alone

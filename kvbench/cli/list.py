@@ -236,20 +236,20 @@ def _print_items(kind: str, items: Sequence[ListItem]) -> None:
     for item in items:
         preset_labels += [f"preset {setting.key}=" for setting in item.settings]
     for note in explain_budgets(preset_labels):
-        print(fill(note, 100, initial_indent="  ", subsequent_indent="  "))
+        print(fill(note, WIDTH, initial_indent="  ", subsequent_indent="  "))
     for item in items:
         lines = [f"{item.id:<18} {item.about}"]
         if item.knobs:
             knobs = " ".join(f"{name}={_format_as_typed(value)}" for name, value in item.knobs.items())
             lines.append(f"{'':18} {knobs}")
         for line in lines:
-            print(fill(line, 100, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
+            print(fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * 21, break_long_words=False))
         for setting in item.settings:
             typed = f"{setting.key.removeprefix('method.')}={_format_as_typed(setting.value)}"
             line = f"{typed:<30} {setting.source}"
             if setting.model:
                 line += f" ({setting.model} only)"
-            print(fill(line, 100, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
+            print(fill(line, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 37, break_long_words=False))
     if not items:
         print("  none")
 

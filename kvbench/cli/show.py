@@ -43,10 +43,14 @@ def main(args: argparse.Namespace) -> int:
     if cell_ids:
         (cell_id,) = cell_ids
         if args.format != "text":
-            raise UsageError(f"--format {args.format} is of tables: show {cell_id} prints text, or JSON with --json")
+            raise UsageError(
+                f"--format {args.format} is for tables: kvbench show {cell_id} prints text, or JSON with --json"
+            )
         return _show_cell(cell_id, Path(options.get("results", "results")), args)
     if args.samples is not None:
-        raise UsageError("--samples shows answers of one result: show ID (ids: kvbench list runs)")
+        raise UsageError(
+            "--samples needs the id of one result, as in: kvbench show ID --samples 5 (kvbench list runs prints ids)"
+        )
     return _show_runs(options, args)
 
 

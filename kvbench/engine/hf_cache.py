@@ -402,9 +402,9 @@ def _check_new_ids(model: PreTrainedModel | None, cache: TransformersCache, inpu
         # a prompt that is too short differs from the text read at the prompt's own end
         first_difference = differing[0] if differing else overlap
         raise UsageError(
-            f"the cache has read {len(ids_read)} tokens, which the {len(ids)} of this prompt leave at token "
-            f"{first_difference}: give the text so far (cache.ids and its last token) with the new one behind "
-            "it, or another prompt a cache of its own (cache.reset() empties this one)"
+            f"the cache has read {len(ids_read)} tokens, and the {len(ids)} tokens of this prompt differ from them "
+            f"at token {first_difference}: give the text so far (cache.ids and its last token) followed by the new "
+            "text, or make another cache for another prompt (cache.reset() empties this one)"
         )
     # rolled positions stay within the context, however long the text is, so they need no warning
     if cache.state is None or not cache.chain.rolled:

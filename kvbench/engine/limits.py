@@ -97,8 +97,8 @@ def check_window(model: PreTrainedModel, tokens: int, chains: Sequence[Chain]) -
     compressing = [chain.name for chain in chains if chain.stages]
     if compressing:
         raise UsageError(
-            f"the model attends a sliding window of {window} tokens and prompt + new tokens are {tokens}: beyond the "
-            f"window only method=full runs, not {', '.join(compressing)}"
+            f"the model attends only to a sliding window of {window} tokens and prompt + new tokens are {tokens}: "
+            f"beyond the window only method=full runs, not {', '.join(compressing)}"
         )
 
 

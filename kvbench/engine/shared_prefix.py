@@ -35,9 +35,9 @@ def check_pieces(size: int | None, config: Any) -> None:
         return
     reason = None
     if local_layers(config):
-        reason = "some of its layers attend a window"
+        reason = "some of its layers attend only to a window of tokens"
     elif reads_one_by_one(config):
-        reason = "tokens behind a text must be read one at a time"
+        reason = "because of a bug in transformers, it must read the tokens after the first piece one at a time"
     elif rope_type(config) in MOVING:
         reason = "its rotary positions depend on the length of the text"
     if reason is not None:

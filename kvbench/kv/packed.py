@@ -40,16 +40,14 @@ SCALE_BYTES = 4
 BLOCK = {"cpu": 2**21, "cuda": 2**26}
 """The number of elements that are dequantised together, by the type of device.
 
-On a CPU, their 8 MiB of fp32 fit the last-level cache; smaller blocks cost calls. A GPU computes less in a call than
-the call takes to launch, unless the blocks are large: these take 256 MiB of fp32.
+On a CPU, their 8 MiB of fp32 fit the last-level cache. A GPU launches a call for longer than it computes small blocks.
 """
 
 
 def packed_bytes(m: int, bits: int, layout: Layout = "runs") -> int:
     """Return how many bytes ``pack`` needs for m codes of ``bits`` bits, the padding of incomplete bytes included.
 
-    The number depends on the layout: 10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``. Raises
-    ValueError unless ``bits`` is 1 to 8.
+    10 codes of 3 bits take 3 + 2 bytes as ``runs``, and 4 as ``stream``. Raises ValueError unless ``bits`` is 1 to 8.
     """
     # a plane of ``width`` bits takes ceil(m * width / 8) bytes
     return sum(ceil_div(m * width, 8) for width in _list_plane_widths(bits, layout))

@@ -144,11 +144,12 @@ def attention(
         raise UsageError("inside kvbench's attention the model can only be called by kvbench (prefill, generate)")
     unserved = [name for name in UNSERVED if kwargs.get(name) is not None]
     # a WindowMask comes from ``mask``; any other mask is a tensor that the model has built by its own rule
-    if isinstance(attention_mask, WindowMask):
-        sliding_window = attention_mask.size
-    elif attention_mask is not None or unserved:
+    has_own_mask = attention_mask is not None and not isinstance(attention_mask, WindowMask)
+    if has_own_mask or unserved:
         demands = " and ".join(unserved) or "a mask of its own"
         raise UsageError(f"{type(module).__name__} asks for {demands}, which kvbench does not compute")
+    if attention_mask is not None:
+        sliding_window = attention_mask.size
     if scaling is None:
         # 1 / sqrt(D)
         scaling = query.shape[-1] ** -0.5

@@ -189,8 +189,9 @@ def _check_through_cache(dataset: str, knobs: Mapping[str, object], chains: Sequ
         quantiser = config.chain.quantiser
         if quantiser is not None and (quantiser.frozen_bytes("k") or quantiser.frozen_bytes("v")):
             raise UsageError(
-                f"kl_mode={THROUGH_CACHE} has no prompt on which {config.chain.name} could settle its scales: take a "
-                "format with a scale for each token or block, or kl=true"
+                f"kl_mode={THROUGH_CACHE} reads a text through the cache, with no whole prompt from which "
+                f"{config.chain.name} could set its scales: take a format with a scale for each token or "
+                "block, or kl=true"
             )
         if any(stage.role != "quantise" for stage in config.chain.stages):
             raise UsageError(
@@ -207,8 +208,8 @@ def _check_answers(task: Task, context: int | None) -> None:
     # only metrics of likelihoods are printed as a function of their mean, and have a formula
     if metric(task.metric).formula is not None and not task.examples[0].scored:
         raise UsageError(
-            f"{task.id}: metric={task.metric} is not possible for answers: it is of texts that are read, as those of "
-            "dataset=wikitext2"
+            f"{task.id}: metric={task.metric} is not possible for answers: it measures texts that the model only "
+            "reads, such as those of dataset=wikitext2"
         )
     # an unlimited context has room for all
     if context is None:

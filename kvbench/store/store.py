@@ -99,8 +99,8 @@ class ResultStore:
         cells = self.root / "cells"
         if os.path.lexists(cells) and not cells.is_dir():
             raise UsageError(
-                f"results={self.root}: {cells} is no folder. Move it away, or give another results=FOLDER that runs "
-                "were made in"
+                f"results={self.root}: {cells} is no folder. Move it away, or give another folder that holds "
+                "the results of runs, as results=FOLDER"
             )
 
     def folder(self, cell_id: str) -> Path:
@@ -144,7 +144,7 @@ class ResultStore:
                 pass
         except OSError as error:
             raise UsageError(
-                f"results={self.root} cannot be written ({error.strerror}): give results=FOLDER that can"
+                f"results={self.root} cannot be written ({error.strerror}): give another folder, as results=FOLDER"
             ) from None
 
     def open(

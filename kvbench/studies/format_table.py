@@ -103,7 +103,9 @@ def prepare(name: str, model: str, options: Mapping[str, str], kl_mode: str = co
     """
     for key in options:
         if key in FIXED:
-            raise UsageError(f"{key}={options[key]} is not possible here: table {name} says it. Use `run` instead")
+            raise UsageError(
+                f"{key}={options[key]} is not possible here: the table {name} sets it. Use `kvbench run` to choose it"
+            )
     settings: dict[str, object] = {"model": model, "dataset": DATASETS.get(model, DATASETS[""]), "limit": 8}
     settings |= options
     # the method is a placeholder: the table's chains replace it below

@@ -117,6 +117,7 @@ def test_a_plan_measures_nothing(tmp_path, capsys):
     ("argument", "message"),
     [
         ("workloads=12", "workloads=12 is not possible"),
+        ("workloads=512+32x00", "workloads=512+32x00 is not possible"),
         ("repeats=0", "repeats=0 is not possible: a whole number, 1 or more"),
         ("generate=some", "unknown value some of generate"),
         ("step=plain,fast", "unknown value fast of step"),

@@ -127,7 +127,7 @@ def test_another_models_calibration_is_refused(session):
     ours, its = (s.path(s.request(chain().stages[0])) for s in (session, other))
     for suffix in (".json", ".safetensors"):
         its.with_suffix(suffix).write_bytes(ours.with_suffix(suffix).read_bytes())
-    with pytest.raises(UsageError, match=r"\.json is of another model: delete"):
+    with pytest.raises(UsageError, match=r"\.json was made with another model: delete"):
         other.bind(chain(), build("llama"), quiet=True)
 
 

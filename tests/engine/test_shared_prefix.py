@@ -203,7 +203,7 @@ def test_a_piece_that_fails_leaves_nothing_half_read(monkeypatch):
     assert equal_bits(after, fresh)
 
 
-@pytest.mark.parametrize(("family", "reason"), [("gemma2", "attend a window"), ("gemma3_text", "attend a window")])
+@pytest.mark.parametrize(("family", "reason"), [("gemma2", "to a window"), ("gemma3_text", "to a window")])
 def test_models_whose_tokens_cannot_be_read_in_pieces_are_refused(family, reason):
     with pytest.raises(UsageError, match=f"shared_prefix=64 is not possible for this model.*{reason}"):
         SharedPrefix(build(family), 64)

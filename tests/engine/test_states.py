@@ -59,7 +59,7 @@ def test_rows_in_a_batch_answer_as_alone_and_later_turns_as_the_whole_text(famil
 def test_a_prompt_in_pieces_is_the_prompt_at_once(family):
     model = build(family)
     if reads_one_by_one(model.config):
-        with pytest.raises(UsageError, match="tokens behind a text must be read one at a time"):
+        with pytest.raises(UsageError, match="it must read the tokens after the first piece one at a time"):
             SharedPrefix(model, 16)
         return
     prefix, chains = SharedPrefix(model, 16), [chain_of(entry) for entry in ENTRIES]

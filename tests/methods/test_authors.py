@@ -31,7 +31,7 @@ SLIPS = {
     "wrong module": (CODE, YAML.replace("mine_method", "mine_metod"), "mine.yaml:2", "No module named 'mine_metod'"),
     "wrong class": (CODE, YAML.replace("Mine", "Main"), "mine.yaml:2", "has no attribute 'Main'"),
     "no class": (CODE, YAML.replace("mine_method.Mine", "mine"), "mine.yaml:2", "_target_ mine cannot be imported"),
-    "no stage": (CODE, YAML.replace("Mine", "dataclass"), "mine.yaml:2", "is not a Stage"),
+    "no stage": (CODE, YAML.replace("Mine", "dataclass"), "mine.yaml:2", "is no class of a method"),
     "no id": (CODE.replace("    id =", "    name ="), YAML, "mine_method.py:5", "write id = 'mine'"),
     "another id": (CODE.replace('"mine"', '"snapkv"'), YAML, "mine_method.py:5", "has id 'snapkv': write id = 'mine'"),
     "no role": (CODE.replace("(Selector)", "(Stage)"), YAML, "mine_method.py:5", "derive it from Selector"),

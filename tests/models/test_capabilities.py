@@ -229,11 +229,12 @@ def test_own_logits_that_are_no_numbers_are_not_blamed_on_kvbenchs_attention():
 
 @pytest.mark.parametrize("asked", ["head_mask", "position_bias"])
 def test_what_a_model_asks_of_attention_beyond_scale_and_window_is_refused(asked):
-    from kvbench.models.interface import attention
+    from kvbench.models.interface import WindowMask, attention
     from kvbench.models.probe import ProbeLayer
 
-    with pytest.raises(UsageError, match=f"asks for {asked}"):
-        attention(torch.nn.Identity(), torch.zeros(1, 2, 3, 4), ProbeLayer(), None, None, **{asked: 30.0})
+    for mask in (None, WindowMask(2)):
+        with pytest.raises(UsageError, match=f"asks for {asked}"):
+            attention(torch.nn.Identity(), torch.zeros(1, 2, 3, 4), ProbeLayer(), None, mask, **{asked: 30.0})
 
 
 def test_the_note_on_an_untested_family_is_a_warning_and_is_given_for_no_tested_one(recwarn):

@@ -138,7 +138,7 @@ def test_answers_and_likelihoods_are_those_of_kvbenchs_own_compressed_caches(sep
 REFUSED = {
     "no_context": ({}, "no context stands before"),
     "whole_text": ({}, "has no prompt to be compressed"),
-    "animals_generate": ({"separator": "Frage:"}, "begins no question behind a context"),
+    "animals_generate": ({"separator": "Frage:"}, "marks no question after a context"),
     "animals_choose": ({"separator": "The animal of Paris is the horse. The animal of R"}, "begins no question"),
 }
 

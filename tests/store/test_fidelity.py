@@ -265,7 +265,7 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
     out = capsys.readouterr().out
     assert "told apart" in out and "KIVI, 2 bits" in out
     assert "n = tiny 2 examples" in out
-    assert main(["table", "formats", "method=h2o"]) == 2 and "table formats says it" in capsys.readouterr().err
+    assert main(["table", "formats", "method=h2o"]) == 2 and "table formats sets it" in capsys.readouterr().err
     assert main(["table", "ranking"]) == 2
     assert "use `kvbench suite retain-v1-mini method=...`" in capsys.readouterr().err
 
@@ -287,7 +287,7 @@ def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys
     out = capsys.readouterr().out
     assert "n = 9 windows, 1143 tokens" in out and max(map(len, out.splitlines())) <= 100
     assert main(["table", "through_cache", "fidelity=true"]) == 2
-    assert "table through_cache says it" in capsys.readouterr().err
+    assert "table through_cache sets it" in capsys.readouterr().err
 
 
 def test_texts_are_joined_position_by_position():

@@ -66,7 +66,7 @@ def save(folder: Path, request: Request, tensors: Mapping[str, Tensor], weights:
         temporary.replace(tensors_path)
     except OSError as error:
         raise KvbenchError(
-            f"{tensors_path} could not be written ({error.strerror}): give calibration=FOLDER that can"
+            f"{tensors_path} could not be written ({error.strerror}): give another folder, as calibration=FOLDER"
         ) from None
     write_json(path, meta)
     return Calibration(request.recipe.kind, sha256, weights, tensors=copies, meta=meta)
@@ -117,5 +117,5 @@ def _read_record(path: Path, request: Request, remedy: str) -> dict[str, Any]:
                 other = "another model"
             else:
                 other = f"{key} {meta.get(key)!r}, and {value!r} is needed"
-            raise UsageError(f"the calibration {path} is of {other}: {remedy}")
+            raise UsageError(f"the calibration {path} was made with {other}: {remedy}")
     return meta

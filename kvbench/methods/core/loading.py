@@ -104,7 +104,10 @@ def _import_stage_class(path: Path, method: str, target: str) -> type[Stage]:
     except Exception as error:
         raise UsageError(f"{_locate_entry(path, target)} cannot be imported: {locate_error(error, '')}") from error
     if not (isinstance(cls, type) and issubclass(cls, Stage)):
-        raise UsageError(f"{_locate_entry(path, target)} is not a Stage (see kvbench/methods/core/base.py)")
+        raise UsageError(
+            f"{_locate_entry(path, target)} is no class of a method: derive it from Selector of kvbench.methods.base, "
+            "or from the class of another method"
+        )
     # an author may have forgotten either
     stage_id, role = getattr(cls, "id", None), getattr(cls, "role", None)
     if stage_id != method:
@@ -113,8 +116,8 @@ def _import_stage_class(path: Path, method: str, target: str) -> type[Stage]:
         )
     if role not in ROLES:
         raise UsageError(
-            f"{_locate_class(cls)}: class {name} has role {role!r}: derive it from Selector, or from what else "
-            "kvbench/methods has"
+            f"{_locate_class(cls)}: class {name} has role {role!r}: derive it from Selector of "
+            "kvbench.methods.base, or from the class of another method"
         )
     return cls
 

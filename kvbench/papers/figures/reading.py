@@ -73,8 +73,8 @@ class Reading:
         window = sliding_window(self.model.config)
         if window is not None and len(ids) > window:
             raise UsageError(
-                f"{prompt.name} has {len(ids)} tokens, and the model attends a sliding window of {window}: figures "
-                f"show full attention; give tokens={window} or less"
+                f"{prompt.name} has {len(ids)} tokens, and the model attends only to a sliding window of {window}: "
+                f"figures show full attention; give tokens={window} or less"
             )
         return ids
 

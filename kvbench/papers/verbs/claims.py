@@ -23,7 +23,9 @@ def refuse_fixed(options: Mapping[str, str], owner: str) -> None:
     """Raise UsageError if an option is one of FIXED. ``owner`` says in the message who decides it: "the claim"."""
     for key in options:
         if key in FIXED:
-            raise UsageError(f"{key}={options[key]} is not possible here: {owner} says it. Use `run` instead")
+            raise UsageError(
+                f"{key}={options[key]} is not possible here: {owner} sets it. Use `kvbench run` to choose it"
+            )
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

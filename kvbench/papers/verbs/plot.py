@@ -160,12 +160,12 @@ def _check_run_keys(figures: Sequence[Figure], options: Mapping[str, str]) -> No
                 continue
             takers = ", ".join(figure.id for figure in registry.FIGURES.values() if figure.own)
             raise UsageError(
-                f"{key}= is not possible here: figures say themselves what is run. {takers} take methods of your "
+                f"{key}= is not possible here: a figure sets it itself. Only {takers} take methods of your "
                 "own, as in method=snapkv,h2o kv_ratio=0.5,0.25"
             )
         is_run_key = key in NOT_OF_FIGURES or key in top_level()
         if is_run_key and key not in TAKES:
-            raise UsageError(f"{key}= is not possible: a figure says itself what is read and run, it takes no {key}=")
+            raise UsageError(f"{key}= is not possible: each figure sets this itself")
 
 
 def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     from kvbench.studies import own_tables
 
     if args.trace:
-        raise UsageError(f"--trace is of papers' tables, not of {name}: kvbench show ID prints stored answers")
+        raise UsageError(f"--trace is for papers' tables, and {name} is none: kvbench show ID prints stored answers")
     model = options.pop("model", "") or "tiny"
     runs = own_tables.prepare(name, model, options)
     if args.plan:
