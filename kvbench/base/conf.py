@@ -13,6 +13,8 @@ import yaml
 
 from kvbench.base.errors import UsageError, unknown
 
+Config = dict[str, Any]
+"""The settings of a YAML file, by key."""
 LISTED = {"model": "hf", "prompt": "plain", "logger": "wandb"}
 """The config groups that hold the keys of one chosen entry, each with the entry that has all keys."""
 # Hydra's own keys, and keys that users set under other names: method= for chains, dataset= for tasks
@@ -39,7 +41,7 @@ def conf_dir() -> Path:
     return package.parent / "conf"
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> Config:
     """Return the mapping in a YAML file; {} for an empty file.
 
     Raises UsageError, with the file and mostly the line, if the file is not YAML or holds no mapping.
@@ -60,7 +62,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return content
 
 
-def read_method_entry(path: Path) -> dict[str, Any]:
+def read_method_entry(path: Path) -> Config:
     """Return the entry in a method's file: ``_target_``, the path of its class, and its knobs with their defaults.
 
     The entry of ``full`` is {}. Raises UsageError if the file does not define the method that it is named after.
@@ -79,24 +81,24 @@ def read_method_entry(path: Path) -> dict[str, Any]:
 
 
 @cache
-def read_config() -> dict[str, Any]:
+def read_config() -> Config:
     """Return the mapping in conf/config.yaml, before its groups are read."""
     return read_yaml(conf_dir() / "config.yaml")
 
 
 @cache
-def top_level() -> dict[str, Any]:
+def top_level() -> Config:
     """Return the keys of conf/config.yaml that users set, with their defaults."""
     return {key: value for key, value in read_config().items() if key not in HIDDEN}
 
 
 @cache
-def entries(group: str) -> dict[str, dict[str, Any]]:
+def entries(group: str) -> dict[str, Config]:
     """Return the entries of one config group, such as ``model``, by the names of their files."""
     return {path.stem: read_entry(group, path) for path in sorted((conf_dir() / group).glob("*.yaml"))}
 
 
-def read_entry(group: str, path: Path) -> dict[str, Any]:
+def read_entry(group: str, path: Path) -> Config:
     """Return the entry in one YAML file of a config group, without keys that no loader takes.
 
     Raises UsageError if the file is malformed.

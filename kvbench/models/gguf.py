@@ -20,6 +20,8 @@ from safetensors.numpy import save
 from kvbench.base.errors import KvbenchError
 from kvbench.base.extras import require
 
+Fields = Mapping[str, Any]
+"""The fields of a GGUF file's header, by key."""
 WEIGHTS = "model.safetensors"
 FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", WEIGHTS)
 """The files that a conversion writes."""
@@ -87,7 +89,7 @@ def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     _write_and_sync(folder / WEIGHTS, save(weights, metadata={"format": "pt"}))
 
 
-def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str, dict[str, object]]:
+def _build_json_files(fields: Fields, tensors: set[str]) -> dict[str, dict[str, object]]:
     """Return {file name: content} of the JSON files to write.
 
     fields: the metadata of the GGUF file, by key.
@@ -113,7 +115,7 @@ def _build_json_files(fields: Mapping[str, Any], tensors: set[str]) -> dict[str,
     }
 
 
-def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
+def _build_config(fields: Fields, tensors: set[str], special_ids: dict[str, int]) -> dict[str, object]:
     """Return the content of config.json.
 
     fields: the metadata of the GGUF file, by key.
@@ -147,7 +149,7 @@ def _build_config(fields: Mapping[str, Any], tensors: set[str], special_ids: dic
     return config | special_ids
 
 
-def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
+def _build_tokenizer(fields: Fields) -> dict[str, object]:
     """Return the content of tokenizer.json, which the tokenizers library reads. ``fields`` is the file's metadata."""
     tokens = fields["tokenizer.ggml.tokens"]
     # control tokens such as <|im_end|> must never be split, so the tokenizer gets them as added tokens
@@ -187,7 +189,7 @@ def _build_tokenizer(fields: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _build_tokenizer_config(fields: Mapping[str, Any], special_ids: dict[str, int]) -> dict[str, object]:
+def _build_tokenizer_config(fields: Fields, special_ids: dict[str, int]) -> dict[str, object]:
     """Return the content of tokenizer_config.json, which transformers reads.
 
     fields: the metadata of the GGUF file, by key.

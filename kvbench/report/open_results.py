@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from kvbench.base.errors import UsageError
-from kvbench.base.files import disk_error
+from kvbench.base.files import Line, disk_error
 from kvbench.report import listing
 from kvbench.store.fidelity import KINDS
-from kvbench.store.labels import list_settings
-from kvbench.store.results import Facts
+from kvbench.store.labels import Identity, list_settings
+from kvbench.store.results import Facts, Record
 from kvbench.store.store import ResultStore
 
 NAME = "results.jsonl"
@@ -34,7 +33,7 @@ DISTANCES = ("kl_mean", "ci", "top1", "ppl_ratio", "floor", "at_floor")
 """The values of a comparison with the full cache that a line has. ``store.fidelity.FidelitySummary`` explains them."""
 
 
-def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> list[Line]:
     """Return the cells of a store that pass ``filters`` as lines of the open format. A score may be missing (None)."""
     return [_build_line(store, cell) for cell in listing.list_cells(store, filters or {})]
 
@@ -42,7 +41,7 @@ def list_lines(store: ResultStore, filters: Mapping[str, str] | None = None) -> 
 def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, object]:
     """Return one cell as a line of the open format, without the mean score if the stored one is out of date."""
     # without a summary, the stored means cover fewer samples than the cell has now, so they are not passed on
-    means: Mapping[str, Any] = store.metrics(cell.id) if cell.summary is not None else {}
+    means: Record = store.metrics(cell.id) if cell.summary is not None else {}
     identity = cell.record.identity
     settings = list_settings(identity)
     # several processes may have measured the cell: the facts of the last one are used
@@ -81,7 +80,7 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
     }
 
 
-def _build_protocol(identity: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, object]:
+def _build_protocol(identity: Identity, settings: Mapping[str, object]) -> dict[str, object]:
     """Return how the model was asked: the prompt's form, and the turns and the answers a prompt if there are several.
 
     identity: the cell's identity.
@@ -96,7 +95,7 @@ def _build_protocol(identity: Mapping[str, Any], settings: Mapping[str, object])
     return protocol
 
 
-def _select_distances(fidelity: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+def _select_distances(fidelity: Record) -> dict[str, dict[str, object]]:
     """Return the values of DISTANCES for each kind of text on which a cell was compared with the full cache."""
     distances_by_kind = {}
     for kind in KINDS:
@@ -123,7 +122,7 @@ def write_lines(lines: Iterable[Mapping[str, object]], path: Path) -> int:
     return written.count("\n")
 
 
-def read_lines(place: Path) -> list[dict[str, Any]]:
+def read_lines(place: Path) -> list[Line]:
     """Return the lines of a file, of the results.jsonl of a folder, or else of the cells stored in the folder.
 
     Raises UsageError for a place that holds no results, and for a line that lacks a key of REQUIRED.

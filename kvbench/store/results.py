@@ -18,6 +18,8 @@ from kvbench.store.turns import TurnAnswer, TurnsSummary
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Record = Mapping[str, Any]
+"""A JSON object of a stored file."""
 Facts = Mapping[str, Any]
 """The provenance of numbers by name: versions, device, dtype and more, and facts that a method adds."""
 CELL_RECORD: Mapping[str, type] = {"label": str, "column": str, "of": int, "identity": dict, "provenance": list}
@@ -100,7 +102,7 @@ class Sample:
     cut: int
     shrunk: bool
     new_tokens: int
-    meta: Mapping[str, Any]
+    meta: Record
     timing: Timing
     prediction: str
     score: float | None
@@ -122,7 +124,7 @@ class Sample:
         return [self.new_tokens]
 
     @classmethod
-    def read(cls, line: Mapping[str, Any]) -> Self:
+    def read(cls, line: Record) -> Self:
         """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
         if "full16" not in line:
             raise UsageError(
@@ -187,12 +189,12 @@ class CellRecord:
     label: str = ""
     column: str = ""
     of: int | None = None
-    identity: Mapping[str, Any] = field(default_factory=dict)
+    identity: Record = field(default_factory=dict)
     provenance: tuple[Facts, ...] = ()
     more: Mapping[str, object] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, record: Mapping[str, Any]) -> Self:
+    def read(cls, record: Record) -> Self:
         """Return the record in the JSON of a cell.json. Raises ValueError naming its damaged fields."""
         damaged = _list_damaged_fields(record)
         if damaged:
@@ -363,7 +365,7 @@ def _select_unknown(cls: type[DataclassInstance], record: Mapping[str, object]) 
     return {key: value for key, value in record.items() if key not in names}
 
 
-def _list_damaged_fields(record: Mapping[str, Any]) -> list[str]:
+def _list_damaged_fields(record: Record) -> list[str]:
     """Return the fields of a cell.json with values that cannot be read; [] if there are none.
 
     A missing field is no damage, since records of older versions may lack it.

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
+from kvbench.base.files import Line
 from kvbench.tasks import metrics
 from kvbench.tasks.base import LoadContext, Task
 from kvbench.tasks.knobs import check_whole, check_word, shuffled_by_seed
@@ -127,7 +128,7 @@ def load(
     return [task]
 
 
-def _parse_format(dataset: str, record: Mapping[str, Any]) -> tuple[RowFormat, dict[str, Any]]:
+def _parse_format(dataset: str, record: Mapping[str, Any]) -> tuple[RowFormat, Line]:
     """Return (the format that ``_rows_`` describes, the fields of Task that it sets).
 
     record: the content of ``_rows_``.
@@ -148,7 +149,7 @@ def _parse_format(dataset: str, record: Mapping[str, Any]) -> tuple[RowFormat, d
     return form, task_fields
 
 
-def _list_task_fields(form: RowFormat) -> dict[str, Any]:
+def _list_task_fields(form: RowFormat) -> Line:
     """Return the fields of Task that a format sets. Raises TypeError for a field that Task does not have."""
     task_fields = dict(form.task)
     for key, value in form.task.items():
