@@ -40,7 +40,7 @@ class MissingModel(MissingFiles):
 
 
 class Refused(KvbenchError):
-    """A result that must not be reported: the measurement contradicts the claim, or is not a number."""
+    """A result that must not be reported, such as that of a method that breaks what it declares, or a NaN."""
 
 
 def ending(error: BaseException) -> str:

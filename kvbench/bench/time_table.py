@@ -222,7 +222,10 @@ def _write_number(seconds: float) -> str:
 
 
 def as_json(rows: Sequence[Row], over: str = FULL) -> list[Row]:
-    """Return the rows with their ratios to the row of ``over``, a method or a peer, in the same session."""
+    """Return the rows, each with ``ratios``: by quantity, its median over that of ``over`` in the same session.
+
+    over: a method or a peer. A quantity without a median on either side has no ratio.
+    """
     records = []
     for row in rows:
         base_row = row_of_base(row, rows, over)

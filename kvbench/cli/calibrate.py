@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Compute missing calibrations and print all, those that were stored before included. Return exit status 0."""
+    """Compute the calibrations that the methods lack, and print all that the methods use. Return exit status 0."""
     if not any(word.startswith("method=") for word in args.overrides):
         raise UsageError("calibrate needs a method, as in: kvbench calibrate method=uncomp-group")
     run_words = []

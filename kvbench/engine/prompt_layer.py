@@ -274,8 +274,10 @@ class PromptLayer(KvbenchLayer):
     ) -> Observation:
         """Return the layer's observation after the first n tokens, with the statistics that stages need of them.
 
-        q: [Hq, w, D], the queries of the tokens read in this pass, which are the last w of the n tokens.
-        keys: [Hk, n, D], the keys that these queries attend.
+        n: how many of the prompt's first tokens are observed. If an earlier layer dropped hidden states, this layer has
+            read m < n of them; otherwise m = n.
+        q: [Hq, w, D], the queries of the tokens read in this pass, which are the last w of the m tokens.
+        keys: [Hk, m, D], the keys that these queries attend.
         lse: [Hq, w], the log-sum-exp of each query's logits if it is known.
         """
         last_q, first_q, exact_sums = None, None, None

@@ -31,7 +31,7 @@ class InstructionIds(NamedTuple):
     """The token ids of the words that kvbench writes around the part of the prompt that a pass repeats.
 
     first: the instruction of the first pass.
-    later: the instruction of later passes, which quote the tokens before their part behind it.
+    later: the instruction of later passes. The prompt's tokens just before the repeated part are quoted behind it.
     header: the header of an answer. The repeated part follows it.
     """
 

@@ -42,7 +42,10 @@ def check_weights(calibration: Calibration, model: PreTrainedModel, where: Path 
 
 
 def digest_weights(model: PreTrainedModel) -> str:
-    """Return a digest of the shapes and of slices of all parameters, which differs for models trained differently."""
+    """Return a digest of the names, dtypes and shapes of all parameters, and of two slices of each.
+
+    It differs for models trained differently. It is computed once for each model object, even if the weights change.
+    """
     # computed once for each model object, because a run checks its calibrations at every prompt
     if model not in _digests:
         sha256 = hashlib.sha256()

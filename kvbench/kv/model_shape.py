@@ -58,8 +58,10 @@ class CacheShape:
 class Shape:
     """Layers, heads (Hq query heads in groups over Hk kv heads) and head dimension D.
 
-    layers: the layers that methods compress. They attend all tokens, or all of the model's layers slide.
-    local_layers: layers that attend and hold only the last ``window`` tokens. No method compresses them.
+    layers: the layers that methods compress: those that attend all tokens. In a model whose layers all slide, these
+    are compressed, and none counts as local.
+    local_layers: layers that attend and hold only the last ``window`` tokens, or a chunk of so many. No method
+    compresses them.
     local_kv_heads, local_head_dim: the kv heads and the head dimension of local layers; 0: those of the other layers.
     sharing_layers: layers at the model's end that read the keys and values of an earlier layer and hold none.
     keyless_layers: layers that hold no keys: linear attention, state space, convolution, or nothing but an MLP.

@@ -53,8 +53,8 @@ CONTROL = 3
 def convert(path: Path, folder: Path, say: Callable[[str], None]) -> None:
     """Write the config, tokenizer and weights of the GGUF file ``path`` into ``folder``, which must exist.
 
-    ``say`` prints a line of progress. Raises KvbenchError if the file is no GGUF of a Llama, and OSError if a file
-    cannot be written.
+    ``say`` prints a line of progress. Raises UsageError if the package gguf is missing, KvbenchError if the file is no
+    GGUF of a Llama, and OSError if a file cannot be read or written.
     """
     require("gguf", "converting a GGUF file")
     from gguf import GGUFReader

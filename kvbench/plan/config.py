@@ -226,6 +226,7 @@ class RunConfig:
         check("reference", self.reference, is_name, "one of method=, or null")
         check("device", self.device, isinstance(self.device, str), "auto, cpu, cuda, cuda:0, ...")
         check("results", self.results, bool(self.results) and isinstance(self.results, str), "a folder")
+        # a typed match=true is one of the two kinds by now (``words._read_match``)
         check("match", self.match, self.match in (None, "bytes", "nominal"), "bytes, nominal, or true for either")
         # keys as the user types them
         paths = {

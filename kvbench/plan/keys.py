@@ -93,7 +93,7 @@ def whole_number(text: str, least: int) -> int:
 
 
 def check_choice(kind: str, choices: Collection[str], text: str) -> str:
-    """Return ``text`` if it is one of ``choices``. Raises UsageError that names the nearest choices if it is not.
+    """Return ``text`` if it is one of ``choices``. Raises UsageError that suggests the nearest choice if it is not.
 
     kind: the noun for the choices in the error.
     """

@@ -26,11 +26,11 @@ class MethodVerdict:
 
     method: the method's label, without the options that all rows of the method share.
     times_smaller: the full cache's bytes over the method's, both at 16 bits; None if nothing is measured.
-    kept_percent: the tokens held of a prompt.
-    attended_percent: the tokens that a step attends, for a method that masks.
+    kept_percent: the tokens held, in per cent of the prompt's tokens; None if nothing is measured.
+    attended_percent: the tokens that a step attends, in per cent of the prompt's tokens; None without masking.
     score: the mean score over tasks in printed units; None if a task has no score, or if nothing was compressed.
-    full_score: the full cache's mean score in printed units, under the same conditions.
-    delta: the mean paired difference to the full cache.
+    full_score: the full cache's mean score in printed units; None under the same conditions, or without a full cache.
+    delta: the mean paired difference to the full cache; None where ``ReportRow.delta`` is.
     divergence: KL from the full cache's next-token distribution, in nats, mean over tasks; None if not compared.
     worse: the tasks on which the method is worse than the full cache by the interval of the paired difference.
     better: the tasks on which it is better by that interval.

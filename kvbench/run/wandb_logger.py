@@ -96,7 +96,7 @@ class WandbLogger:
         self._events.put(lambda sender: sender.ended(cell, status, means, reason))
 
     def close(self) -> None:
-        """Wait until the thread has sent everything, but no longer than CLOSE_S."""
+        """Wait until the thread has sent everything, but no longer than the mode's seconds in CLOSE_S."""
         self._events.put(lambda sender: sender.close())
         # None ends the thread after all earlier events
         self._events.put(None)

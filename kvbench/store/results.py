@@ -231,7 +231,7 @@ class Status:
     n, of: how many examples are measured, and how many there are; ``of`` is None if unknown.
     reason: why the cell is refused, failed, interrupted or damaged.
     measuring: the shards that some process is measuring now.
-    changed: the time of the last write, in seconds since the epoch.
+    changed: the time of the last write, in seconds since the epoch; None for a damaged cell, and for one without files.
     """
 
     status: str

@@ -226,7 +226,7 @@ class ResultStore:
 
     def status(self, cell_id: str) -> Status:
         """Return the status of a cell, read from its files alone."""
-        # without a record, nobody knows what the samples were measured with
+        # damage goes first: if the record cannot be read, nobody knows what the samples were measured with
         damage = self.damage(cell_id)
         if damage is not None:
             return Status(DAMAGED, 0, None, damage)

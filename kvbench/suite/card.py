@@ -190,7 +190,8 @@ def write_notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
 
 def _note_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return the notes on each part: its prompts and the full cache's score, and whether it cannot be measured."""
-    # random tokens are measured in every part, so that their row has each part's size and full score
+    # random tokens are measured in every part, so that their row has each part's size and full score. They have a row
+    # at each budget, and the first is taken, that of the largest budget
     chance_parts: Mapping[str, PartScore] = {}
     for entry in scored:
         if entry.role == CHANCE:

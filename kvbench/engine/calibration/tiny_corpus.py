@@ -111,7 +111,8 @@ def draw_sequence(rng: random.Random, length: int, chosen: Sequence[str]) -> lis
 def _draw_fact_count(rng: random.Random, name: str, task_tokens: float) -> int:
     """Return how many facts the task ``name`` gets, at least one. Its facts and queries share ``task_tokens``."""
     fact_cost, query_cost = _measure_costs(name)
-    # one time in four facts take three quarters of the share; else facts and nine tenths of their queries fit in it
+    # with probability 1/4 the facts alone take three quarters of the share; else the facts and nine tenths of their
+    # queries take 60 to 100 % of it
     if rng.random() < 0.25:
         count = task_tokens * 0.75 / fact_cost
     else:

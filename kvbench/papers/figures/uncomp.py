@@ -108,7 +108,7 @@ def measure_ranks_by_layer(reading: Reading) -> pd.DataFrame:
 def state_ranks(data: pd.DataFrame) -> Iterator[Fact]:
     """Yield the facts that the paper reads off its figure 1.
 
-    They are the span of ranks over layers, the correlation of the queries' ranks with those of keys and values, and
+    Three are the span of ranks over layers, the correlation of the queries' ranks with those of keys and values, and
     the number of layers in which queries lie above keys. The others describe the course of the queries' rank: its ends,
     its rises, and the groups of layers between drops.
 
@@ -356,7 +356,9 @@ def watch_residual_stream(model: Any, see: Callable[[int, Tensor], None]) -> Ite
 
 
 def add_names(data: pd.DataFrame) -> pd.DataFrame:
-    """Return figure 6's data with the ``name`` of each prompt's line: its text, or its number if a text has several.
+    """Return figure 6's data with a column ``name``, the name of each prompt's line.
+
+    It is the prompt's ``source``, or ``sample 1``, ``sample 2`` and so on if prompts share a source.
 
     data: the rows of ``measure_hidden_entropy``.
     """

@@ -32,7 +32,7 @@ SERIES = 3
 
 
 def find_copies(book: Book) -> Iterator[Finding]:
-    """Yield rows of different models or methods that share values to the last digit."""
+    """Yield a finding for each two rows of different models or methods that share values to the last digit."""
     # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
     identities = {row: identity(row) for row in rows}

@@ -78,7 +78,10 @@ class PaperCells:
         return _make_series(values, fields_of_name)
 
     def settings(self, part: str, by: str | Sequence[str], **query: Any) -> pd.Series[float]:
-        """Return the numbers in a part of the setting of all cells that a query finds, indexed by the fields ``by``."""
+        """Return a part of the setting, such as ``kv_size``, of all cells that a query finds, by the fields ``by``.
+
+        Every cell must have the part, and it must be a number.
+        """
         fields_of_name = _as_list(by)
         values: dict[Labels, float] = {}
         # cells of one row can share a name, but they have the same setting, so the last one may win
@@ -88,7 +91,10 @@ class PaperCells:
         return _make_series(values, fields_of_name)
 
     def labels(self, field: str, **query: Any) -> list[str]:
-        """Return the different values of a field among all cells that a query finds, sorted."""
+        """Return the different values of a field among all cells that a query finds, sorted.
+
+        A cell without the field counts with ''.
+        """
         return sorted({fields.get(field, "") for fields, _, _ in self.cells(**query)})
 
     def rows(self, table: str) -> list[PublishedRow]:

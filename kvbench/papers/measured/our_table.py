@@ -305,10 +305,10 @@ def _compose_run(declared: TableSpec, settings: Mapping[str, object], tiny: bool
     """
     datasets = [column.dataset for column in declared.scores]
     base = configure_run(settings, datasets, tiny)
-    # a needle test has given lengths only where the paper's knobs are declared
-    only_needles = set(datasets) <= declared.workloads.keys() & {"needle"}
-    if only_needles and "max_length" not in settings:
-        # texts of given lengths are not cut, since limits of prompts are LongBench's
+    # true if the needle test is the only dataset and the table declares its knobs, and thus the lengths of its texts
+    has_stated_lengths = set(datasets) <= declared.workloads.keys() & {"needle"}
+    if has_stated_lengths and "max_length" not in settings:
+        # such texts are read whole: the limits of prompts are meant for LongBench
         base = replace(base, prompt=replace(base.prompt, max_length=None))
     return base
 

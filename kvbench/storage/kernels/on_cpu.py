@@ -306,6 +306,7 @@ def _levels_for(x: Tensor, packed: Packed) -> Levels | None:
     levels = packed.levels()
     if levels is None or levels.scale.device.type != "cpu":
         return None
+    # the C functions have room for one block of numbers: by channel a step of ``run`` tokens, else TOKENS tokens
     tokens_of_a_block = levels.run if levels.by_channel else TOKENS
     if tokens_of_a_block * _padded_width(levels.channels) > library.kvbench_kernels_most_codes():
         return None

@@ -45,7 +45,10 @@ def store_cells(store: ResultStore, source: PredictionSource, scored: list[Score
 
 
 def name_column(scored: Scored) -> str:
-    """Return the task's id in tables, in the dataset configuration's form: ``longbench_zh/dureader``."""
+    """Return the task's id in tables, in the dataset configuration's form: ``longbench_zh/dureader``.
+
+    A dataset that LongBench does not have is ``imported/NAME``.
+    """
     name, extended = scored.predictions.dataset, scored.predictions.extended
     spec = TASKS.get(name)
     if spec is None:

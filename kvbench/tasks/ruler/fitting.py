@@ -91,7 +91,8 @@ class LengthBudget:
 
         draw: the function that draws a prompt of a size.
         step: the smallest size that is tried.
-        most: the upper bound of the search. None: three times the size that the tokens of a first trial suggest.
+        most: the upper bound of the search, raised to twice ``step`` if it is lower. None: three times the size that
+            the tokens of a first trial suggest.
         more: the tokens of a text that will be added to the prompt.
 
         Each trial is drawn anew, so the path of the search decides the samples after it. Raises LengthTooShort if no
