@@ -39,7 +39,7 @@ BAD = {
     "plot uncomp/fig1 limit=0": "limit=0 is not possible",
     "plot uncomp/fig1 top=4 top=5": "top= is given 2 times",
     "plot uncomp/fig1 method=snapkv": "results/pareto take methods of your own",
-    "plot uncomp/fig1 temperature=1": "it takes no temperature=",
+    "plot uncomp/fig1 temperature=1": "each figure sets this itself",
     "plot results/budget kv_size=64": "as in method=snapkv,h2o",
     "plot uncomp/fig1 length=10": "dataset.tiny.length=10",
     "plot --from-csv {tmp}/absent.csv": "there is no file",

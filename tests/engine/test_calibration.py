@@ -159,7 +159,7 @@ DAMAGES: dict[Callable, str] = {
     damage_values: r"\.safetensors is damaged \(its checksum",
     damage_length: r"\.safetensors is damaged \(",
     remove: r"\.safetensors is damaged \(",
-    turn_revision: r"\.json is of revision 7, and 1 is needed: delete",
+    turn_revision: r"\.json was made with revision 7, and 1 is needed: delete",
 }
 
 

@@ -26,8 +26,8 @@ def shown(console=None, counts=None, cells=1):
         groups=[SimpleNamespace(column=t, cells=["full", "h2o"], examples=some) for t, some in examples.items()],
         left=lambda group: {e.id: ["cell"] * cells for e in group.examples},
         advice=list,
-        drawn=list,
-        cuts=list,
+        note_drawn_answers=list,
+        note_cut_prompts=list,
     )
     display = Display(console, clock.read)
     display.begin(prepared)

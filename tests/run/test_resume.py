@@ -350,7 +350,7 @@ def test_a_file_in_the_place_of_all_cells_is_one_message(verb, tmp_path, capsys,
     assert main([*verb.split(), f"results={tmp_path}"]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert f"{tmp_path / 'cells'} is no folder. Move it away, or give another results=FOLDER" in captured.err
+    assert f"{tmp_path / 'cells'} is no folder. Move it away, or give another folder" in captured.err
     with pytest.raises(UsageError, match="is no folder"):
         kvbench.results(tmp_path)
 
