@@ -139,7 +139,7 @@ REFUSED = {
     "no_context": ({}, "no context stands before"),
     "whole_text": ({}, "has no prompt to be compressed"),
     "animals_generate": ({"separator": "Frage:"}, "marks no question after a context"),
-    "animals_choose": ({"separator": "The animal of Paris is the horse. The animal of R"}, "begins no question"),
+    "animals_choose": ({"separator": "The animal of Paris is the horse. The animal of R"}, "marks no question"),
 }
 
 
