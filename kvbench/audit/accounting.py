@@ -438,7 +438,7 @@ def _count_grown_bytes(chain: Chain, layer: LayerCache, index: int, *, new: int,
     layer: the layer's cache as it was before the new tokens.
     index: the layer's number.
     """
-    stored_tokens = layer.kept_counts()  # by head
+    stored_tokens = layer.kept_counts()  # one number for each head
     if chain.coder and chain.coder.grows:
         return _declare_payload(chain, [tokens + new for tokens in stored_tokens], index, shape)
     if chain.coder:

@@ -298,7 +298,7 @@ def _write_cells(account: Account, size: int) -> dict[str, str]:
         parts = [_write_number(part / size) for part in built.held.parts()]
         # print a difference with its sign; a minus is U+2212
         verdict = "✓" if built.agrees else f"{built.off:+d} B".replace("-", "−")
-    # in the order of HEAD
+    # the values stand in the order of HEAD
     cells = [name, _write_number(sums.payload / size)]
     cells += parts[:PAYLOAD_PARTS]
     cells.append(_write_number(sums.overhead / size))

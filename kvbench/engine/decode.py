@@ -87,7 +87,7 @@ def _divide_by_bytes(caches: Sequence[PromptCache], rows: Sequence[int]) -> list
     A row whose cache takes more is a part of its own.
     """
     parts: list[list[int]] = []
-    part_bytes = 0  # of the last part
+    part_bytes = 0  # the size of the last part
     for row in rows:
         row_bytes = caches[row].nbytes()
         # a row that no longer fits begins the next part

@@ -26,8 +26,8 @@ class HandedLayer:
     def __init__(self, chain: Chain, cache: LayerCache, obs: Observation) -> None:
         self.chain, self.cache, self.obs = chain, cache, obs
         self._tensors = list(_name_tensors(cache, obs))  # (name, tensor)
-        self._copies: list[Tensor] = []  # for a foreign chain, a copy of each tensor
-        self._versions: list[int] = []  # for kvbench's own chains, the version of each tensor
+        self._copies: list[Tensor] = []  # a foreign chain has a copy of each tensor here
+        self._versions: list[int] = []  # kvbench's own chains have the version of each tensor here
         if chain.foreign:
             # deepcopy copies a tensor once even if it occurs twice, so that copies share memory as the tensors do
             self.cache, self.obs = deepcopy((cache, replace(obs, scratch={})))

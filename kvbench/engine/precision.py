@@ -102,7 +102,7 @@ def compare_rounding(model: PreTrainedModel, prompts: Sequence[Tensor]) -> Round
     half_logits = [_compute_last_logits(model, ids) for ids in prompts]
     with _in_fp32(model, half):
         exact_logits = [_compute_last_logits(model, ids) for ids in prompts]
-    largest_differences = []  # of a logit, for each prompt
+    largest_differences = []  # each prompt's largest difference of a logit
     same = 0
     for rounded, exact in zip(half_logits, exact_logits, strict=True):
         largest_differences.append(float((rounded - exact).abs().max()))

@@ -161,7 +161,7 @@ class PromptLayer(KvbenchLayer):
         """
         n_earlier = keys.shape[1] - q.shape[1]  # tokens that were read before these queries
         for n, needs in self.needs.items():
-            # of the first n tokens, this pass has read the last ``count``
+            # this pass has read the last ``count`` of the first n tokens
             count = n - n_earlier
             part_lse = lse[:, :count] if lse is not None else None
             self.observed[n] = self._observe_tokens(n, needs, q[:, :count], keys=keys[:, :n], scale=scale, lse=part_lse)

@@ -27,7 +27,7 @@ RETRIES = 4
 FIRST_CHOICES = 5
 """The number of likeliest first tokens that are asked for. OpenAI's interface allows no more."""
 Content = TypeVar("Content")
-"""What a question to the server returns: an answer, or the names of its models."""
+"""The result of a question to the server: an answer, or the names of its models."""
 
 
 class ServerAnswer(NamedTuple):

@@ -329,7 +329,7 @@ def _compare_with_own(run: EngineRun, answers_by_label: Mapping[str, Mapping[str
             full_samples[group.column] = samples
     notes = []
     for label, answers_by_column in answers_by_label.items():
-        # for each answer, the share of its tokens that equal the full cache's
+        # each number is the share of an answer's tokens that equal the full cache's
         shares = []
         for column, answers in answers_by_column.items():
             own_samples = full_samples.get(column, {})

@@ -356,7 +356,7 @@ def _note_unended(group: Group, reader: SampleReader) -> list[str]:
     for cell in group.cells:
         if reader.store.damage(cell.id) is not None:
             continue
-        # for each answer, whether it was cut off
+        # each entry says whether an answer was cut off
         reached_end: list[bool] = []
         for example, sample in reader.read(cell.id).items():
             # the store may have samples of examples that this run leaves out

@@ -107,7 +107,7 @@ def _note_precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[st
     comparisons = []
     for record in records:
         comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
-    # of several runs' comparisons, that with most prompts is the most reliable
+    # the comparison with most prompts is the most reliable of several runs'
     if comparisons:
         largest = max(comparisons, key=itemgetter("prompts"))
         notes.append(precision.describe_rounding(largest, prepared.dtype))

@@ -182,7 +182,7 @@ def _average_differences(
 
     Return None if a task has no pairs.
     """
-    # for each task, a difference for each example that both answered
+    # each task has a difference for each example that both answered
     differences: list[list[float]] = []
     for scores, full_scores in zip(by_task, full_by_task, strict=True):
         paired = [example for example in scores if example in full_scores]

@@ -130,7 +130,7 @@ def compare_rows(
     def compare_together(part: Sequence[QueuedRow]) -> list[QueuedRow]:
         """Return the rows of ``part`` with their divergences, computed in one pass for each text."""
         caches = [row.cache for row in part]
-        # for each row, its comparison by kind of text
+        # each row has its comparisons by kind of text
         fidelities: list[dict[str, TextFidelity]] = [{} for _ in part]
         for kind, tokens in texts.items():
             results, floor = diverge(host.model, full, caches, torch.tensor(tokens))

@@ -140,7 +140,7 @@ class EvictingRows(Format):
         """Return the most whole tokens (with all channels) that a head holds until ``new_tokens`` more have come."""
         counts_by_row = []
         for segments in segments_by_row:
-            counts = torch.zeros(self.budget.shape[1], dtype=torch.int64)  # for each head
+            counts = torch.zeros(self.budget.shape[1], dtype=torch.int64)  # one number for each head
             # a row's first segment is thin, and its other segments have all channels
             for s in segments[1:]:
                 counts += torch.tensor(s.counts)

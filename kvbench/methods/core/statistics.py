@@ -140,7 +140,7 @@ def fold_ring(slots: Slots, probs: torch.Tensor, size: int) -> Mapping[str, torc
 
     probs [B, Hq, T, S] are the attention weights of these queries.
     """
-    # of more new rows than the ring has columns only the last remain
+    # if more new rows come than the ring has columns, only the last rows remain
     rows = group_rows(probs, slots.positions.shape[1])[:, :, -size:]
     # [B, H, S, T]: each slot gets its attention from the T queries
     rows = rows.transpose(2, 3)

@@ -278,7 +278,7 @@ def read_divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, 
     samples = store.samples(cell.id)
     means = {}
     for example in group.examples:
-        # by name, the texts whose tokens were compared with the full cache's predictions
+        # each name has the texts whose tokens were compared with the full cache's predictions
         texts = samples[example.id].fidelity if example.id in samples else None
         if texts:
             text = texts.get("greedy") or texts["reference"]

@@ -99,7 +99,7 @@ def find_pareto_front(data: pd.DataFrame) -> pd.DataFrame:
 
     data: rows of measured scores (``measured.COLUMNS``).
     """
-    # of points with equal bytes the best comes first, so the others cannot be on the front
+    # the best of several points with equal bytes comes first, so the others cannot be on the front
     rows = data.dropna(subset=["score"]).sort_values(["bytes", "score"], ascending=[True, False], kind="stable")
     # the best score of the points before this one; the first point has none before it
     best_before = rows["score"].cummax().shift(fill_value=float("-inf"))

@@ -556,7 +556,7 @@ def _build_line(
 
         def build_chain(dataset_setting: str = "") -> Chain:
             """Build the row's chain. The row's own settings override ``dataset_setting``, the settings of a dataset."""
-            # of two settings with one key, the later one counts
+            # the later one of two settings with one key counts
             full_setting = ";".join(text for text in (dataset_setting, row.setting) if text)
             texts = knobs | row_knobs.run_arguments(row.method, full_setting, size)
             entry: dict[str, object] = {"method": method}

@@ -86,7 +86,7 @@ def shade_tokens(cache: PromptCache) -> Tensor:
 
     The result is a tensor of whole numbers [n] for n prompt tokens.
     """
-    # by token, how many heads keep it
+    # each number says how many heads keep a token
     counts = torch.zeros(cache.seen)
     heads = 0
     for layer in cache.layers:

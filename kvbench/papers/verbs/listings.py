@@ -82,7 +82,7 @@ def _record_entry(entry: CatalogueEntry, ours: Sequence[Mapping[str, str]]) -> d
     # a table whose numbers are not entered has no counts
     if printed:
         counts_in_words.append(printed)
-    # by model, the counts as numbers
+    # each model has its counts as numbers
     measured = []
     for counts in ours:
         cells = ", ".join(f"{counts[state]} {state}" for state in coverage.STATES if counts[state] != "0")
