@@ -20,7 +20,8 @@ from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, read
 from kvbench.base.errors import UsageError, unknown
 from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
-from kvbench.methods.core.resolve import ChainConfig, entries_of, find_grids, resolve
+from kvbench.methods.core.knob_layers import find_grids, gather_entries, overlay_layers
+from kvbench.methods.core.resolve import ChainConfig, resolve
 from kvbench.models.config import ModelConfig
 from kvbench.plan import presets, words
 from kvbench.plan.keys import parse_pairs
@@ -368,7 +369,8 @@ def compose_with_knobs(request: RunRequest) -> dict[str, Any]:
     The knobs are only printed. A run takes its methods' knobs from ``resolve``.
     """
     raw = compose(request)
-    raw["method"] = entries_of(words.stages_of(raw["chains"]), request.preset_values, request.knobs)
+    plain_entries = gather_entries(registry.read_method(method) for method in raw["chains"])
+    raw["method"] = overlay_layers(plain_entries, request.preset_values, request.knobs)
     return raw
 
 

@@ -17,7 +17,8 @@ from kvbench.kv.model_shape import Shape
 from kvbench.methods.core import registry
 from kvbench.methods.core.base import Selector
 from kvbench.methods.core.chain import Chain
-from kvbench.methods.core.resolve import BUDGET_PARTS, ChainConfig, chain_config, overlay
+from kvbench.methods.core.knob_layers import BUDGET_PARTS, overlay
+from kvbench.methods.core.resolve import ChainConfig, chain_config
 from kvbench.plan.config import RunConfig
 
 KINDS = ("bytes", "nominal")
@@ -207,10 +208,11 @@ def with_options(template: ChainConfig, options: Mapping[str, object]) -> ChainC
 
     Raises UsageError if the chain does not accept the options.
     """
+    assert template.method is not None, "the chains of a run are made from methods"
     owner = next(stage.id for stage in template.chain.stages if isinstance(stage, Selector))
     entries = dict(template.entries)
     entries[owner] = overlay(template.entries[owner], options)
-    return chain_config(entries, template.chain.per, written=template.written)
+    return chain_config(template.method, entries, template.chain.per)
 
 
 def _find_reference(cfg: RunConfig) -> str:
@@ -226,8 +228,8 @@ def _find_reference(cfg: RunConfig) -> str:
         if not names:
             raise UsageError(f"match={cfg.match} compares methods, and this run has only full: name one with method=")
         return names[-1]
-    # the user may write the stages in any order, and under other names that ``split`` knows
-    stages = sorted(registry.split(cfg.reference))
+    # the user may write the stages in any order, and by aliases
+    stages = sorted(registry.read_method(cfg.reference).entries)
     for name in names:
         if sorted(name.split("+")) == stages:
             return name

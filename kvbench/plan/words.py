@@ -10,14 +10,15 @@ method=h2o,h2o+think reference=h2o+think  ->  methods h2o, h2o+think; reference 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvbench.base.conf import LISTED, entries, read_config, top_level
 from kvbench.base.errors import UsageError, unknown
-from kvbench.methods.core import registry
+from kvbench.methods.core import knob_layers, registry
+from kvbench.methods.core.registry import Method
 from kvbench.plan import keys, presets
 
 GROUPS = {"model": "tiny", "method": "snapkv", "dataset": "tiny", "prompt": "plain", "logger": "wandb"}
@@ -99,7 +100,7 @@ def request_runs(settings: Mapping[str, object], multirun: bool = False) -> tupl
     typed_methods = tuple(split_list(texts["method"])) if "method" in texts else ()
     typed_tasks = tuple(split_list(texts["dataset"])) if "dataset" in texts else ()
     # but knobs are looked for among those that will run: conf/config.yaml supplies the ones that are not typed
-    methods = typed_methods or read_config()["chains"]
+    methods = [registry.read_method(method) for method in typed_methods or read_config()["chains"]]
     tasks = typed_tasks or read_config()["tasks"]
     groups = _read_groups(texts)
     knobs, values = _read_settings(settings, methods, _list_datasets(tasks), multirun)
@@ -173,7 +174,7 @@ def _read_groups(texts: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_settings(
-    settings: Mapping[str, object], methods: Sequence[str], datasets: Sequence[str], multirun: bool
+    settings: Mapping[str, object], methods: Sequence[Method], datasets: Sequence[str], multirun: bool
 ) -> tuple[dict[str, object], dict[str, object]]:
     """Return (values of the methods' knobs, all other values), by key.
 
@@ -367,7 +368,7 @@ def _write_launcher_override(key: str, value: str) -> str:
     return f"{key}={value}"
 
 
-def _parse_argument(key: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
+def _parse_argument(key: str, value: Any, methods: Sequence[Method], datasets: Sequence[str]) -> dict[str, object]:
     """Return a key with its value, typed text or Python value, as {full key: value}.
 
     A knob typed without its owner gets the owner's key. A knob of methods keeps its bare key, as ``window``, which
@@ -423,7 +424,7 @@ def _parse_option(group: str, option: str, value: Any) -> dict[str, object]:
 
 
 def _parse_owned_option(
-    group: str, option: str, value: Any, methods: Sequence[str], datasets: Sequence[str]
+    group: str, option: str, value: Any, methods: Sequence[Method], datasets: Sequence[str]
 ) -> dict[str, object]:
     """Return {full key: value} for the key ``group.option``, where group is ``method`` or ``dataset``.
 
@@ -439,12 +440,13 @@ def _parse_owned_option(
             f"(kvbench run --help {option})"
         )
     if group == "method":
-        used = stages_of(methods)
-        known = registry.defaults(owner)
+        known_entries = knob_layers.gather_entries(methods)
     else:
-        used, known = list(datasets), entries("dataset").get(owner, {})
-    if owner not in used:
-        raise UsageError(f"{group}.{option}={text}: this run has no {group} {owner!r}; it has {', '.join(used)}")
+        known_entries = {dataset: entries("dataset")[dataset] for dataset in datasets}
+    if owner not in known_entries:
+        names = ", ".join(known_entries)
+        raise UsageError(f"{group}.{option}={text}: this run has no {group} {owner!r}; it has {names}")
+    known = known_entries[owner]
     # names with _ in front are internal to an entry, such as the loader of a dataset
     if knob not in known or knob.startswith("_"):
         public_names = [name for name in known if not name.startswith("_")]
@@ -452,15 +454,7 @@ def _parse_owned_option(
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
-def stages_of(methods: Iterable[str]) -> list[str]:
-    """Return the ids of the stages of all ``methods``, each once, in order."""
-    stages: dict[str, None] = {}
-    for method in methods:
-        stages |= dict.fromkeys(registry.split(method))
-    return list(stages)
-
-
-def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: Sequence[str]) -> dict[str, object]:
+def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets: Sequence[str]) -> dict[str, object]:
     """Return {full key: value} for a knob typed without its owner, with one key for each owner of its group.
 
     A knob of methods has one key, which stays bare.
@@ -485,22 +479,22 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[str], datasets: S
         names = {"preset"} | set(GROUPS) | set(top_level())
         for knobs in known_knobs.values():
             names |= {name for name in knobs if not name.startswith("_")}
-        raise registry.explain_unknown_knob(knob, value, names, methods)
+        raise knob_layers.explain_unknown_knob(knob, value, names, methods)
     # the first owner's default stands for all: it only tells whether the knob takes a list
     default = known_knobs[owners[0]][knob]
     if groups == {"method"}:
-        # resolve decides which stages take it
+        # ``knob_layers`` decides which stages take it
         return {knob: _read_grid(value, default)}
     return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
 
 
-def _list_knobs(methods: Sequence[str], datasets: Sequence[str]) -> dict[str, Mapping[str, object]]:
+def _list_knobs(methods: Sequence[Method], datasets: Sequence[str]) -> dict[str, Mapping[str, object]]:
     """Return the knobs and their defaults by owner: the run's datasets and stages, its model and its prompt policy."""
     knobs: dict[str, Mapping[str, object]] = {f"dataset.{d}": entries("dataset")[d] for d in datasets}
     # the entries hf and plain list all knobs of models and of prompts
     knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
-    knobs |= {f"method.{stage}": registry.defaults(stage) for stage in stages_of(methods)}
+    knobs |= {f"method.{stage}": entry for stage, entry in knob_layers.gather_entries(methods).items()}
     return knobs
 
 

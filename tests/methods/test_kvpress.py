@@ -127,7 +127,7 @@ def stand_in(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvpress.utils", utils)
     monkeypatch.setattr(extras, "installed", lambda name: True)
     monkeypatch.setattr(package, "version", lambda name: module.__version__)
-    known = package.import_package, adapter.stage_class, registry.defaults
+    known = package.import_package, adapter._make_class, registry.defaults
     for cached in known:
         cached.cache_clear()
     yield module

@@ -7,6 +7,10 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.resolve import chain_of, chains_of, resolve
 
 
+def stages_of(method):
+    return list(registry.read_method(method).entries)
+
+
 def knobs(entry, defaults=None):
     (chain,) = chains_of([entry], defaults or {})
     return {k: v for s in chain.stages for k, v in s.knobs().items()}
@@ -73,14 +77,14 @@ def test_a_bare_knob_reaches_every_chain_that_owns_it():
 
 
 def test_an_alias_is_a_method_with_knobs_settled():
-    assert registry.split("h2o+quant") == registry.split("quant + h2o") == ("qhitter",)
-    assert registry.split("h2o+quant+think") == ("qhitter", "think")
+    assert stages_of("h2o+quant") == stages_of("quant + h2o") == ["qhitter"]
+    assert stages_of("h2o+quant+think") == ["qhitter", "think"]
     alias, same, other = chains_of(["h2o+quant", {"method": "qhitter", "lam": 1}, "qhitter"], {"bits": 3})
     assert alias.identity() == same.identity() != other.identity()
     assert [c.stages[0].lam for c in (alias, other)] == [1, 0.5] and alias.stages[0].bits == 3
     alias, other = chains_of(["h2o+quant", "qhitter"], {"lam": 0.25, "qhitter.variant": "paper"})
     assert [(c.stages[0].lam, c.stages[0].variant) for c in (alias, other)] == [(1, "paper"), (0.25, "paper")]
-    assert registry.split("h2o+think") == ("h2o", "think") and registry.list_implied_knobs("h2o") == {}
+    assert stages_of("h2o+think") == ["h2o", "think"] and registry.read_method("h2o").implied == {}
 
 
 @pytest.mark.parametrize("key", ["lam", "qhitter.lam", "method.qhitter.lam"])
@@ -110,7 +114,7 @@ def test_stages_that_cannot_stand_together_are_refused_before_their_knobs_are_lo
 
 def test_what_words_of_kvpress_are_called_here_is_there():
     words = registry.read_kvpress_words()
-    assert all(registry.split(method) for method in words["methods"].values())
+    assert all(registry.read_method(method).entries for method in words["methods"].values())
     assert not {*words["methods"], *words["missing"]} & set(registry.available())
     assert set(words["knobs"].values()) <= {knob for m in registry.available() for knob in registry.knob_names(m)}
 

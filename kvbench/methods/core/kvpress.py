@@ -323,15 +323,18 @@ class PressSelector(Selector):
         return ops.select(cache, top_indices(scores, budget))
 
 
-@cache
 def stage_class(method: str) -> type[PressSelector]:
     """Return the class of ``kvpress:NAME``, whose knobs are the fields of its presses.
 
     Raises UsageError for a press that kvpress lacks, or that does not run here.
     """
     # other spellings of the name share the class of the canonical name
-    if method != canonicalise_name(method):
-        return stage_class(canonicalise_name(method))
+    return _make_class(canonicalise_name(method))
+
+
+@cache
+def _make_class(method: str) -> type[PressSelector]:
+    """Return the class of a method by its canonical name, as ``stage_class`` describes it."""
     types = find_types(method)
     # the dataclass fields of the class: (name, type, default) of each knob
     knobs: list[tuple[str, str, Any]] = []

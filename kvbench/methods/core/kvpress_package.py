@@ -147,10 +147,12 @@ def press_records() -> list[PressRecord]:
 def find_types(method: str) -> tuple[type, ...]:
     """Return the classes of a method's presses, the outermost first, such as two for ``kvpress:adakv:snapkv``.
 
+    method: its canonical name.
+
     Raises UsageError, with the reason, for a press that kvpress lacks, one that does not run here, and presses that
     cannot stand inside each other.
     """
-    known, names = find_presses(), canonicalise_name(method).split(":")[1:]
+    known, names = find_presses(), method.split(":")[1:]
     for name in names:
         if name not in known:
             raise unknown("press of kvpress", name, known, listed_by="kvbench list kvpress")

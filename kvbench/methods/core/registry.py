@@ -10,10 +10,9 @@ stands for a method with certain knobs. A key names a knob with or without its s
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, cast
@@ -52,6 +51,27 @@ ALIASES: Mapping[str, Alias] = {
 """Aliases of methods. An alias may join several parts with +, in any order: together they mean one method."""
 # the line of a class that names its method: an indented ``id = "snapkv"``, with or without an annotation
 ID = re.compile(r"""^(?: {2,4}|\t)id *(?:: *[\w.\[\]]+ *)?= *["']([\w-]+)["']""", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method as a user wrote it, such as ``h2o+quant``, with what the registry knows of it.
+
+    written: the method as it was written.
+    entries: the plain entry of each of its stages, by id (``defaults``). Readers must not change them.
+    aliases: {stage: the alias that the user wrote for it}.
+    implied: the values of knobs that those aliases imply, by key (``qhitter.lam``).
+    """
+
+    written: str
+    entries: Mapping[str, Mapping[str, Any]]
+    aliases: Mapping[str, str]
+    implied: Mapping[str, object]
+
+    @property
+    def name(self) -> str:
+        """The method with the aliases in it resolved, such as ``qhitter``."""
+        return "+".join(self.entries)
 
 
 class KvpressWords(TypedDict):
@@ -171,61 +191,6 @@ def explain_unknown_method(method: str) -> UsageError:
     return unknown("method", method, available(), " ".join(hints), listed_by="kvbench list methods")
 
 
-def explain_unknown_knob(knob: str, value: object, names: Iterable[str], methods: Sequence[str]) -> UsageError:
-    """Return the error for ``knob=value`` where no knob of ``methods`` has this name. ``names`` are the allowed names.
-
-    If the name is that of a field of a press of kvpress, the error gives kvbench's name for the same knob.
-    """
-    name_here = read_kvpress_words()["knobs"].get(knob)
-    if name_here is not None:
-        return UsageError(f"unknown option {knob}: kvpress's {knob} is {name_here}= here")
-    if knob == "compression_ratio":
-        kept = _invert_shares(value)
-        if kept is not None:
-            return UsageError(f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={kept}")
-    owners = _find_owners(knob)
-    named = " and ".join("+".join(split(method)) for method in methods)
-    have = "have" if len(methods) > 1 else "has"
-    if knob in BUDGET_KNOBS:
-        return UsageError(f"{named} {have} no option {knob}. There is no budget of tokens to set.")
-    if owners:
-        message = f"{named} {have} no option {knob}. It belongs to {', '.join(owners)}."
-        # two words that are easily mixed up
-        if knob == "ratio" and "kv_ratio" in names:
-            message += " Did you mean kv_ratio (share of tokens kept)?"
-        return UsageError(message)
-    return unknown("option", knob, names, listed_by="kvbench run --help keys")
-
-
-def _invert_shares(value: object) -> str | None:
-    """Return 1 - share for the shares in ``value``, joined by commas, or None if it holds anything but numbers.
-
-    value: a number, a list of numbers, or numbers in a text, joined by commas.
-    """
-    shares: list[Any]
-    if isinstance(value, str):
-        shares = value.split(",")
-    elif isinstance(value, list):
-        shares = value
-    else:
-        shares = [value]
-    try:
-        return ",".join(f"{1 - float(share):g}" for share in shares)
-    except (ValueError, TypeError):
-        return None
-
-
-def _find_owners(knob: str) -> list[str]:
-    """Return the ids of the methods with a YAML file that have this knob, in alphabetical order."""
-    owners = []
-    for method in sorted(path.stem for path in (conf_dir() / "method").glob("*.yaml")):
-        # a method whose file cannot be read is no help here, and has an error of its own
-        with suppress(UsageError):
-            if knob in defaults(method):
-                owners.append(method)
-    return owners
-
-
 def path_of(method: str) -> Path:
     """Return the file that has a method's knobs: its YAML file, or its module if it has no YAML file.
 
@@ -292,13 +257,13 @@ def knob_names(method: str) -> tuple[str, ...]:
     return tuple(k for k in defaults(method) if not k.startswith("_"))
 
 
-def split(method: str) -> tuple[str, ...]:
-    """Return the ids in a method, ``('snapkv', 'think')`` for ``'snapkv+think'``, with aliases resolved.
+def read_method(written: str) -> Method:
+    """Return the method that a user wrote, such as ``snapkv+think``, with aliases resolved.
 
     Raises UsageError if a part is empty, is no method or is written twice, and if ``full`` stands beside others.
     """
     parts = []
-    for part in method.split("+"):
+    for part in written.split("+"):
         part_id = part.strip()
         if of_kvpress(part_id):
             # a press may be typed in several ways; its id is the name of the class made for it
@@ -307,15 +272,21 @@ def split(method: str) -> tuple[str, ...]:
     parts = _resolve_aliases(parts)
     for part in parts:
         if not part:
-            raise UsageError(f"method={method!r} has an empty part: write one id, or several joined by +")
-        # raises UsageError for a part that is no method
-        defaults(part)
+            raise UsageError(f"method={written!r} has an empty part: write one id, or several joined by +")
+    # raises UsageError for a part that is no method
+    entries = {part: defaults(part) for part in parts}
     for part in parts:
         if parts.count(part) > 1:
-            raise UsageError(f"method={method!r} names {part} twice")
+            raise UsageError(f"method={written!r} names {part} twice")
     if "full" in parts and len(parts) > 1:
-        raise UsageError(f"method={method!r}: full keeps everything as it is and is written alone")
-    return tuple(parts)
+        raise UsageError(f"method={written!r}: full keeps everything as it is and is written alone")
+    aliases: dict[str, str] = {}
+    implied: dict[str, object] = {}
+    for alias in _find_aliases(written):
+        meaning = ALIASES[alias]
+        aliases[meaning.method] = alias
+        implied |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
+    return Method(written, entries, aliases=aliases, implied=implied)
 
 
 def _resolve_aliases(parts: Sequence[str]) -> list[str]:
@@ -330,48 +301,10 @@ def _resolve_aliases(parts: Sequence[str]) -> list[str]:
     return resolved
 
 
-def find_aliases(method: str) -> list[str]:
+def _find_aliases(method: str) -> list[str]:
     """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
     parts = {part.strip() for part in method.split("+")}
     return [alias for alias in ALIASES if set(alias.split("+")) <= parts]
-
-
-def list_implied_knobs(method: str) -> dict[str, object]:
-    """Return the knob values that aliases in ``method`` imply, by key (``qhitter.lam``), or {} without an alias."""
-    values: dict[str, object] = {}
-    for alias in find_aliases(method):
-        meaning = ALIASES[alias]
-        values |= {f"{meaning.method}.{knob}": value for knob, value in meaning.knobs.items()}
-    return values
-
-
-def choose_by_size(entry: Mapping[str, object]) -> dict[str, object]:
-    """Return the entry with one value for each knob whose value depends on the budget.
-
-    Such a knob is written as ``{kv_size: value, ...}``. It takes the value at the kv_size nearest to the entry's own on
-    a log scale. Where the budget is a fraction, it takes the value at the largest kv_size (our choice).
-    """
-    size = entry.get("kv_size")
-    # a size that is no number above 0 gets its error later, from the stage
-    if not isinstance(size, int) or size <= 0:
-        size = None
-    return {knob: _choose_value(value, size) for knob, value in entry.items()}
-
-
-def _choose_value(value: object, size: int | None) -> object:
-    """Return a knob's value for a budget of ``size`` tokens; None: the budget is a fraction.
-
-    A value that does not depend on the budget is returned as it is.
-    """
-    if not isinstance(value, Mapping) or not value:
-        return value
-    if not all(isinstance(key, int) and key > 0 for key in value):
-        return value
-    if size is None:
-        return value[max(value)]
-    # |log(key / size)| is the distance on a log scale; sorted: of two equally near sizes the smaller is taken
-    nearest_size = min(sorted(value), key=lambda key: abs(math.log(key / size)))
-    return value[nearest_size]
 
 
 def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
@@ -386,15 +319,3 @@ def make_stage(method: str, entry: Mapping[str, object]) -> Stage:
     # an entry that gives only knobs belongs to the method's own class
     target = entry.get("_target_") or defaults(method)["_target_"]
     return load_stage(path_of(method), method, cast(str, target), knobs=knobs)
-
-
-def stage_of(key: str) -> str:
-    """Return the stage in a knob's key: ``'snapkv'`` of ``'method.snapkv.window'`` or ``'snapkv.window'``, else ''."""
-    prefix, _, _ = key.rpartition(".")
-    return prefix.removeprefix("method.")
-
-
-def knob_of(key: str) -> str:
-    """Return the knob in its key: ``'window'`` of ``'method.snapkv.window'``, ``'snapkv.window'`` or ``'window'``."""
-    _, _, knob = key.rpartition(".")
-    return knob

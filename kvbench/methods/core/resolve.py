@@ -1,60 +1,31 @@
-"""Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
-
-Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset. The knobs set for
-all methods follow, then the knobs set for one, and last those that an alias implies. A knob with several values to try
-is a grid: there is one chain for each combination of the values of all grids.
-"""
+"""Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-from kvbench.base.conf import check, identity, runtime
-from kvbench.base.errors import UsageError, unknown
+from kvbench.base.conf import identity, runtime
+from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import hash_source
+from kvbench.methods.core.knob_layers import (
+    Entry,
+    Knobs,
+    MethodRequest,
+    MethodWithKnobs,
+    apply_layers,
+    choose_by_size,
+    expand_grids,
+    overlay_layers,
+    read_requests,
+)
 from kvbench.methods.core.legal_sets import check_set
 from kvbench.methods.core.loading import locate_error
-from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, choose_by_size
+from kvbench.methods.core.registry import ALWAYS_NAMED, Method
 from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
-
-BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
-"""Knobs of single methods that state a budget, or a part of one."""
-
-Entry = Mapping[str, Any]
-"""The knobs of one stage by name."""
-Knobs = Mapping[str, object]
-"""Knobs by key: bare (``window``), or full (``snapkv.window``, ``method.snapkv.window``)."""
-MethodRequest = str | Mapping[str, object]
-"""A method as users ask for it: ``"snapkv+think"``, or ``{"method": "snapkv", "kv_size": 64}`` with knobs."""
-
-
-class _Request(NamedTuple):
-    """One method with all layers of knobs applied, whose knobs may still be grids.
-
-    method: the method as the user typed it.
-    per: the chain's ``per``, or a list of values for it.
-    entries: the knobs of each stage, by its id.
-    implied: the values of knobs that aliases in ``method`` imply, by key.
-    """
-
-    method: str
-    per: object
-    entries: Mapping[str, Entry]
-    implied: Mapping[str, object]
-
-
-class _Axis(NamedTuple):
-    """A knob of a stage that is a grid, with the values that it takes one after the other."""
-
-    stage: str
-    knob: str
-    values: Sequence[object]
 
 
 @dataclass(frozen=True)
@@ -63,13 +34,13 @@ class ChainConfig:
 
     label: the chain's name with its budget and the knobs that the user set.
     entries: the knobs of each stage by its id, before values that depend on the budget are chosen.
-    written: the method as the user typed it.
+    method: the method as the user wrote it; None for a chain that was made in code.
     """
 
     chain: Chain = identity()
     label: str = runtime(default="")
     entries: Mapping[str, Entry] = runtime(default_factory=dict)
-    written: str = runtime(default="")
+    method: Method | None = runtime(default=None)
 
 
 def resolve(
@@ -85,7 +56,8 @@ def resolve(
     # grids may meet in one chain, and methods may be written twice: of equal chains the first stays, with its label
     chains: dict[tuple[str, str], ChainConfig] = {}
     for request in _apply_layers(methods, knobs or {}, preset or {}):
-        for config in _expand_grids(request):
+        for point in expand_grids(request):
+            config = chain_config(point.method, point.entries, point.per, point.swept)
             chains.setdefault((config.chain.name, repr(config.chain.identity())), config)
     return list(chains.values())
 
@@ -94,7 +66,7 @@ def chains_of(methods: Sequence[MethodRequest], knobs: Knobs | None = None, pres
     """Return one chain for each of ``methods``, in order. ``chain_of`` explains the arguments."""
     requests = _apply_layers(methods, knobs or {}, preset or {})
     # a chain itself refuses any other value of ``per``
-    return [chain_config(request.entries, request.per).chain for request in requests]  # type: ignore[arg-type]
+    return [chain_config(r.method, r.entries, r.per).chain for r in requests]  # type: ignore[arg-type]
 
 
 def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | None = None) -> Chain:
@@ -108,19 +80,19 @@ def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | 
 
 
 def chain_config(
-    entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = (), written: str = ""
+    method: Method, entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = ()
 ) -> ChainConfig:
-    """Return the chain of ``entries``, the knobs of each stage by its id, with its label.
+    """Return the chain of a method with ``entries``, the knobs of each stage by its id, with its label.
 
-    The label always names the knobs in ``swept``, pairs (stage, knob). ``written`` is the method as the user typed it.
+    The label always names the knobs in ``swept``, pairs (stage, knob).
     """
     # knobs whose value depends on the budget get their value here
     chosen_entries = {stage: choose_by_size(entry) for stage, entry in entries.items()}
     # ``full`` is the chain without stages
     stages = tuple(registry.make_stage(stage, entry) for stage, entry in chosen_entries.items() if stage != "full")
     chain = _form_chain(stages, per)
-    label = _describe_chain(chain, chosen_entries, swept, written=written)
-    return ChainConfig(chain, label, entries, written=written)
+    label = _describe_chain(chain, method, chosen_entries, swept)
+    return ChainConfig(chain, label, entries, method=method)
 
 
 def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
@@ -142,54 +114,21 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
         raise UsageError(f"method {name} cannot say what it is: {locate_error(error, name)}") from error
 
 
-def entries_of(stages: Sequence[str], *layers: Knobs) -> dict[str, dict[str, Any]]:
-    """Return {stage: its knobs}: plain defaults, with ``layers`` of knobs by key laid over them in order.
+def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[MethodWithKnobs]:
+    """Yield each method with all layers of knobs applied, as ``apply_layers`` does.
 
-    In one layer a key with a stage (``snapkv.window``) wins over one without.
+    Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
     """
-    entries = {}
-    for stage in stages:
-        entry = registry.defaults(stage)
-        for layer in layers:
-            entry = overlay(entry, _select_knobs(stage, layer))
-        entries[stage] = entry
-    return entries
+    requests = read_requests(methods)
+    # a set that is not possible is the first thing to say, whatever its knobs
+    _check_sets([method for method, _ in requests])
+    return apply_layers(requests, knobs, preset)
 
 
-def _select_knobs(stage: str, layer: Knobs) -> dict[str, object]:
-    """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
-    names = registry.knob_names(stage)
-    for_any_stage: dict[str, object] = {}
-    for_this_stage: dict[str, object] = {}
-    for key, value in layer.items():
-        owner, knob = registry.stage_of(key), registry.knob_of(key)
-        if knob not in names:
-            continue
-        if owner == stage:
-            for_this_stage[knob] = value
-        elif not owner:
-            for_any_stage[knob] = value
-    return for_any_stage | for_this_stage
-
-
-def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
-    """Return the knobs of ``entry``, with the knobs of ``layer`` in place of those that both have.
-
-    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states a budget are cleared: size, fraction and
-    parts.
-    """
-    knobs = dict(entry)
-    if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
-        for knob in knobs:
-            if knob in BUDGET_KNOBS or knob in BUDGET_PARTS:
-                knobs[knob] = None
-    return knobs | dict(layer)
-
-
-def check_sets(methods: Sequence[str]) -> None:
+def _check_sets(methods: Sequence[Method]) -> None:
     """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
     for method in methods:
-        entries = entries_of(registry.split(method), registry.list_implied_knobs(method))
+        entries = overlay_layers(method.entries, method.implied)
         stages = []
         for stage, entry in entries.items():
             # the entry of ``full`` is empty: it is no stage
@@ -198,177 +137,24 @@ def check_sets(methods: Sequence[str]) -> None:
         check_set(stages)
 
 
-def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[_Request]:
-    """Yield each method with all layers of knobs applied, see the module's docstring.
-
-    Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
-    """
-    requests = _read_requests(methods)
-    knobs = {key: _make_plain(value) for key, value in knobs.items()}
-    names = [request["method"] for request in requests]
-    check_sets(names)
-    # a knob for all methods needs an owner among all, a method's knob an owner in that method
-    _check_owned(names, knobs)
-    for name, request in zip(names, requests, strict=True):
-        method_knobs = {key: value for key, value in request.items() if key != "method"}
-        _check_owned([name], method_knobs)
-        # ``per`` is a setting of the chain, so it takes no part in the knobs of stages; the last layer that has it wins
-        per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
-        implied = registry.list_implied_knobs(name)
-        entries = entries_of(registry.split(name), preset, knobs, method_knobs, implied)
-        yield _Request(name, per, entries=entries, implied=implied)
-
-
-def _read_requests(methods: Sequence[MethodRequest]) -> list[dict[str, Any]]:
-    """Return each method as {"method": its name, knob: value}. Raises UsageError for an entry that names no method."""
-    requests: list[dict[str, Any]] = []
-    for method in methods:
-        request = {"method": method} if isinstance(method, str) else method
-        if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
-            raise UsageError(
-                f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
-            )
-        requests.append({str(key): _make_plain(value) for key, value in request.items()})
-    return requests
-
-
-def _make_plain(value: object) -> object:
-    """Return a value with NumPy's and PyTorch's numbers and arrays turned into Python's own numbers and lists."""
-    # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
-    if isinstance(value, (list, tuple)):
-        return [_make_plain(element) for element in value]
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return value
-
-
-def _check_owned(methods: Sequence[str], knobs: Knobs) -> None:
-    """Raise UsageError for a knob that none of ``methods`` has, or whose value an alias implies."""
-    for key, value in knobs.items():
-        # ``per`` belongs to the whole chain, so no stage has it
-        if key == PER:
-            continue
-        knob = registry.knob_of(key)
-        stage = _find_owner(methods, key, value)
-        names = registry.knob_names(stage)
-        if knob not in names:
-            raise unknown(f"option of {stage}", knob, names, listed_by=f"kvbench run --help {stage}")
-        _check_implied(methods, key, value)
-
-
-def _find_owner(methods: Sequence[str], key: str, value: object) -> str:
-    """Return the id of the first stage of ``methods`` that has the knob ``key``. The value is only for the error.
-
-    A key that names a stage returns that stage without looking for the knob. Raises UsageError if no stage has the
-    knob, or if the key names no stage and two stages of one method have the knob.
-    """
-    # the ids of each method's stages, and of all of them without repeats
-    methods_parts = [registry.split(method) for method in methods]
-    all_parts: list[str] = []
-    for parts in methods_parts:
-        all_parts += [part for part in parts if part not in all_parts]
-    stage, knob = registry.stage_of(key), registry.knob_of(key)
-    if stage:
-        if stage not in all_parts:
-            raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_parts)}")
-        return stage
-    owners: list[str] = []
-    for parts in methods_parts:
-        owners_in_method = [part for part in parts if knob in registry.knob_names(part)]
-        if len(owners_in_method) > 1:
-            keys = " and ".join(f"method.{part}.{knob}" for part in owners_in_method)
-            raise UsageError(f"{knob} is an option of two methods in {'+'.join(parts)}: set {keys} by its full key")
-        owners += owners_in_method
-    if not owners:
-        # ``per`` is no knob of a stage, but the user may have meant it
-        names = {PER}
-        for part in all_parts:
-            names.update(registry.knob_names(part))
-        raise registry.explain_unknown_knob(knob, value, names, methods)
-    return owners[0]
-
-
-def _check_implied(methods: Sequence[str], key: str, value: object) -> None:
-    """Raise UsageError for ``key=value`` if aliases fix this knob in every one of ``methods`` that has it.
-
-    If some method is free to take the value, there is no error: that method takes it.
-    """
-    stage, knob = registry.stage_of(key), registry.knob_of(key)
-    # the first method with an alias that fixes the knob, in words for the error
-    fixed = ""
-    for method in methods:
-        implied = registry.list_implied_knobs(method)
-        for part in registry.split(method):
-            owns_knob = knob in registry.knob_names(part) and stage in ("", part)
-            if not owns_knob:
-                continue
-            if f"{part}.{knob}" not in implied:
-                # this method takes the value
-                return
-            if not fixed:
-                fixed = (
-                    f"{method} is {part} with {knob}={implied[f'{part}.{knob}']}; write method={part} {knob}={value}"
-                )
-    if fixed:
-        raise UsageError(f"{key}={value} is not possible: {fixed}")
-
-
-def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
-    """Yield one chain for each combination of the knobs that are grids."""
-    axes: list[_Axis] = []
-    for stage, entry in request.entries.items():
-        for knob, values in find_grids(entry, registry.defaults(stage)):
-            # an alias decides the value of the knobs that it implies
-            if f"{stage}.{knob}" not in request.implied:
-                axes.append(_Axis(stage, knob, values))
-    per_values = request.per if isinstance(request.per, list) else [request.per]
-    # a grid without values would silently drop the method
-    check(PER, per_values, bool(per_values), "a value, or a list of at least one")
-    for axis in axes:
-        check(f"method.{axis.stage}.{axis.knob}", axis.values, bool(axis.values), "a value, or a list of at least one")
-    swept = {(axis.stage, axis.knob) for axis in axes}
-    for per in per_values:
-        # the last knob changes fastest
-        for point_values in itertools.product(*(axis.values for axis in axes)):
-            point = {stage: dict(entry) for stage, entry in request.entries.items()}
-            for axis, value in zip(axes, point_values, strict=True):
-                point[axis.stage][axis.knob] = value
-            yield chain_config(point, str(per), swept, written=request.method)
-
-
-def find_grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
-    """Yield (knob, values) for each knob of ``entry`` that is a grid.
-
-    A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
-    """
-    for knob, value in entry.items():
-        if not isinstance(value, list):
-            continue
-        takes_a_list = isinstance(defaults.get(knob), list)
-        if not takes_a_list or any(isinstance(element, list) for element in value):
-            yield knob, value
-
-
 def _describe_chain(
-    chain: Chain, entries: Mapping[str, Mapping[str, object]], swept: Collection[tuple[str, str]], written: str
+    chain: Chain, method: Method, entries: Mapping[str, Entry], swept: Collection[tuple[str, str]]
 ) -> str:
     """Return the chain's name with its budget, its swept knobs, and the knobs that differ from plain defaults.
 
-    Knobs that an alias in ``written`` implies are left out, because the alias itself is in the name.
+    Knobs that an alias in ``method`` implies are left out, because the alias itself is in the name.
 
     entries: the knobs of each stage by its id, each with one value.
     swept: pairs (stage, knob), the knobs that have several values in this run.
     """
     # the name with its ids replaced by the aliases that the user wrote for them
-    alias_of = {registry.ALIASES[alias].method: alias for alias in registry.find_aliases(written)}
-    words = ["+".join(alias_of.get(part, part) for part in chain.name.split("+"))]
-    implied = registry.list_implied_knobs(written)
+    words = ["+".join(method.aliases.get(part, part) for part in chain.name.split("+"))]
     for stage in chain.stages:
-        plain = registry.defaults(stage.id)
+        plain = method.entries[stage.id]
         for knob, value in _list_knob_values(stage, entries[stage.id]):
             is_default = value == plain.get(knob)
             is_always_named = knob in ALWAYS_NAMED or (stage.id, knob) in swept
-            is_implied = f"{stage.id}.{knob}" in implied
+            is_implied = f"{stage.id}.{knob}" in method.implied
             if is_implied or (is_default and not is_always_named):
                 continue
             text = ",".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -421,7 +421,7 @@ def _build_chain(point: Point, preset_values: Mapping[str, object], stand_in: ro
     """
     entry: dict[str, Any] = {"method": point.method}
     if stand_in is not None:
-        scaled = row_knobs.scale_windows(preset_values, registry.split(point.method), stand_in)
+        scaled = row_knobs.scale_windows(preset_values, registry.read_method(point.method).entries, stand_in)
         entry |= {key: int(value) for key, value in scaled.items()}
     # the point's own knobs win over the preset's scaled windows
     entry |= point.knobs

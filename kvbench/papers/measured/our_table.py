@@ -546,7 +546,7 @@ def _build_line(
         return TableLine(row, Chain())
     datasets = {column.dataset for column in declared.scores if column.name in row.cells}
     try:
-        stages = registry.split(method)
+        stages = list(registry.read_method(method).entries)
         # each source replaces earlier ones: scaled windows, a stand-in's arguments, the table's, the row's own
         knobs: row_knobs.Knobs = {}
         if size is not None:
