@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
+PIP = $(PY) -m pip --quiet --disable-pip-version-check
 ARGS ?= method=snapkv+think ratio=0.4
 KILLS ?= 100
 
@@ -174,9 +175,14 @@ bench-shared: $(VENV)/.ready  ## a table beside a busy process, over the same al
 $(VENV)/.ready: pyproject.toml constraints.txt kernels/setup.py kernels/kvbench_kernels/packed.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvbench needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: make run PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@if command -v $${CC:-cc} > /dev/null; then $(PY) -m pip install --quiet --disable-pip-version-check ./kernels; \
-	  else echo 'no C compiler: kvbench-kernels, which speeds up decoding on a CPU, is left out'; fi
+	@# the C functions are compiled while the other packages are fetched
+	@if command -v $${CC:-cc} > /dev/null; then \
+	    $(PIP) wheel --no-deps --wheel-dir $(VENV)/wheels ./kernels & compiling=$$!; \
+	    $(PIP) install -c constraints.txt -e '.[dev]' && wait $$compiling && $(PIP) install $(VENV)/wheels/*.whl; \
+	  else \
+	    $(PIP) install -c constraints.txt -e '.[dev]' && \
+	    echo 'no C compiler: kvbench-kernels, which speeds up decoding on a CPU, is left out'; \
+	  fi
 	@touch $@
 
 clean:  ## remove the environment and caches; results stay
