@@ -419,6 +419,8 @@ def _parse_option(group: str, option: str, value: Any) -> dict[str, object]:
     # a mapping has options of its own, as in model.prompt_limits.think
     name, _, inner_name = option.partition(".")
     if name not in known or (inner_name and not isinstance(known[name], dict)):
+        if option in top_level():
+            raise UsageError(f"{group}.{option} is not possible: {option} belongs to no group, write {option}=")
         raise unknown(f"option of the {group}", option, known, listed_by="kvbench run --help keys")
     return {f"{group}.{option}": _read_grid(value, known[name])}
 

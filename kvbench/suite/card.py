@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from kvbench.report.style import canvas, heat, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, QUICK, Suite
 from kvbench.suite.folder import PICTURE, Line
-from kvbench.suite.scores import BelowNegative, PartScore, RowScore, find_below_negative
+from kvbench.suite.scores import BelowNegative, RowScore, find_below_negative
 
 NOTHING = "nothing was compressed"
 """The text in place of the score of a row that equals the full cache."""
@@ -190,27 +190,23 @@ def write_notes(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
 
 def _note_parts(suite: Suite, scored: Sequence[RowScore]) -> list[str]:
     """Return the notes on each part: its prompts and the full cache's score, and whether it cannot be measured."""
-    # random tokens are measured in every part, so that their row has each part's size and full score. They have a row
-    # at each budget, and the first is taken, that of the largest budget
-    chance_parts: Mapping[str, PartScore] = {}
-    for entry in scored:
-        if entry.role == CHANCE:
-            chance_parts = entry.parts
-            break
+    # random tokens are measured in every part, so that their rows, one a budget, have each part's size and full score
+    chance_rows = [entry for entry in scored if entry.role == CHANCE]
     lines = []
     for part in suite.parts:
-        score = chance_parts.get(part.name)
-        if score is None:
+        scores = {entry.budget: entry.parts[part.name] for entry in chance_rows if part.name in entry.parts}
+        if not scores:
             continue
-        if score.retained is None:
+        # the budgets at which the full cache is not above random tokens by an interval
+        at_chance = [f"{score.chance:.1f} at 1/{budget}" for budget, score in scores.items() if score.retained is None]
+        full = next(iter(scores.values()))
+        if at_chance:
             lines.append(
-                f"{part.name} says nothing about compression here: the full cache ({score.full:.1f}) is not above "
-                f"random tokens ({score.chance:.1f}) by an interval."
+                f"{part.name} says nothing about compression here: the full cache ({full.full:.1f}) is not above "
+                f"random tokens ({', '.join(at_chance)}) by an interval."
             )
         unit = "nats, the floor" if part.measure == KL else "of 100"
-        lines.append(
-            f"{part.name}: {part.about}. n = {score.n} prompts. The full cache scores {score.full:.3g} {unit}."
-        )
+        lines.append(f"{part.name}: {part.about}. n = {full.n} prompts. The full cache scores {full.full:.3g} {unit}.")
     return lines
 
 

@@ -95,6 +95,17 @@ def test_a_part_in_which_full_is_not_above_random_says_nothing():
     assert m.parts["p"].retained is None and m.mean is None and m.rank is None
 
 
+def test_the_card_names_the_budgets_at_which_a_part_says_nothing():
+    n = 12
+    low, high = [0.1] * n, [0.9] * n
+    # half of the cache is enough for random tokens, a quarter is not
+    rows = [row("random", CHANCE, high, budget=2), row("random", CHANCE, low, budget=4)]
+    of_both = suite(budgets=(2, 4))
+    notes = card.write_notes(of_both, scores.score_rows(of_both, rows, full(high)))
+    (note,) = [line for line in notes if "says nothing" in line]
+    assert "the full cache (90.0) is not above random tokens (90.0 at 1/2) by an interval" in note
+
+
 def test_rows_that_are_not_told_apart_share_a_rank():
     rng = np.random.default_rng(0)
     base = rng.random(40)
