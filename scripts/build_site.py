@@ -40,6 +40,14 @@ ROOT = Path(__file__).parents[1]
 SHOWN = (".md", ".png", ".txt", ".csv")
 GENERATED = ("methods/", "papers/")
 """Pages whose links are written as the site has them."""
+PAGE_OF = {
+    "CONTRIBUTING.md": "add.md",
+    "conf/keys.yaml": "keys.md",
+    "conf/method": "methods/index.md",
+    "conf/dataset": "what-is-measured.md",
+    "results/suite": suite_pages.PAGE,
+}
+"""The page of the site for a file or folder of the repository, to which the links of docs/ point."""
 FROM_ROOT = ("add.md", "architecture.md", suite_pages.PAGE)
 """Pages whose links are written as seen from the root."""
 WEIGHTS = {"methods/": 4, "papers/": 2, "results/tables/": 0.25, "results/tiny/": 0.25, "results/claims": 0.5}
@@ -280,8 +288,8 @@ def _relinked(text: str, folder: str, page: str, published: Sequence[str]) -> st
             path = f"{path}/README.md"
         if path.startswith("docs/"):
             path = path.removeprefix("docs/")
-        elif path == "CONTRIBUTING.md":
-            path = "add.md"
+        elif path in PAGE_OF:
+            path = PAGE_OF[path]
         elif path in published:
             path = path.replace("README.md", "index.md")
         else:

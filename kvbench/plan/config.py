@@ -20,8 +20,8 @@ from kvbench.base.conf import check, conf_dir, entries, identity, is_whole, read
 from kvbench.base.errors import UsageError, unknown
 from kvbench.engine.limits import check_piece_size
 from kvbench.methods.core import registry
-from kvbench.methods.core.knob_layers import find_grids, gather_entries, overlay_layers
-from kvbench.methods.core.resolve import ChainConfig, resolve
+from kvbench.methods.core.knob_owners import gather_entries
+from kvbench.methods.core.resolve import ChainConfig, find_grids, overlay_layers, resolve
 from kvbench.models.config import ModelConfig
 from kvbench.plan import presets, words
 from kvbench.plan.keys import parse_pairs

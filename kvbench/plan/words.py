@@ -17,7 +17,7 @@ from typing import Any
 
 from kvbench.base.conf import LISTED, entries, read_config, top_level
 from kvbench.base.errors import UsageError, unknown
-from kvbench.methods.core import knob_layers, registry
+from kvbench.methods.core import knob_owners, registry
 from kvbench.methods.core.registry import Method
 from kvbench.plan import keys, presets
 
@@ -442,7 +442,7 @@ def _parse_owned_option(
             f"(kvbench run --help {option})"
         )
     if group == "method":
-        known_entries = knob_layers.gather_entries(methods)
+        known_entries = knob_owners.gather_entries(methods)
     else:
         known_entries = {dataset: entries("dataset")[dataset] for dataset in datasets}
     if owner not in known_entries:
@@ -481,11 +481,11 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets
         names = {"preset"} | set(GROUPS) | set(top_level())
         for knobs in known_knobs.values():
             names |= {name for name in knobs if not name.startswith("_")}
-        raise knob_layers.explain_unknown_knob(knob, value, names, methods)
+        raise knob_owners.explain_unknown_knob(knob, value, names, methods)
     # the first owner's default stands for all: it only tells whether the knob takes a list
     default = known_knobs[owners[0]][knob]
     if groups == {"method"}:
-        # ``knob_layers`` decides which stages take it
+        # ``resolve`` decides which stages take it
         return {knob: _read_grid(value, default)}
     return {f"{owner}.{knob}": _read_grid(value, default) for owner in owners}
 
@@ -496,7 +496,7 @@ def _list_knobs(methods: Sequence[Method], datasets: Sequence[str]) -> dict[str,
     # the entries hf and plain list all knobs of models and of prompts
     knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
-    knobs |= {f"method.{stage}": entry for stage, entry in knob_layers.gather_entries(methods).items()}
+    knobs |= {f"method.{stage}": entry for stage, entry in knob_owners.gather_entries(methods).items()}
     return knobs
 
 

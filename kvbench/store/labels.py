@@ -10,8 +10,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
-from kvbench.methods.core.knob_layers import choose_by_size
-from kvbench.methods.core.registry import ALWAYS_NAMED
+from kvbench.methods.core.registry import ALWAYS_NAMED, choose_by_size
 
 Identity = Mapping[str, Any]
 """All settings that decide a cell's numbers, as cell.json holds them."""

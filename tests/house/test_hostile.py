@@ -27,7 +27,7 @@ from kvbench.methods.core import foreign, registry, shared_functions, walls, wat
 from kvbench.methods.core.base import Mask
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
-from kvbench.methods.core.knob_layers import choose_by_size
+from kvbench.methods.core.registry import choose_by_size
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.snapkv import SnapKV
 from kvbench.models import load

@@ -10,6 +10,7 @@ stands for a method with certain knobs. A key names a knob with or without its s
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -305,6 +306,35 @@ def _find_aliases(method: str) -> list[str]:
     """Return the aliases that ``method`` contains as the user wrote it. All parts of such an alias stand in it."""
     parts = {part.strip() for part in method.split("+")}
     return [alias for alias in ALIASES if set(alias.split("+")) <= parts]
+
+
+def choose_by_size(entry: Mapping[str, object]) -> dict[str, object]:
+    """Return the entry with one value for each knob whose value depends on the budget.
+
+    Such a knob is written as ``{kv_size: value, ...}``. It takes the value at the kv_size nearest to the entry's own on
+    a log scale. Where the budget is a fraction, it takes the value at the largest kv_size (our choice).
+    """
+    size = entry.get("kv_size")
+    # a size that is no number above 0 gets its error later, from the stage
+    if not isinstance(size, int) or size <= 0:
+        size = None
+    return {knob: _choose_value(value, size) for knob, value in entry.items()}
+
+
+def _choose_value(value: object, size: int | None) -> object:
+    """Return a knob's value for a budget of ``size`` tokens; None: the budget is a fraction.
+
+    A value that does not depend on the budget is returned as it is.
+    """
+    if not isinstance(value, Mapping) or not value:
+        return value
+    if not all(isinstance(key, int) and key > 0 for key in value):
+        return value
+    if size is None:
+        return value[max(value)]
+    # |log(key / size)| is the distance on a log scale; sorted: of two equally near sizes the smaller is taken
+    nearest_size = min(sorted(value), key=lambda key: abs(math.log(key / size)))
+    return value[nearest_size]
 
 
 def make_stage(method: str, entry: Mapping[str, object]) -> Stage:

@@ -1,31 +1,54 @@
-"""Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables."""
+"""Make chains from methods and knobs, the same way for the command line, the Python interface and papers' tables.
+
+Knobs come in layers, and a later layer wins. First come the method's plain defaults, then the preset. The knobs set for
+all methods follow, then the knobs set for one, and last those that an alias implies. A knob with several values to try
+is a grid: there is one chain for each combination of the values of all grids.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from kvbench.base.conf import identity, runtime
+from kvbench.base.conf import check, identity, runtime
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.foreign import hash_source
-from kvbench.methods.core.knob_layers import (
-    Entry,
-    Knobs,
-    MethodRequest,
-    MethodWithKnobs,
-    apply_layers,
-    choose_by_size,
-    expand_grids,
-    overlay_layers,
-    read_requests,
-)
+from kvbench.methods.core.knob_owners import Entry, Knobs, check_owned, has_knob, split_key
 from kvbench.methods.core.legal_sets import check_set
 from kvbench.methods.core.loading import locate_error
-from kvbench.methods.core.registry import ALWAYS_NAMED, Method
+from kvbench.methods.core.registry import ALWAYS_NAMED, BUDGET_KNOBS, PER, Method
 from kvbench.methods.core.stage import Stage
 from kvbench.methods.core.walls import contained
+
+BUDGET_PARTS = ("heavy_ratio", "recent_ratio", "half_ratio", "high", "low")
+"""Knobs of single methods that state a budget, or a part of one."""
+
+MethodRequest = str | Mapping[str, object]
+"""A method as users ask for it: ``"snapkv+think"``, or ``{"method": "snapkv", "kv_size": 64}`` with knobs."""
+
+
+class _Request(NamedTuple):
+    """One method with all layers of knobs applied, whose knobs may still be grids.
+
+    per: the chain's ``per``, or a list of values for it.
+    entries: the knobs of each stage, by its id.
+    """
+
+    method: Method
+    per: object
+    entries: Mapping[str, Entry]
+
+
+class _Axis(NamedTuple):
+    """A knob of a stage that is a grid, with the values that it takes one after the other."""
+
+    stage: str
+    knob: str
+    values: Sequence[object]
 
 
 @dataclass(frozen=True)
@@ -56,8 +79,7 @@ def resolve(
     # grids may meet in one chain, and methods may be written twice: of equal chains the first stays, with its label
     chains: dict[tuple[str, str], ChainConfig] = {}
     for request in _apply_layers(methods, knobs or {}, preset or {}):
-        for point in expand_grids(request):
-            config = chain_config(point.method, point.entries, point.per, point.swept)
+        for config in _expand_grids(request):
             chains.setdefault((config.chain.name, repr(config.chain.identity())), config)
     return list(chains.values())
 
@@ -79,6 +101,139 @@ def chain_of(method: MethodRequest, knobs: Knobs | None = None, preset: Knobs | 
     return chains_of([method], knobs, preset)[0]
 
 
+def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[_Request]:
+    """Yield each method with all layers of knobs applied, see the module's docstring.
+
+    Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
+    """
+    requests = _read_requests(methods)
+    knobs = {key: _make_plain(value) for key, value in knobs.items()}
+    all_methods = [method for method, _ in requests]
+    # a set that is not possible is the first thing to say, whatever its knobs
+    _check_sets(all_methods)
+    # a knob for all methods needs an owner among all, a method's knob an owner in that method
+    check_owned(all_methods, knobs)
+    for method, method_knobs in requests:
+        check_owned([method], method_knobs)
+        # ``per`` is a setting of the chain, so it takes no part in the knobs of stages; the last layer that has it wins
+        per = method_knobs.get(PER, knobs.get(PER, preset.get(PER, "kv_head")))
+        entries = overlay_layers(method.entries, preset, knobs, method_knobs, method.implied)
+        yield _Request(method, per, entries=entries)
+
+
+def _read_requests(methods: Sequence[MethodRequest]) -> list[tuple[Method, dict[str, object]]]:
+    """Return (method, its own knobs by key) of each request. Raises UsageError for an entry that names no method."""
+    requests: list[tuple[Method, dict[str, object]]] = []
+    for method in methods:
+        request = {"method": method} if isinstance(method, str) else method
+        if not isinstance(request, Mapping) or not isinstance(request.get("method"), str):
+            raise UsageError(
+                f"the entry {request!r} names no method: write 'snapkv+think' or {{'method': 'snapkv', 'kv_size': 512}}"
+            )
+        knobs = {str(key): _make_plain(value) for key, value in request.items() if key != "method"}
+        requests.append((registry.read_method(str(request["method"])), knobs))
+    return requests
+
+
+def _make_plain(value: object) -> object:
+    """Return a value with NumPy's and PyTorch's numbers and arrays turned into Python's own numbers and lists."""
+    # identities and labels are texts, in which np.float64(0.5) and 0.5 differ
+    if isinstance(value, (list, tuple)):
+        return [_make_plain(element) for element in value]
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return value
+
+
+def _check_sets(methods: Sequence[Method]) -> None:
+    """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
+    for method in methods:
+        entries = overlay_layers(method.entries, method.implied)
+        stages = []
+        for stage, entry in entries.items():
+            # the entry of ``full`` is empty: it is no stage
+            if entry:
+                stages.append(registry.make_stage(stage, registry.choose_by_size(entry)))
+        check_set(stages)
+
+
+def overlay_layers(plain_entries: Mapping[str, Entry], *layers: Knobs) -> dict[str, Entry]:
+    """Return the entry of each stage, by its id: its plain one, with ``layers`` of knobs by key laid over it in order.
+
+    In one layer a key with a stage (``snapkv.window``) wins over one without.
+    """
+    entries = dict(plain_entries)
+    for stage, plain_entry in plain_entries.items():
+        for layer in layers:
+            entries[stage] = overlay(entries[stage], _select_knobs(stage, plain_entry, layer))
+    return entries
+
+
+def _select_knobs(stage: str, plain_entry: Entry, layer: Knobs) -> dict[str, object]:
+    """Return {knob: value} of the knobs in a layer that belong to one stage. ``layer`` has knobs by key."""
+    for_any_stage: dict[str, object] = {}
+    for_this_stage: dict[str, object] = {}
+    for key, value in layer.items():
+        owner, knob = split_key(key)
+        if not has_knob(plain_entry, knob):
+            continue
+        if owner == stage:
+            for_this_stage[knob] = value
+        elif not owner:
+            for_any_stage[knob] = value
+    return for_any_stage | for_this_stage
+
+
+def overlay(entry: Entry, layer: Mapping[str, object]) -> dict[str, Any]:
+    """Return the knobs of ``entry``, with the knobs of ``layer`` in place of those that both have.
+
+    If ``layer`` sets a budget of tokens, the knobs by which ``entry`` states a budget are cleared: size, fraction and
+    parts.
+    """
+    knobs = dict(entry)
+    if any(layer.get(knob) is not None for knob in BUDGET_KNOBS):
+        for knob in knobs:
+            if knob in BUDGET_KNOBS or knob in BUDGET_PARTS:
+                knobs[knob] = None
+    return knobs | dict(layer)
+
+
+def _expand_grids(request: _Request) -> Iterator[ChainConfig]:
+    """Yield one chain for each combination of the knobs that are grids."""
+    axes: list[_Axis] = []
+    for stage, entry in request.entries.items():
+        for knob, values in find_grids(entry, request.method.entries[stage]):
+            # an alias decides the value of the knobs that it implies
+            if f"{stage}.{knob}" not in request.method.implied:
+                axes.append(_Axis(stage, knob, values))
+    per_values = request.per if isinstance(request.per, list) else [request.per]
+    # a grid without values would silently drop the method
+    check(PER, per_values, bool(per_values), "a value, or a list of at least one")
+    for axis in axes:
+        check(f"method.{axis.stage}.{axis.knob}", axis.values, bool(axis.values), "a value, or a list of at least one")
+    swept = {(axis.stage, axis.knob) for axis in axes}
+    for per in per_values:
+        # the last knob changes fastest
+        for point_values in itertools.product(*(axis.values for axis in axes)):
+            entries = {stage: dict(entry) for stage, entry in request.entries.items()}
+            for axis, value in zip(axes, point_values, strict=True):
+                entries[axis.stage][axis.knob] = value
+            yield chain_config(request.method, entries, str(per), swept)
+
+
+def find_grids(entry: Entry, defaults: Entry) -> Iterator[tuple[str, list[Any]]]:
+    """Yield (knob, values) for each knob of ``entry`` that is a grid.
+
+    A knob is a grid if its value is a list and its default is not, or if its value is a list of lists.
+    """
+    for knob, value in entry.items():
+        if not isinstance(value, list):
+            continue
+        takes_a_list = isinstance(defaults.get(knob), list)
+        if not takes_a_list or any(isinstance(element, list) for element in value):
+            yield knob, value
+
+
 def chain_config(
     method: Method, entries: Mapping[str, Entry], per: str, swept: Collection[tuple[str, str]] = ()
 ) -> ChainConfig:
@@ -87,7 +242,7 @@ def chain_config(
     The label always names the knobs in ``swept``, pairs (stage, knob).
     """
     # knobs whose value depends on the budget get their value here
-    chosen_entries = {stage: choose_by_size(entry) for stage, entry in entries.items()}
+    chosen_entries = {stage: registry.choose_by_size(entry) for stage, entry in entries.items()}
     # ``full`` is the chain without stages
     stages = tuple(registry.make_stage(stage, entry) for stage, entry in chosen_entries.items() if stage != "full")
     chain = _form_chain(stages, per)
@@ -112,29 +267,6 @@ def _form_chain(stages: tuple[Stage, ...], per: str) -> Chain:
         raise
     except Exception as error:
         raise UsageError(f"method {name} cannot say what it is: {locate_error(error, name)}") from error
-
-
-def _apply_layers(methods: Sequence[MethodRequest], knobs: Knobs, preset: Knobs) -> Iterator[MethodWithKnobs]:
-    """Yield each method with all layers of knobs applied, as ``apply_layers`` does.
-
-    Raises UsageError for a set of stages that cannot form a chain, and for a knob that no method has.
-    """
-    requests = read_requests(methods)
-    # a set that is not possible is the first thing to say, whatever its knobs
-    _check_sets([method for method, _ in requests])
-    return apply_layers(requests, knobs, preset)
-
-
-def _check_sets(methods: Sequence[Method]) -> None:
-    """Raise UsageError, with the reason, for a method whose stages cannot form one, whatever their knobs."""
-    for method in methods:
-        entries = overlay_layers(method.entries, method.implied)
-        stages = []
-        for stage, entry in entries.items():
-            # the entry of ``full`` is empty: it is no stage
-            if entry:
-                stages.append(registry.make_stage(stage, choose_by_size(entry)))
-        check_set(stages)
 
 
 def _describe_chain(
