@@ -5,16 +5,28 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from kvbench.base.conf import write_key_help
 from kvbench.base.errors import UsageError
+from kvbench.base.visible import say
 from kvbench.cli import launchers
 from kvbench.methods.core import registry
 from kvbench.plan import words
-from kvbench.run.console import add_report_options, print_plans, print_reports, stopping
+from kvbench.run.console import add_format_option, print_plans, stopping
+
+if TYPE_CHECKING:
+    from kvbench.report.report import Report
+
+ENDS = (
+    ("refused", "were refused", ""),
+    ("failed", "failed", "; the same command tries them again"),
+    ("damaged", "could not be read", "; kvbench clean --yes sets damaged ones aside to be measured again"),
+)
+"""(status, what happened in words, what helps) of cells that end without a result."""
 
 
 class Help(argparse.Action):
@@ -43,6 +55,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-m", "--multirun", action="store_true", help="run the shards (shard=0,1,... or shards=N) with a Hydra launcher"
     )
     add_report_options(parser)
+
+
+def add_report_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for printing the report of a run."""
+    parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
+    parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
+    add_format_option(parser)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -87,6 +106,37 @@ def main(args: argparse.Namespace) -> int:
     if stop.status is not None:
         return stop.status
     return print_reports(reports, args)
+
+
+def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
+    """Print reports as the options say. Return exit status 1 if any cell was refused or failed, else 0.
+
+    args: the parsed options of ``add_report_options``, and ``json``.
+    """
+    from kvbench.report import render
+
+    if args.json:
+        # one model's report is printed alone, without a list around it
+        records = [report.record() for report in reports]
+        content = records[0] if len(records) == 1 else records
+        print(json.dumps(content, indent=1, ensure_ascii=False))
+    else:
+        detail = render.Detail(intervals=args.intervals, notes=args.notes)
+        for report in reports:
+            if len(reports) > 1:
+                print(f"model {report.model}\n")
+            print(render.render_report(report, args.format, detail), end="")
+    counts: Counter[str] = Counter()
+    for report in reports:
+        for cell in report.cells:
+            # the report counts damaged cells as failed, but a different command repairs them
+            counts["damaged" if cell.damaged else cell.status] += 1
+    exit_status = 0
+    for status, outcome, hint in ENDS:
+        if counts[status]:
+            say(f"{counts[status]} of the results {outcome}; the reasons stand in the table{hint}")
+            exit_status = 1
+    return exit_status
 
 
 def _write_help(topic: str) -> str:

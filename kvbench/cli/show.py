@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import one_line
+from kvbench.cli.run import add_report_options, print_reports
 from kvbench.plan import keys, words
-from kvbench.run.console import add_report_options, print_reports
 
 if TYPE_CHECKING:
     from kvbench.report.report import Report

@@ -13,12 +13,12 @@ from kvbench.base.version import version
 from kvbench.engines.engine import Engine, EngineError, Reply
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
+from kvbench.report.summary import show_mean
 from kvbench.store.cell import Cell
 from kvbench.store.provenance import read_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.metrics import score
-from kvbench.tasks.metrics.means import show_mean
 
 Line = dict[str, object]
 """One line of a result's file, by field."""

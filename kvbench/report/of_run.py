@@ -1,22 +1,45 @@
-"""Make the ``Report`` of a planned run: the stored results of its cells, with notes on how they were measured."""
+"""Make the ``Report`` of a run from stored samples. Each cell's samples are read from disk once.
+
+A cell is one method on one task, and a group has the cells of one task. A method is a chain of stages, and the full
+cache is the chain without stages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-from kvbench.base.conf import entries
-from kvbench.engine import precision
-from kvbench.models import load
-from kvbench.plan import presets
-from kvbench.plan.config import DatasetConfig, RunConfig
+from kvbench.plan.advice import about_floors, at_floor
+from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.collect import NO_SUMMARIES, collect
-from kvbench.report.data import CellResult, ReportRow
+from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow
+from kvbench.report.notes import (
+    find_full_cell,
+    note_batches,
+    note_cuts,
+    note_empty,
+    note_examples,
+    note_lengths,
+    note_model,
+    note_precision,
+    note_reading,
+    note_unended,
+    note_unscored,
+)
 from kvbench.report.report import Report
+from kvbench.report.settings import describe_settings
+from kvbench.report.summary import answers_by_context, paired_delta, summarise, summarise_row
+from kvbench.report.unchanged import is_unchanged
+from kvbench.store.cell import Cell
+from kvbench.store.labels import list_settings
 from kvbench.store.provenance import describe_local_changes
-from kvbench.store.results import CellRecord, CellSummary
-from kvbench.tasks.spread import describe_left_out
+from kvbench.store.results import CellSummary, Sample
+from kvbench.store.sample_reader import SampleReader
+from kvbench.store.store import ResultStore
+from kvbench.store.turns import compare_falls
+
+NO_SUMMARIES: Mapping[str, CellSummary] = MappingProxyType({})
 
 
 def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMMARIES) -> Report:
@@ -29,16 +52,16 @@ def report_run(prepared: RunPlan, summaries: Mapping[str, CellSummary] = NO_SUMM
     collected = collect(prepared.groups, prepared.store, summaries)
     notes = list(collected.notes)
     notes += prepared.advice()
-    notes += _note_model(prepared)
-    notes += _note_examples(prepared)
+    notes += note_model(prepared)
+    notes += note_examples(prepared)
     notes += [f"{match} for prompts no shorter than that." for match in prepared.matched]
     # the warnings are complete only now, since ``collect`` reads the samples and adds a warning for each damaged file
     notes += prepared.store.warnings
     # a dict keeps the order of the columns, and prints a note that several tasks share only once
     remarks = list(dict.fromkeys(f"{group.task.note}." for group in prepared.groups if group.task.note))
     remarks += collected.remarks
-    remarks += _note_precision(prepared, records)
-    remarks += _note_reading(records)
+    remarks += note_precision(prepared, records)
+    remarks += note_reading(records)
     changes_note = describe_local_changes(records)
     if changes_note:
         remarks.append(changes_note)
@@ -65,141 +88,272 @@ def _build_unplanned_rows(prepared: RunPlan) -> tuple[ReportRow, ...]:
     return tuple(rows)
 
 
-def _note_model(prepared: RunPlan) -> list[str]:
-    """Return notes on a model whose scores say little: the tiny model on real text, and random weights."""
-    cfg = prepared.cfg
-    notes = []
-    # a task named "tiny" is made for the tiny model, whatever dataset it belongs to
-    real_datasets = {dataset.name for dataset in cfg.datasets if set(dataset.tasks) != {"tiny"}} - {"tiny"}
-    if cfg.model.path == "embedded:tiny" and real_datasets:
-        names = ", ".join(sorted(real_datasets))
-        notes.append(f"The tiny model was trained on synthetic text only, not on text like that of {names}.")
-    if cfg.model.weights == "random":
-        notes.append("Random weights: scores mean nothing, only bytes and times do.")
-    return notes
+@dataclass(frozen=True)
+class Collected:
+    """The parts of a report that stored samples give.
 
-
-def _note_examples(prepared: RunPlan) -> list[str]:
-    """Return notes on examples that do not count, since another shard has them or ``limit`` leaves them out."""
-    cfg = prepared.cfg
-    if cfg.shards > 1:
-        # a shard lacks most examples anyway, so a list of those beyond the limit would mislead
-        return [f"Shard {cfg.shard} of {cfg.shards}: the other shards' examples are not counted here."]
-    notes = []
-    for group in prepared.groups:
-        missing_parts = describe_left_out(group.examples, group.task.examples, group.task.grid)
-        if missing_parts:
-            parts = " and ".join(missing_parts)
-            notes.append(f"{group.task.id}: limit={len(group.examples)} leaves out {parts}.")
-    return notes
-
-
-def _note_precision(prepared: RunPlan, records: Sequence[CellRecord]) -> list[str]:
-    """Return notes on the dtype: whether another suits this machine better, and how much rounding alone changes."""
-    configured = prepared.cfg.model.dtype
-    device = load.resolve_device(prepared.cfg.device)
-    notes = []
-    # the tiny model is fast in any dtype, so its default needs no advice
-    is_tiny_default = prepared.cfg.model.path == "embedded:tiny" and configured == "auto"
-    if not is_tiny_default and precision.has_better_dtype(configured, prepared.dtype, device):
-        notes.append(f"Dtype {precision.explain_dtype(configured, prepared.dtype, device)}.")
-    # a run may have compared its dtype with another one, to see how much rounding alone changes
-    comparisons = []
-    for record in records:
-        comparisons += [facts["rounding"] for facts in record.provenance if "rounding" in facts]
-    # the comparison with most prompts is the most reliable of several runs'
-    if comparisons:
-        largest = max(comparisons, key=itemgetter("prompts"))
-        notes.append(precision.describe_rounding(largest, prepared.dtype))
-    return notes
-
-
-def _note_reading(records: Sequence[CellRecord]) -> list[str]:
-    """Return the note that prompts were read in pieces; [] if none was."""
-    # samples may come from several runs with different sizes of pieces
-    sizes = set()
-    for record in records:
-        for facts in record.provenance:
-            batch = facts.get("batch", {})
-            if "shared_prefix" in batch:
-                sizes.add(int(batch["shared_prefix"]))
-    if not sizes:
-        return []
-    pieces = " and ".join(str(size) for size in sorted(sizes))
-    return [
-        f"Prompts were read in pieces of {pieces} tokens (shared_prefix). Pieces that a prompt shares with the one "
-        "before it were read once; prefill ms counts them for both."
-    ]
-
-
-def describe_settings(prepared: RunPlan) -> str:
-    """Return the run's settings as one line of text. It tells tables with the same rows and columns apart."""
-    cfg = prepared.cfg
-    parts = [f"Model {cfg.model_name}, {prepared.dtype}"]
-    if cfg.preset:
-        parts.append(_describe_preset(cfg.preset, cfg))
-    default_entries = entries("dataset")
-    for dataset in cfg.datasets:
-        parts.append(_describe_dataset(dataset, default_entries[dataset.name]))
-    parts.append(_describe_prompt(prepared))
-    if cfg.sampling.temperature:
-        parts.append(f"temperature {cfg.sampling.temperature:g}, top_p {cfg.sampling.top_p:g}")
-    if cfg.sampling.samples_per_prompt > 1:
-        parts.append(f"score of a prompt: mean over {cfg.sampling.samples_per_prompt} answers")
-    # a dataset that is named twice with different tasks has the same text both times; say it once
-    return "; ".join(dict.fromkeys(parts)) + "."
-
-
-def _describe_preset(preset: str, cfg: RunConfig) -> str:
-    """Return the name of the run's preset, with the methods of the run that the preset does not configure."""
-    methods: list[str] = []
-    for configured in cfg.chains:
-        methods += [stage.id for stage in configured.chain.stages]
-    untouched_methods = presets.untouched(preset, cfg.model.name, methods)
-    if not untouched_methods:
-        return f"preset {preset}"
-    return f"preset {preset} (sets nothing of {', '.join(untouched_methods)})"
-
-
-def _describe_dataset(dataset: DatasetConfig, default_entry: Mapping[str, object]) -> str:
-    """Return the name of a dataset with its knobs that differ from the defaults.
-
-    default_entry: the dataset's entry in conf/dataset, with the default of each knob.
+    columns: the tasks.
+    rows: the methods, each with a cell for every task.
+    notes: what a reader must know to read the scores.
+    remarks: how the scores were measured, which a reader need not know.
+    apart: the labels of rows that did not share the first row's prefill, so that their times do not compare.
     """
-    words = [f"dataset {dataset.name}"]
-    for knob, value in dataset.knobs.items():
-        # entries that begin with an underscore, such as _target_, are no knobs
-        if knob.startswith("_") or knob not in default_entry or value == default_entry[knob]:
+
+    columns: tuple[ReportColumn, ...]
+    rows: tuple[ReportRow, ...]
+    notes: tuple[str, ...]
+    remarks: tuple[str, ...]
+    apart: tuple[str, ...]
+
+
+def collect(
+    groups: Sequence[Group], store: ResultStore, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
+) -> Collected:
+    """Return the columns, rows and notes of a report on these groups, one group for each task.
+
+    Only the examples of this run count. A delta is the paired difference to the full cache, over the examples that the
+    cell and the full cache both have.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
+    # the samples of one task are in memory at a time: a reader keeps all that it has read
+    tasks = [_collect_task(group, SampleReader(store), summaries) for group in groups]
+    # two dicts serve as ordered sets: labels stay in the order in which the groups first name them
+    labels: dict[str, None] = {}
+    apart: dict[str, None] = {}
+    for group, task in zip(groups, tasks, strict=True):
+        labels |= dict.fromkeys(cell.label for cell in group.cells)
+        apart |= dict.fromkeys(task.apart)
+    rows = [_build_row(label, groups, tasks) for label in labels]
+    columns = []
+    for i, group in enumerate(groups):
+        # ``floor`` is None for every cell but the full cache's
+        floor = any(bool(row.cells[i].floor) for row in rows)
+        columns.append(ReportColumn(group.column, group.task.metric, group.task.category, floor))
+    return Collected(
+        columns=tuple(columns),
+        rows=tuple(rows),
+        notes=tuple(_list_notes(groups, tasks, columns, rows)),
+        remarks=tuple(note_batches(rows)),
+        apart=tuple(apart),
+    )
+
+
+def _list_notes(
+    groups: Sequence[Group],
+    tasks: Sequence[_TaskResults],
+    columns: Sequence[ReportColumn],
+    rows: Sequence[ReportRow],
+) -> list[str]:
+    """Return what a reader must know to read the scores: a list of notes, in the order in which they are printed.
+
+    Groups, tasks and columns are three views of the same tasks, in the same order.
+    """
+    notes = []
+    # a task on which the model fails even with the full cache matters only if a method stands beside the full cache
+    if len(rows) > 1:
+        notes += about_floors([column.task for column in columns if column.floor], len(columns))
+    for task in tasks:
+        notes += task.about_cuts
+    notes += note_unscored(rows)
+    notes += note_empty(groups, rows)
+    for task in tasks:
+        notes += task.about_unended
+    if _has_decoding_budget(groups):
+        notes += note_lengths(rows)
+    return notes
+
+
+def _has_decoding_budget(groups: Sequence[Group]) -> bool:
+    """Return True if a method has a budget while decoding, so that it chooses again after ``every`` so many tokens.
+
+    Such a budget acts over a long answer, and may change where the answer ends.
+    """
+    for group in groups:
+        for cell in group.cells:
+            evictor = cell.chain.evictor
+            if evictor is not None and evictor.every:
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class _TaskResults:
+    """All that a report takes from the samples of one task.
+
+    cells: each method's cell of the table, by label.
+    scores: each method's scores by example, by label; empty for a refused cell.
+    full_scores: the full cache's scores by example; empty without a full cache.
+    about_cuts: the notes on cut prompts.
+    about_unended: the notes on answers that were cut off.
+    apart: the labels of the cells that did not share the prefill of the first cell.
+    """
+
+    cells: Mapping[str, CellResult]
+    scores: Mapping[str, Mapping[str, float]]
+    full_scores: Mapping[str, float]
+    about_cuts: Sequence[str]
+    about_unended: Sequence[str]
+    apart: Sequence[str]
+
+
+def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, CellSummary]) -> _TaskResults:
+    """Return all that a report takes from the samples of one task.
+
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
+    cells: dict[str, CellResult] = {}
+    scores: dict[str, dict[str, float]] = {}
+    first_measured = None
+    for cell in group.cells:
+        # the table has one row for a label: the first of its cells
+        if cell.label in cells:
             continue
-        if isinstance(value, list):
-            words.append(f"{knob}={','.join(str(item) for item in value)}")
-        else:
-            words.append(f"{knob}={value}")
-    return " ".join(words)
+        cells[cell.label] = report_cell(group, cell, reader, summaries)
+        scores[cell.label] = _read_scores(group, cell, reader)
+        if first_measured is None and cells[cell.label].summary is not None:
+            first_measured = cell
+    full_scores: dict[str, float] = {}
+    full = find_full_cell(group)
+    if full is not None:
+        full_scores = scores[full.label]
+    about_cuts: list[str] = []
+    if first_measured is not None:
+        # all cells read the same prompts
+        about_cuts = note_cuts(group, reader.read(first_measured.id))
+    return _TaskResults(
+        cells=cells,
+        scores=scores,
+        full_scores=full_scores,
+        about_cuts=about_cuts,
+        about_unended=note_unended(group, reader),
+        apart=_find_apart(group, reader),
+    )
 
 
-def _describe_prompt(prepared: RunPlan) -> str:
-    """Return the prompt policy in words: its name, its length, and its departures from the defaults."""
-    prompt = prepared.cfg.prompt
-    parts = [f"prompt {prompt.name}"]
-    if prompt.max_length:
-        parts.append(f"at most {prompt.max_length} tokens")
-    else:
-        parts.append("cut to the context only")
-    if prompt.template != "off":
-        parts.append(f"template {prompt.template}")
-    if not prompt.bos:
-        parts.append("no special tokens")
-    # tasks of one dataset agree on whether the question is withheld; if several values were asked for, each column of
-    # the dataset names its value behind the task's name
-    query_aware_by_name = {}
-    for group in prepared.groups:
-        dataset = group.task.id.partition("/")[0]
-        swept_values = group.column.split()[1:]
-        query_aware_by_name[" ".join([dataset, *swept_values])] = group.task.query_aware
-    withheld = [name for name, query_aware in query_aware_by_name.items() if not query_aware]
-    if withheld and len(withheld) == len(query_aware_by_name):
-        parts.append("question withheld")
-    elif withheld:
-        parts.append(f"question withheld in {' and '.join(withheld)}")
-    return ", ".join(parts)
+def report_cell(
+    group: Group, cell: Cell, reader: SampleReader, summaries: Mapping[str, CellSummary] = NO_SUMMARIES
+) -> CellResult:
+    """Return the table entry of one cell: its summary over this run's examples, or the reason why it has no summary.
+
+    group: the task's group, to which the cell belongs.
+    summaries: the summaries of all samples of some cells, by cell id. These are not made again.
+    """
+    store = reader.store
+    # each outcome below replaces some fields of this one
+    unmeasured = CellResult(
+        group.column, cell.id, status="missing", evicts=cell.chain.evicts, settings=list_settings(cell.identity)
+    )
+    damage = store.damage(cell.id)
+    if damage is not None:
+        return replace(unmeasured, status="failed", reason=damage, damaged=True)
+    refusal = store.refusal(cell.id)
+    if refusal is not None:
+        return replace(unmeasured, status="refused", reason=refusal)
+    run_ids = {example.id for example in group.examples}
+    samples = {example: sample for example, sample in reader.read(cell.id).items() if example in run_ids}
+    # a cell that has all of this run's examples counts as measured, even if it failed on others
+    if len(samples) < len(run_ids):
+        status = store.status(cell.id)
+        if status.status == "failed":
+            return replace(unmeasured, status="failed", reason=status.reason)
+    if not samples:
+        return unmeasured
+    floor = None
+    # only the full cache tells whether the model fails on the task
+    if cell.chain.is_full:
+        floor = at_floor(group.task, [sample.score for sample in samples.values() if sample.score is not None])
+    summary = summaries.get(cell.id)
+    # a summary of all samples also counts stored examples that this run leaves out
+    if summary is None or summary.n != len(samples):
+        summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    measured = replace(
+        unmeasured,
+        status="measured",
+        floor=floor,
+        summary=summary,
+        unchanged=is_unchanged(cell, samples, reader),
+    )
+    full = find_full_cell(group)
+    # a chain without stages is the full cache itself
+    if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
+        return measured
+    return _compare_with_full(measured, samples, reader.read(full.id), group.task.metric)
+
+
+def _compare_with_full(
+    measured: CellResult, samples: Mapping[str, Sample], full_samples: Mapping[str, Sample], metric_name: str
+) -> CellResult:
+    """Return a measured table entry with its differences to the full cache; None in place of one that has no pairs.
+
+    Both mappings have the samples by example. The second difference is for contexts with several questions: how far
+    the score falls from a context's first question to its last, minus the full cache's fall.
+    """
+    contexts = answers_by_context(samples.values())
+    full_contexts = answers_by_context(full_samples.values())
+    fall_beside_full = None
+    difference_of_falls = compare_falls(contexts, full_contexts, metric_name)
+    if difference_of_falls is not None:
+        mean, interval = difference_of_falls
+        fall_beside_full = Delta(mean, interval)
+    delta = paired_delta(samples, full_samples, metric_name)
+    return replace(measured, delta=delta, fall_beside_full=fall_beside_full)
+
+
+def _read_scores(group: Group, cell: Cell, reader: SampleReader) -> dict[str, float]:
+    """Return the scores of a cell by example, for this run's examples; {} for a refused cell."""
+    if reader.store.refusal(cell.id) is not None:
+        return {}
+    samples = reader.read(cell.id)
+    scores = {}
+    for example in group.examples:
+        sample = samples.get(example.id)
+        if sample is not None and sample.score is not None:
+            scores[example.id] = sample.score
+    return scores
+
+
+def _build_row(label: str, groups: Sequence[Group], tasks: Sequence[_TaskResults]) -> ReportRow:
+    """Return the row of the run's table for the method ``label``: its result on every task, and their means."""
+    compresses = False
+    for group in groups:
+        # every group has one cell for each method of the run
+        cell = next(cell for cell in group.cells if cell.label == label)
+        compresses = compresses or bool(cell.chain.stages)
+    cells = tuple(task.cells[label] for task in tasks)
+    summaries = [cell.summary for cell in cells if cell.summary is not None]
+    means = None
+    if summaries:
+        scores_by_task = [task.scores[label] for task in tasks]
+        # the full cache is not compared with itself
+        full_scores_by_task = [task.full_scores for task in tasks] if compresses else None
+        means = summarise_row(summaries, scores_by_task, full_scores_by_task)
+    return ReportRow(
+        method=label,
+        evicts=any(cell.evicts for cell in cells),
+        cells=cells,
+        means=means,
+        is_full=not compresses,
+    )
+
+
+def _find_apart(group: Group, reader: SampleReader) -> list[str]:
+    """Return the labels of cells that did not share the prefill of the first cell with the same key.
+
+    Cells with one prefill key can share each prompt's prefill, and then they store equal times. Different times show
+    that a cell was measured in another run, or apart from the others.
+    """
+    # a dict serves as an ordered set
+    labels: dict[str, None] = {}
+    # the seconds of each prompt's prefill in the first cell with a key
+    first_times: dict[str, dict[str, float]] = {}
+    for cell in group.cells:
+        times = {example: sample.timing.prefill_s for example, sample in reader.read(cell.id).items()}
+        # a user's methods read the prompts apart from all others
+        key = f"{cell.chain.foreign_stages} {cell.chain.prefill_key}"
+        shared_times = first_times.setdefault(key, times)
+        for example, seconds in times.items():
+            # an example that the first cell lacks shows nothing
+            if example in shared_times and shared_times[example] != seconds:
+                labels[cell.label] = None
+    return list(labels)

@@ -14,7 +14,6 @@ from kvbench.store.results import BucketScore, CellSummary, MeanTiming, Sample, 
 from kvbench.store.turns import Contexts, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 from kvbench.tasks.metrics import metric, stats
-from kvbench.tasks.metrics.means import show_mean
 from kvbench.tasks.metrics.stats import FEWEST
 
 
@@ -63,6 +62,29 @@ def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int) -> C
         questions=summarise_turns(answers_by_context(samples), metric_name, [s.payload + s.overhead for s in samples]),
         pages_freed=PagesFreed.mean([s.pages_freed for s in samples]),
     )
+
+
+def show_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[float, float] | None]:
+    """Return (the mean of the scores, its 95 % interval), both in printed units.
+
+    name: the name of the metric that gave the scores.
+
+    Without a score both are None. The interval is None for fewer than ``stats.FEWEST`` scores. It is also None if the
+    scores have no bounds and are all equal.
+    """
+    chosen = metric(name)
+    if not scores:
+        return None, None
+    mean = chosen.show(fmean(scores))
+    if len(scores) < stats.FEWEST:
+        return mean, None
+    # a likelihood is shown by a formula of its own, and its log losses have no bounds
+    bounds: stats.Bounds | None = (0.0, 1.0) if chosen.formula is None else None
+    interval = stats.mean_interval(scores, bounds=bounds)
+    if interval is None:
+        return mean, None
+    low, high = interval
+    return mean, (chosen.show(low), chosen.show(high))
 
 
 def _summarise_buckets(samples: Sequence[Sample], show: Callable[[float], float]) -> dict[str, BucketScore]:

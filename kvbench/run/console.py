@@ -8,7 +8,6 @@ import os
 import shlex
 import signal
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -21,14 +20,7 @@ from kvbench.base.visible import describe_duration, say
 if TYPE_CHECKING:
     from kvbench.plan.forecast import Forecast, GroupForecast
     from kvbench.plan.run_plan import RunPlan
-    from kvbench.report.report import Report
 
-ENDS = (
-    ("refused", "were refused", ""),
-    ("failed", "failed", "; the same command tries them again"),
-    ("damaged", "could not be read", "; kvbench clean --yes sets damaged ones aside to be measured again"),
-)
-"""(status, what happened in words, what helps) of cells that end without a result."""
 MOST_IDS = 24
 """The most cells of a forecast whose ids are printed."""
 
@@ -36,44 +28,6 @@ MOST_IDS = 24
 def add_format_option(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format of a table."""
     parser.add_argument("--format", choices=("text", "md", "csv", "latex"), default="text", help="format of the table")
-
-
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for printing the report of a run."""
-    parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
-    parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
-    add_format_option(parser)
-
-
-def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
-    """Print reports as the options say. Return exit status 1 if any cell was refused or failed, else 0.
-
-    args: the parsed options of ``add_report_options``, and ``json``.
-    """
-    from kvbench.report import render
-
-    if args.json:
-        # one model's report is printed alone, without a list around it
-        records = [report.record() for report in reports]
-        content = records[0] if len(records) == 1 else records
-        print(json.dumps(content, indent=1, ensure_ascii=False))
-    else:
-        detail = render.Detail(intervals=args.intervals, notes=args.notes)
-        for report in reports:
-            if len(reports) > 1:
-                print(f"model {report.model}\n")
-            print(render.render_report(report, args.format, detail), end="")
-    counts: Counter[str] = Counter()
-    for report in reports:
-        for cell in report.cells:
-            # the report counts damaged cells as failed, but a different command repairs them
-            counts["damaged" if cell.damaged else cell.status] += 1
-    exit_status = 0
-    for status, outcome, hint in ENDS:
-        if counts[status]:
-            say(f"{counts[status]} of the results {outcome}; the reasons stand in the table{hint}")
-            exit_status = 1
-    return exit_status
 
 
 @dataclass

@@ -15,7 +15,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.methods.streamingllm import StreamingLLM
 from kvbench.plan import config
-from kvbench.report import collect, of_run
+from kvbench.report import notes, settings
 from kvbench.report.render import _write_kept, render_report
 from kvbench.run import experiment
 from kvbench.store.store import ResultStore
@@ -114,7 +114,7 @@ def test_a_difference_of_less_than_a_tenth_of_a_per_cent_is_shown():
 )
 def test_bytes_of_batches_are_a_range_only_where_they_differ(factors, words):
     rows = [of(cells=[of(summary=of(timing=of(batch_factor=factor)))]) for factor in factors]
-    (note,) = collect._note_batches(rows)
+    (note,) = notes.note_batches(rows)
     assert words in note
 
 
@@ -257,7 +257,7 @@ def test_settings_are_written_as_they_are_typed(tmp_path):
     (tmp_path / "text.txt").write_text("The harbour was quiet. " * 200)
     words = ["lengths=256", "depths=0,50", "repeats=1"]
     run = prepare("dataset=needle", f"haystack={tmp_path / 'text.txt'}", *words, f"results={tmp_path}")
-    assert " ".join(words) in of_run.describe_settings(run)
+    assert " ".join(words) in settings.describe_settings(run)
 
 
 def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):

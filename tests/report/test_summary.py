@@ -12,8 +12,9 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.plan.cells import Group
 from kvbench.report import render, verdict
-from kvbench.report.collect import _note_lengths, collect
 from kvbench.report.data import CellResult, Delta
+from kvbench.report.notes import note_lengths
+from kvbench.report.of_run import collect
 from kvbench.report.report import Report
 from kvbench.report.summary import shown_delta, summarise
 from kvbench.report.table import format_sizes
@@ -397,7 +398,7 @@ def test_sizes_have_one_unit():
 
 def test_lengths_of_answers_are_weighed_by_prompts_and_the_most_tokens_held_is_of_all():
     row = rows_of(measured({"full": row_samples()}, tasks=("tiny/a", "tiny/b")))["full"]
-    (note,) = _note_lengths([row])
+    (note,) = note_lengths([row])
     assert note.endswith("full 5.0 (at most 130 held).")  # (2 x 2 + 6 x 6) / 8
 
 

@@ -28,9 +28,9 @@ from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan
 from kvbench.plan.words import split_list
-from kvbench.report import of_run
-from kvbench.report.collect import report_cell
+from kvbench.report.of_run import report_cell
 from kvbench.report.scatter import line_of
+from kvbench.report.settings import describe_settings
 from kvbench.run import experiment
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellSummary, share
@@ -259,7 +259,7 @@ class MeasuredFigure:
         example_counts: set[int] = set()
         omissions: list[str] = []
         for sweep_run in self.runs:
-            settings[of_run.describe_settings(sweep_run.run).removesuffix(".")] = None
+            settings[describe_settings(sweep_run.run).removesuffix(".")] = None
             # methods that the user named have nan in place of a declared x
             own_methods += [point.method for point in sweep_run.sweep.points if math.isnan(point.x)]
             example_counts.update(len(group.examples) for group in sweep_run.run.groups)

@@ -14,7 +14,7 @@ from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse_setting
 from kvbench.papers.spec.table_spec import MEANS, SCORE
 from kvbench.papers.spec.workloads import label_workloads
-from kvbench.report.collect import MANY_EMPTY
+from kvbench.report.notes import MANY_EMPTY
 from kvbench.report.render import EVICTING, EVICTS
 from kvbench.report.table import Bold, Table
 from kvbench.store.provenance import describe_local_changes

@@ -32,8 +32,8 @@ from kvbench.plan import presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
 from kvbench.plan.run_plan import RunPlan
-from kvbench.report.collect import report_cell
 from kvbench.report.data import CellResult
+from kvbench.report.of_run import report_cell
 from kvbench.report.summary import summarise
 from kvbench.store.cell import Cell
 from kvbench.store.sample_reader import SampleReader

@@ -16,7 +16,7 @@ from kvbench.papers.figures import measured, registry, scores, think
 from kvbench.papers.figures.measured import MEAN, VALUES, MeasuredFigure
 from kvbench.papers.figures.sweep import Point, Sweep
 from kvbench.plan import keys
-from kvbench.report.collect import report_cell
+from kvbench.report.of_run import report_cell
 from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.metrics import stats
 
