@@ -1,6 +1,6 @@
 """Equal memory: find the kv_size at which a chain holds as many bytes as a reference, before anything is measured.
 
-    method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=109
+    method=h2o,h2o+think kv_size=128 match=bytes     h2o runs with kv_size=110
 
 The reference is the last method named, or ``reference=``. Bytes are payload after the prompt at 16 bits:
 ``match=bytes`` counts what is stored, ``match=nominal`` what ThinK's paper counts (arXiv 2407.21018, table 7).

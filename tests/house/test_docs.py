@@ -165,6 +165,23 @@ def test_the_commands_of_the_documentation_can_be_carried_out():
     assert {words[0] for words in commands()} <= VERBS.keys()
 
 
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("results/*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_links_of_a_page_lead_to_files_of_the_repository(page):
+    """So that they work on GitHub as well as on the site."""
+    for target in re.findall(r"\]\(([^()\s]+)\)", page.read_text(encoding="utf-8")):
+        if not re.match(r"[a-z]+:|#", target):
+            path, _, _ = target.partition("#")
+            assert (page.parent / path).exists(), target
+
+
 def test_make_targets_in_the_readme_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:`|^)make ([a-z-]+)", README, re.MULTILINE))
