@@ -17,7 +17,7 @@ def table() -> str:
     for item in press_records():
         knobs = " ".join(f"`{knob}={_text(default)}`" for knob, default in item["knobs"].items())
         rows.append((f"`{item['id']}`", item["there"], item["here"], knobs))
-    text = writers.table(("method", "what it drops, in kvpress", "here", "options"), rows)
+    text = writers.table(("method", "dropped tokens or channels, in kvpress", "in kvbench", "options"), rows)
     return f"{text}\nkvpress {installed_version()}, {len(rows)} presses.\n"
 
 

@@ -130,16 +130,17 @@ def press_records() -> list[PressRecord]:
         elif name in _read_facts()["zeroed"]:
             there = "zeroed"
         press_id = f"kvpress:{name}"
-        here = "stored for real"
+        here, ours = "runs", "kvbench runs it and removes them"
         knobs: dict[str, object] = {}
         reason = explain_refusal(name, press)
         if reason:
-            here = f"does not run: {reason}"
+            here, ours = f"does not run: {reason}", f"kvbench does not run it: {reason}"
         else:
             knobs = {field: default for field, _, default in list_fields(press)}
             if wraps_another(press):
                 press_id += ":NAME"
-        about = f"{press.__name__}; in kvpress {there}; here {here}"
+        dropped = "channels" if there == "zeroed" else "tokens"
+        about = f"{press.__name__}; dropped {dropped} are {there} in kvpress; {ours}"
         records.append({"id": press_id, "about": about, "knobs": knobs, "there": there, "here": here})
     return records
 
