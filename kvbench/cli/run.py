@@ -50,17 +50,24 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and its options")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
-    parser.add_argument("--config", action="store_true", help="print the composed configuration, and stop")
+    parser.add_argument("--config", action="store_true", help="print the configuration with all values, and stop")
     parser.add_argument(
-        "-m", "--multirun", action="store_true", help="run the shards (shard=0,1,... or shards=N) with a Hydra launcher"
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="measure parts of the examples (shards=N or shard=0,1,...) in processes of a Hydra launcher",
     )
     add_report_options(parser)
 
 
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing the report of a run."""
-    parser.add_argument("--intervals", action="store_true", help="show the interval and the difference of every task")
-    parser.add_argument("--notes", action="store_true", help="show storage, and how the numbers were measured")
+    parser.add_argument(
+        "--intervals", action="store_true", help="show the interval and the difference to the full cache for every task"
+    )
+    parser.add_argument(
+        "--notes", action="store_true", help="show storage in detail, and how the numbers were measured"
+    )
     add_format_option(parser)
 
 

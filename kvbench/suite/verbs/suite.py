@@ -1,4 +1,4 @@
-"""suite: measure methods on a named, frozen suite, beside its controls, and write the card."""
+"""suite: measure methods on a fixed suite with controls, and write the card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="show what would be measured and how long, and stop")
     parser.add_argument("--stored", action="store_true", help="measure nothing, make the card from stored results")
     parser.add_argument(
-        "--lock", action="store_true", help="write the suite's lock again (another lock is another suite)"
+        "--lock",
+        action="store_true",
+        help="write the suite's lock (hashes of prompts and settings) again: a changed lock is another suite",
     )
 
 
