@@ -12,15 +12,15 @@ FULL = "nothing is compressed"
 YOURS = "yours"
 OTHERS = "of other packages"
 _TOKENS = (
-    "snapkv pyramidkv adakv cake h2o tova scissorhands vatp streamingllm keydiff keynorm chunkkv kvzip "
-    "expectedattention random firsttokens"
+    "snapkv pyramidkv adakv cake h2o tova scissorhands vatp uncomp-group uncomp-stage streamingllm keydiff keynorm "
+    "chunkkv kvzip expectedattention random firsttokens"
 )
 _BITS = "kivi flexgen qhitter turboquant fp8 int8 int4 mxfp4 nvfp4 q8_0 q4_0"
 METHODS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         FULL: ("full",),
         "keep some tokens": tuple(_TOKENS.split()),
-        "let the prompt decide": ("refreekv", "uncomp-group", "uncomp-stage", "twilight"),
+        "let the prompt decide": ("refreekv", "twilight"),
         "keep some channels": ("think", "thinkv", "l1", "l2"),
         "low rank, shared heads": ("palu", "asvd", "chai"),
         "store fewer bits": tuple(_BITS.split()),
