@@ -87,16 +87,16 @@ def prefill(
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
-    note = traits.of_model(model).note
-    if note:
+    model_traits = traits.of_model(model)
+    if model_traits.note:
         # stacklevel 3 names the caller's line: level 2 is that of the wrapper ``in_turn``
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(model_traits.note, stacklevel=3)
     if tokenizer is not None:
         traits.check_tokenizer(tokenizer)
     chains = _resolve_chains(model, methods, preset, knobs)
     ids = prepare_ids(model, input_ids)
     warn_beyond_context(model, len(ids), stacklevel=3)
-    return prefill_chains(model, ids, chains, tokenizer=tokenizer)
+    return prefill_chains(model, ids, chains, tokenizer=tokenizer, model_traits=model_traits)
 
 
 def _resolve_chains(

@@ -40,6 +40,7 @@ from kvbench.methods.core.replaying import Replay
 from kvbench.methods.core.walls import contained, seed_of
 from kvbench.models import traits
 from kvbench.models.interface import synchronise
+from kvbench.models.traits import ModelTraits
 
 NO_CHAIN = -1
 """The index of the seconds of copies and checks, which are the last number of ``_PassReceiver.spent``."""
@@ -53,6 +54,7 @@ def prefill_chains(
     tokenizer: Any = None,
     lengths: Sequence[int] | None = None,
     prefix: SharedPrefix | None = None,
+    model_traits: ModelTraits | None = None,
 ) -> list[PromptCache]:
     """Read the prompt ``input_ids`` [n], and return the cache of each chain, in order, with as few passes as possible.
 
@@ -63,13 +65,14 @@ def prefill_chains(
     lengths: for each chain, how many of the first tokens its cache covers (default: all n). Shorter caches come from
     the same pass, unless the chain changes the prompt's computation.
     prefix: the first tokens of the previous prompt. Those with which this prompt begins as well are not read again.
+    model_traits: the traits of the model, if the caller has found them (default: they are found here).
 
     Raises UsageError if the prompt is too long for the model or a chain, and Refused if a chain cannot run on it.
     """
     ids = prepare_ids(model, input_ids)
     lengths = lengths or [len(ids)] * len(chains)
     reading = _Reading(plain=plain, tokenizer=tokenizer, prefix=prefix)
-    _check_readable(model, len(ids), chains, lengths, tokenizer)
+    _check_readable(model, model_traits, len(ids), chains, lengths, tokenizer)
     caches: dict[int, PromptCache] = {}
     # members are the indices of the chains that one pass serves
     for members in _group_by_pass(model, len(ids), chains, lengths):
@@ -86,12 +89,18 @@ def prefill_chains(
 
 
 def _check_readable(
-    model: PreTrainedModel, ids: int, chains: Sequence[Chain], lengths: Sequence[int], tokenizer: Any
+    model: PreTrainedModel,
+    model_traits: ModelTraits | None,
+    ids: int,
+    chains: Sequence[Chain],
+    lengths: Sequence[int],
+    tokenizer: Any,
 ) -> None:
     """Raise UsageError if a prompt is too long for the model or a chain, and Refused if a chain cannot run on it.
 
     The checks come before any token is read.
 
+    model_traits: the traits of the model; None: they are found here.
     ids: the number of the prompt's tokens.
     lengths: for each chain, how many of these tokens its cache covers.
     """
@@ -103,7 +112,8 @@ def _check_readable(
             tokens_read = n + count_longest_pass(later_passes, n, tokenizer)
             check_window(model, tokens_read, [chain])
             check_capacity(model, tokens_read)
-    model_traits = traits.of_model(model)
+    if model_traits is None:
+        model_traits = traits.of_model(model)
     check_capacity(model, ids)
     for chain in chains:
         chain.check_model(model_traits)

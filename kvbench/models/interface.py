@@ -256,7 +256,8 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     """While the context is open, the model is in eval mode. Each module's own mode comes back on exit."""
     # not model.train() on exit: a user may train only some of the modules
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

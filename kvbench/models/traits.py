@@ -172,8 +172,9 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
     check_is_model(model)
     check_served(model)
     family = str(model.config.model_type)
-    unrolled = _find_position_fault(model)
-    mixed = _find_projection_fault(model)
+    modules = attention_modules(model)
+    unrolled = _find_position_fault(model, modules)
+    mixed = _find_projection_fault(model, modules)
     # config and modules may not show every rule of a family, so most families are probed; on meta there are no weights
     if family not in READ and model.device.type != "meta":
         result = probe.probe_model(model)
@@ -189,16 +190,19 @@ def of_model(model: PreTrainedModel) -> ModelTraits:
         unrolled=unrolled,
         mixed=mixed,
         capped=capped,
-        sinks=any(hasattr(module, "sinks") for module in attention_modules(model)),
+        sinks=any(hasattr(module, "sinks") for module in modules),
         one_by_one=reads_one_by_one(model.config),
         paired=_attends_twice(model),
     )
 
 
-def _find_position_fault(model: PreTrainedModel) -> str | None:
-    """Return why cached keys cannot be moved to other positions, as the modules show it; None if they can."""
+def _find_position_fault(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+    """Return why cached keys cannot be moved to other positions, as the modules show it; None if they can.
+
+    ``modules`` are the model's attention modules.
+    """
     if not learned_positions(model) or _reads_position_table(model):
-        return _find_rotation_fault(model)
+        return _find_rotation_fault(model, modules)
     family = str(model.config.model_type)
     # the names of tables of positions in OPT, GPT-2 and their relatives
     if any("position" in name or "wpe" in name for name, _ in model.named_parameters()):
@@ -273,15 +277,20 @@ def check_served(model: PreTrainedModel) -> None:
     """Raise UsageError with the reason for a model whose cache or attention kvbench does not compute."""
     check_whole(model.config)
     # the first reason that applies is given, so specific ones come first
-    reasons = _list_attention_faults(model) | _list_layer_faults(model) | _list_code_faults(model)
+    modules = attention_modules(model)
+    reasons = _list_attention_faults(model, modules)
+    reasons |= _list_layer_faults(model, modules) | _list_code_faults(model, modules)
     for reason, applies in reasons.items():
         if applies:
             raise _refusal(model.config, reason)
 
 
-def _list_attention_faults(model: PreTrainedModel) -> dict[str, object]:
-    """Return reasons to refuse a model for its kind of attention, each with a value that is true if it applies."""
-    config, modules = model.config, attention_modules(model)
+def _list_attention_faults(model: PreTrainedModel, modules: list[nn.Module]) -> dict[str, object]:
+    """Return reasons to refuse a model for its kind of attention, each with a value that is true if it applies.
+
+    ``modules`` are the model's attention modules.
+    """
+    config = model.config
     layers = getattr(config, "num_hidden_layers", 0)
     up_fault = None
     if latent_width(config):
@@ -304,11 +313,14 @@ def _list_attention_faults(model: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _list_layer_faults(model: PreTrainedModel) -> dict[str, object]:
-    """Return reasons to refuse a model for its layers, each with a value that is true if it applies."""
+def _list_layer_faults(model: PreTrainedModel, modules: list[nn.Module]) -> dict[str, object]:
+    """Return reasons to refuse a model for its layers, each with a value that is true if it applies.
+
+    ``modules`` are the model's attention modules.
+    """
     config = model.config
     unserved = sorted(set(layer_types(config)) - set(LAYER_TYPES))
-    layer_numbers = [module.layer_idx for module in attention_modules(model)]
+    layer_numbers = [module.layer_idx for module in modules]
     # the device of each part of the model, if accelerate has spread them; None or {} on one device
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     return {
@@ -333,9 +345,11 @@ def _list_layer_faults(model: PreTrainedModel) -> dict[str, object]:
     }
 
 
-def _list_code_faults(model: PreTrainedModel) -> dict[str, object]:
-    """Return reasons to refuse a model for its family's code, each with a value that is true if it applies."""
-    modules = attention_modules(model)
+def _list_code_faults(model: PreTrainedModel, modules: list[nn.Module]) -> dict[str, object]:
+    """Return reasons to refuse a model for its family's code, each with a value that is true if it applies.
+
+    ``modules`` are the model's attention modules.
+    """
     arguments = inspect.signature(model.forward).parameters
     return {
         # modeling files that use the interface import its table of functions
@@ -411,9 +425,11 @@ def turning_point(config: Any) -> int | None:
     return int(config.rope_parameters["original_max_position_embeddings"])
 
 
-def _find_rotation_fault(model: PreTrainedModel) -> str | None:
-    """Return why cached keys cannot be rotated to other positions, or None if they can."""
-    modules = attention_modules(model)
+def _find_rotation_fault(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+    """Return why cached keys cannot be rotated to other positions, or None if they can.
+
+    ``modules`` are the model's attention modules.
+    """
     if latent_width(model.config):
         return "only a part of what it holds of a token is rotated (latent attention)"
     if _reads_position_table(model):
@@ -439,12 +455,15 @@ def _reads_position_table(model: PreTrainedModel) -> bool:
     return any(name.endswith("embed_positions") for name, _ in model.named_buffers())
 
 
-def _find_projection_fault(model: PreTrainedModel) -> str | None:
-    """Return why keys and values are not linear in their layer's input, or None if they are."""
+def _find_projection_fault(model: PreTrainedModel, modules: list[nn.Module]) -> str | None:
+    """Return why keys and values are not linear in their layer's input, or None if they are.
+
+    ``modules`` are the model's attention modules.
+    """
     if latent_width(model.config):
         return "it holds latents already (latent attention)"
     # one attention module stands for those of all layers
-    attention = attention_modules(model)[0]
+    attention = modules[0]
     names = [name for name, _ in attention.named_children()]
     # only GPT-NeoX's ``query_key_value`` has the order of rows that kvbench knows
     fused = "query_key_value" in names
@@ -461,4 +480,4 @@ def _find_projection_fault(model: PreTrainedModel) -> str | None:
     # latents hold unrotated keys, which reading rotates: only a model that rotates keys can fail at that
     if learned_positions(model) and not _reads_position_table(model):
         return None
-    return _find_rotation_fault(model)
+    return _find_rotation_fault(model, modules)
