@@ -161,15 +161,19 @@ class Asvd(LowRankStage):
             exact_keys, exact_values = exact_layers[layer]
             # half 0 is the key projection, half 1 the value projection
             for half, spectrum in enumerate(spectra):
+                # several fractions of a small rank are rounded to one, whose loss is measured once
+                loss_by_rank: dict[int, float] = {}
                 for j, rank in enumerate(self._list_tried_ranks(full)):
-                    # only this projection is cut, and all others stay exact
-                    cut = join_factors([spectrum.cut(rank)])
-                    tried_layers = list(exact_layers)
-                    if half == 0:
-                        tried_layers[layer] = (cut, exact_values)
-                    else:
-                        tried_layers[layer] = (exact_keys, cut)
-                    losses[layer, half, j] = mean_loss(model, probes, tried_layers)
+                    if rank not in loss_by_rank:
+                        # only this projection is cut, and all others stay exact
+                        cut = join_factors([spectrum.cut(rank)])
+                        tried_layers = list(exact_layers)
+                        if half == 0:
+                            tried_layers[layer] = (cut, exact_values)
+                        else:
+                            tried_layers[layer] = (exact_keys, cut)
+                        loss_by_rank[rank] = mean_loss(model, probes, tried_layers)
+                    losses[layer, half, j] = loss_by_rank[rank]
                     run.tick()
         return losses
 

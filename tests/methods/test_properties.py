@@ -3,6 +3,7 @@
 import inspect
 import re
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from typing import ClassVar
 
 import pytest
@@ -17,7 +18,6 @@ from support.law_matrix import (
     FORCED_LAW,
     METHODS,
     NEUTRAL_LAW,
-    NEW,
     PER,
     PROMPTS,
     SMALL,
@@ -25,16 +25,16 @@ from support.law_matrix import (
     STAGES,
     UNGROUPED,
     channels_of,
+    company,
     configured,
     forced_of,
-    forced_together,
     full,
     full_forced,
     full_logits,
     held,
     matrix,
     neutral_of,
-    neutral_together,
+    new_of,
     prefill,
     prompts_of,
     supported,
@@ -58,10 +58,9 @@ per_heads = pytest.mark.parametrize("per", PER)
 # spec 5, all evictors: budget >= n + new tokens gives the logits of the full cache
 @matrix(NEUTRAL_LAW)
 def test_neutral_settings_answer_as_the_full_cache(family, chain, per):
-    """A chain is alone on Llama, and elsewhere in the company of the family's other chains."""
-    results = neutral_of(family, per, [chain]) if family == "llama" else neutral_together(family, per)
+    results = neutral_of(family, company(NEUTRAL_LAW, family, chain))
     for p in prompts_of(family):
-        answer, logits = results[chain, p]
+        answer, logits = results[chain, per, p]
         assert answer == full(family, *p)[1]
         torch.testing.assert_close(logits, full_logits(family, *p), atol=1e-4, rtol=1e-4)
 
@@ -88,12 +87,14 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
 
 @matrix(COMPANY_LAW)
 def test_company_in_prefill_and_batch_changes_nothing(family, chain, per):
-    model = build(family)
-    for p in prompts_of(family):
+    """Every prompt is read alone, and one is answered alone: on Llama another in each kind."""
+    model, prompts = build(family), prompts_of(family)
+    for p in prompts:
         shared, answer = together(family, per)[chain, p]
-        (arguments,) = prefill(model, prompt(*p), [configured(chain, SMALL)], per=per)
-        assert held(arguments) == held(shared)
-        assert kvbench.generate(model, [arguments], NEW) == [answer]
+        (alone,) = prefill(model, prompt(*p), [configured(chain, SMALL)], per=per)
+        assert held(alone) == held(shared)
+        if p == prompts[PER.index(per) % len(prompts)]:
+            assert kvbench.generate(model, [alone], new_of(family)) == [answer]
 
 
 # spec 5, all evictors: the first token is that of the full cache (G2)
@@ -131,16 +132,16 @@ def test_expanded_equals_native_without_grouped_heads(family, chain):
         assert native.nbytes() == expanded.nbytes()
 
 
-@pytest.mark.parametrize("chain", [c for c in CHAINS if "frozen_layers" in registry.knob_names(c.split("+")[0])])
 @per_heads
-def test_frozen_layers_keep_every_token(chain, per):
+def test_frozen_layers_keep_every_token(per):
     model, (n, seed) = build("llama"), PROMPTS[0]
-    entry = configured(chain, {**SMALL, "frozen_layers": [0, 2]})
-    (cache,) = prefill(model, prompt(n, seed), [entry], per=per)
-    audit(cache, cache_shape(model))
-    for i, layer in enumerate(cache.layers):
-        for positions in ref.kept(layer):
-            assert (positions == list(range(n))) == (i in (0, 2))
+    chains = [c for c in CHAINS if "frozen_layers" in registry.knob_names(c.split("+")[0])]
+    entries = [configured(c, {**SMALL, "frozen_layers": [0, 2]}) for c in chains]
+    for chain, made in zip(chains, prefill(model, prompt(n, seed), entries, per=per), strict=True):
+        audit(made, cache_shape(model))
+        for i, layer in enumerate(made.layers):
+            for positions in ref.kept(layer):
+                assert (positions == list(range(n))) == (i in (0, 2)), chain
 
 
 @pytest.mark.parametrize("chain", [c for c in CHAINS if not any(STAGES[m].adapts for m in c.split("+"))])
@@ -159,13 +160,20 @@ def test_bf16_statistics_are_deterministic_and_those_of_fp32(chain, per):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
+@cache
+def prefilled(dtype, per):
+    """Return Llama's caches of all chains and the full one."""
+    chains = ["full", *CHAINS]
+    caches = prefill(build("llama", dtype), prompt(70), [configured(c, SMALL) for c in chains], per=per)
+    return dict(zip(chains, caches, strict=True))
+
+
 @pytest.mark.parametrize("chain", ["full", *CHAINS])
 @per_heads
 def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
     """The tokens of the fp32 run in tensors of the dtypes of the bf16 run."""
-    entry = configured(chain, SMALL)
-    models = [build("llama", dtype) for dtype in (torch.float32, torch.bfloat16)]
-    caches = [prefill(m, prompt(70), [entry], per=per)[0] for m in models]
+    dtypes = torch.float32, torch.bfloat16
+    models, caches = [build("llama", dtype) for dtype in dtypes], [prefilled(dtype, per)[chain] for dtype in dtypes]
     single, half = (audit(c, cache_shape(m)) for c, m in zip(caches, models, strict=True))
     assert (half.payload16, half.overhead16, half.full16) == (half.payload, half.overhead, half.full_bytes)
     for which, held_bytes in (("payload", single.payload16), ("overhead", single.overhead16)):
@@ -181,23 +189,22 @@ def test_bytes_at_16_bits_are_those_that_a_bf16_run_holds(chain, per):
 
 @matrix(FORCED_LAW)
 def test_bf16_neutral_settings_stay_near_the_full_cache_when_teacher_forced(family, chain, per):
-    """A chain is alone on Llama, and elsewhere in the company of the family's other chains."""
-    results = forced_of(family, per, [chain]) if family == "llama" else forced_together(family, per)
-    for actual, expected in zip(results[chain], full_forced(family), strict=True):
+    results = forced_of(family, company(FORCED_LAW, family, chain))
+    for actual, expected in zip(results[chain, per], full_forced(family), strict=True):
         # a state adds up the roundings of all tokens before, and more layers those of more layers
         atol = 0.25 if family in WITH_STATES else 0.1 if family in WITH_SHARING else 6e-2
         torch.testing.assert_close(actual, expected, atol=atol, rtol=3e-2)
 
 
-@pytest.mark.parametrize("chain", CHAINS)
 @pytest.mark.parametrize("setting", ["eager", "sdpa"])
-def test_hooks_are_gone_and_the_attention_setting_is_back(chain, setting):
+def test_hooks_are_gone_and_the_attention_setting_is_back(setting):
+    """One pass for all chains that compute the prompt alike, and one batch: what one leaves, no other takes away."""
     model, before = build("llama"), build("llama").config._attn_implementation
     there = hooks(model)
     model.set_attn_implementation(setting)
     try:
-        (cache,) = prefill(model, prompt(40), [configured(chain, SMALL)])
-        kvbench.generate(model, [cache], 2)
+        caches = prefill(model, prompt(40), [configured(c, SMALL) for c in CHAINS])
+        kvbench.generate(model, caches, 2)
         assert model.config._attn_implementation == setting
         assert hooks(model) == there
     finally:

@@ -40,9 +40,20 @@ def bound(chain: Chain, layers: int, heads: int, weights: str = "none") -> Chain
     return replace(chain, stages=tuple(bind(s) for s in chain.stages))
 
 
+chains: dict[str, Chain] = {}
+"""Chains by the text of their entry: many tests ask for the same ones, and a chain never changes."""
+
+
+def resolved(entry) -> Chain:
+    """The chain of an entry with all of its keys."""
+    if repr(entry) not in chains:
+        chains[repr(entry)] = chain_of(entry)
+    return chains[repr(entry)]
+
+
 def ready(model, entry, per: str = "kv_head") -> Chain:
     """One chain of an entry as ``kvbench.prefill`` takes it, bound for ``model``; measured where it adapts that."""
     entry = {"method": entry} if isinstance(entry, str) else entry
-    chain = entry if isinstance(entry, Chain) else chain_of({"per": per, **entry})
+    chain = entry if isinstance(entry, Chain) else resolved({"per": per, **entry})
     chain = replace(chain, stages=tuple(measured(model, s) if s.adapts else s for s in chain.stages))
     return bound(chain, model.config.num_hidden_layers, model.config.num_attention_heads, digest_weights(model))

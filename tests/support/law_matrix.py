@@ -70,7 +70,7 @@ CHAINS = tuple(
 PER = ("kv_head", "query_head")
 
 SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
-SMALL = {**SMALL, "multiple": 4, "probes": 1, "share": 0.5}
+SMALL = {**SMALL, "multiple": 8, "probes": 1, "share": 0.5}
 NEUTRAL = {
     "kv_size": 10_000,
     "ratio": 0.0,
@@ -91,7 +91,9 @@ def prompts_of(family):
     return PROMPTS if family == "llama" else PROMPTS[FAMILIES.index(family) % 2 :][:1]
 
 
-NEW = 4
+def new_of(family):
+    """The tokens of an answer: Llama's chains pack and evict behind more of them than show a family's own steps."""
+    return 4 if family == "llama" else 3
 
 
 def configured(chain, values, **more):
@@ -197,7 +199,7 @@ def forced(model, caches):
 @cache
 def full(family, n, seed):
     (cache,) = prefill(build(family), prompt(n, seed), ["full"])
-    return cache, kvbench.generate(build(family), [cache], NEW)[0]
+    return cache, kvbench.generate(build(family), [cache], new_of(family))[0]
 
 
 @cache
@@ -279,40 +281,39 @@ def together(family, per):
     for p in prompts_of(family):
         small = prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per=per)
         caches.update({(c, p): m for c, m in zip(chains, small, strict=True)})
-    answers = kvbench.generate(model, list(caches.values()), NEW)
+    answers = kvbench.generate(model, list(caches.values()), new_of(family))
     return {key: (cache, answer) for (key, cache), answer in zip(caches.items(), answers, strict=True)}
 
 
-def neutral_of(family, per, chains):
-    """Run chains in company under neutral settings -> {(chain, prompt): (answer, logits after two more tokens)}."""
-    model, results = build(family), {}
-    for p in prompts_of(family):
-        with quantisers_pass_through():
-            caches = prefill(model, prompt(*p), [neutral(c) for c in chains], per=per)
-            answers = kvbench.generate(model, caches, NEW)
-            logits = [c.logits for c in extend_caches(model, caches, prompt(2, 8))]
-        results.update({(c, p): of_chain for c, *of_chain in zip(chains, answers, logits, strict=True)})
-    return results
+def company(share, family, chain):
+    """Return the (chain, per) that a law runs beside a chain: itself in both kinds on Llama, elsewhere all it tries."""
+    chains = (chain,) if family == "llama" else CHAINS
+    return tuple((c, per) for c in chains if meets(share, c, family) for per in kinds(family, c))
 
 
 @cache
-def neutral_together(family, per):
-    """Return ``neutral_of`` all chains that the first law tries."""
-    return neutral_of(family, per, tried(NEUTRAL_LAW, family, per))
+def neutral_of(family, asked):
+    """Run each (chain, per) under neutral settings -> {(chain, per, prompt): (answer, logits after two more tokens)}.
+
+    There is one prefill per prompt and one batch for all answers.
+    """
+    model, caches = build(family), {}
+    with quantisers_pass_through():
+        for p in prompts_of(family):
+            made = prefill(model, prompt(*p), [{**neutral(c), "per": per} for c, per in asked])
+            caches.update({(*key, p): cache for key, cache in zip(asked, made, strict=True)})
+        answers = kvbench.generate(model, list(caches.values()), new_of(family))
+        logits = [c.logits for c in extend_caches(model, list(caches.values()), prompt(2, 8))]
+    return {key: of_chain for key, *of_chain in zip(caches, answers, logits, strict=True)}
 
 
-def forced_of(family, per, chains):
-    """Return what ``forced`` has of each chain in bf16 under neutral settings -> {chain: logits}."""
+@cache
+def forced_of(family, asked):
+    """Return what ``forced`` has of each (chain, per) in bf16 under neutral settings -> {(chain, per): logits}."""
     model = build(family, torch.bfloat16)
     with quantisers_pass_through():
-        caches = prefill(model, prompt(50, 3), [neutral(c) for c in chains], per=per)
-        return dict(zip(chains, forced(model, caches), strict=True))
-
-
-@cache
-def forced_together(family, per):
-    """Return ``forced_of`` all chains that its law tries."""
-    return forced_of(family, per, tried(FORCED_LAW, family, per))
+        caches = prefill(model, prompt(50, 3), [{**neutral(c), "per": per} for c, per in asked])
+        return dict(zip(asked, forced(model, caches), strict=True))
 
 
 BEYOND = pytest.mark.e2e("the matrix beyond Llama")
