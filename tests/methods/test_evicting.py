@@ -11,7 +11,7 @@ from support.families import build, prompt
 import kvbench
 from kvbench.audit.decode_audit import check_bytes, check_peak
 from kvbench.base.errors import UsageError
-from kvbench.engine.decode import generate_rows
+from kvbench.engine.decode import extend_caches, generate_rows
 from kvbench.engine.step import build as build_batch
 from kvbench.engine.step import step
 from kvbench.engine.stopping import Ending
@@ -46,7 +46,8 @@ SMALL = {"kv_size": 14, "window": 6, "recent": 4}
 each = pytest.mark.parametrize("name", ENTRIES)
 # stored keys that are packed cannot be turned to new positions
 PACKED = [name for name in ENTRIES if "qhitter" in name or "flexgen" in name]
-rolling = pytest.mark.parametrize("name", [name for name in ENTRIES if name not in PACKED])
+ROLLING = [name for name in ENTRIES if name not in PACKED]
+rolling = pytest.mark.parametrize("name", ROLLING)
 
 
 def entry(name, **more):
@@ -76,31 +77,30 @@ def test_every_selector_that_can_evict_has_the_knob():
     assert all(chain_of(entry(name)).evicts for name in ENTRIES)
 
 
-@rolling
-@pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
-def test_rolled_with_budget_for_all_answers_as_the_full_cache(name, per, family):
+def test_rolled_with_budget_for_all_answers_as_the_full_cache(family):
     model, ids = build(family), prompt(40, 3)
-    built = entry(name, positions="rolled", kv_size=2000)
-    full, rolled = prefill(model, ids, ["full", built], per=per)
-    answers = kvbench.generate(model, [full, rolled], 8)
-    assert answers[0] == answers[1]
-    longer = [kvbench.extend(model, c, prompt(5, 4)).logits for c in (full, rolled)]
-    torch.testing.assert_close(longer[0], longer[1], atol=1e-4, rtol=1e-4)
+    asked = [(name, per) for name in ROLLING for per in ("kv_head", "query_head")]
+    entries = [entry(name, positions="rolled", kv_size=2000, per=per) for name, per in asked]
+    caches = prefill(model, ids, ["full", *entries])
+    answers = kvbench.generate(model, caches, 8)
+    longer = [c.logits for c in extend_caches(model, caches, prompt(5, 4))]
+    for i, case in enumerate(asked, start=1):
+        assert answers[i] == answers[0], case
+        torch.testing.assert_close(longer[i], longer[0], atol=1e-4, rtol=1e-4, msg=lambda m, case=case: f"{case}: {m}")
 
 
-@rolling
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "gpt_neox", "opt"])
-def test_bf16_with_budget_for_all_stays_near_the_full_cache_when_teacher_forced(name, family):
+def test_bf16_with_budget_for_all_stays_near_the_full_cache_when_teacher_forced(family):
     """Half precision is summed up in fp32: how slots are ordered and cut shows in the last bit of a layer at most."""
     model = build(family, torch.bfloat16)
-    kinds = ("true",) if family == "opt" else ("true", "rolled")
-    entries = [entry(name, positions=p, kv_size=2000) for p in kinds]
-    full_cache, *caches = prefill(model, prompt(50, 3), ["full", *entries])
+    asked = list(itertools.product(ROLLING, ("true",) if family == "opt" else ("true", "rolled")))
+    caches = prefill(model, prompt(50, 3), ["full", *(entry(name, positions=p, kv_size=2000) for name, p in asked)])
     for chunk in prompt(6, 4).split([1, 1, 4]):
-        full_cache, *caches = (kvbench.extend(model, c, chunk) for c in (full_cache, *caches))
-        for cache in caches:
-            torch.testing.assert_close(cache.logits, full_cache.logits, atol=6e-2, rtol=3e-2)
+        caches = extend_caches(model, caches, chunk)
+        for case, cache in zip(asked, caches[1:], strict=True):
+            message = lambda m, case=case: f"{case}: {m}"  # noqa: E731
+            torch.testing.assert_close(cache.logits, caches[0].logits, atol=6e-2, rtol=3e-2, msg=message)
 
 
 @rolling
@@ -205,8 +205,8 @@ def test_budget_holds_and_a_batch_answers_as_each_row_alone(name, per):
     """Rolled and true positions, prompts above and below the budget, in one batch."""
     model = build("llama")
     sizes = (length(name), 9, length(name) - 13)
-    pairs = itertools.product(sizes, ("true",) if name in PACKED else ("true", "rolled"))
-    caches = [prefill(model, prompt(n, n), [entry(name, positions=p)], per=per)[0] for n, p in pairs]
+    entries = [entry(name, positions=p) for p in (("true",) if name in PACKED else ("true", "rolled"))]
+    caches = [cache for n in sizes for cache in prefill(model, prompt(n, n), entries, per=per)]
     together = kvbench.generate(model, caches, 8)
     assert together == [kvbench.generate(model, [c], 8)[0] for c in caches]
 
@@ -221,21 +221,22 @@ def test_a_fraction_stays_that_of_the_prompt_when_text_is_read_after_it():
     assert [layer.tokens for layer in kvbench.extend(model, longer, prompt(3, 6)).layers] == [20] * 3
 
 
-@pytest.mark.parametrize("name", [name for name in ENTRIES if name not in PACKED])
+@rolling
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_thin_tokens_answer_in_a_batch_as_alone_and_within_what_is_declared(name, per):
     """Channels of keys, or of both, are gone behind every selector; some of the prompts are too short to lose any."""
-    model = build("llama")
-    caches = []
-    for n, pruner in itertools.product((length(name), 5, length(name) - 13), ("think", "thinkv")):
+    model, pruned = build("llama"), []
+    for pruner in ("think", "thinkv"):
         built = {f"{ENTRIES[name]['method'].split('+')[-1]}.{k}": v for k, v in entry(name).items() if k == "recent"}
         knobs = {k: v for k, v in entry(name).items() if k not in ("method", "recent")}
         method = f"{pruner}+{ENTRIES[name]['method']}"
         built |= {"method": method, f"{pruner}.recent": 5, f"{pruner}.ratio": 0.5, f"{pruner}.observed": 8, **knobs}
-        caches += prefill(model, prompt(n, n), [built], per=per)
+        pruned.append(built)
+    sizes = (length(name), 5, length(name) - 13)
+    caches = [cache for n in sizes for cache in prefill(model, prompt(n, n), pruned, per=per)]
     thin = [any(s.key_channels is not None for layer in c.layers for s in layer.segments) for c in caches]
     assert all(thin[:2]) and not all(thin)
-    rows = [Ending(12 - i) for i in range(len(caches))]
+    rows = [Ending(new) for new in (8, 7, 12, 6, 5, 4)]  # the short prompt fills its budget
     together = generate_rows(model, caches, rows)
     alone = [generate_rows(model, [c], [r])[0] for c, r in zip(caches, rows, strict=True)]
     assert [a.tokens for a in together] == [a.tokens for a in alone]
