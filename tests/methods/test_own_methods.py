@@ -9,6 +9,8 @@ import sys
 import pytest
 from support import processes
 
+from kvbench.cli.main import main
+
 pytestmark = pytest.mark.e2e("whole runs with methods from a folder")
 
 METHOD = """
@@ -31,15 +33,17 @@ class Mine(Selector):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a method of one's own beside an honest one: (exit status, cells by method, standard error)."""
+    """Runs methods of one's own before an honest one: (exit status, cells by method, standard error)."""
     folder = tmp_path / "methods"
     folder.mkdir()
-    (folder / "good.py").write_text(METHOD.format(does="pass").replace("mine", "good").replace("Mine", "Good"))
     environment = {**os.environ, "KVBENCH_METHODS": str(folder)}
 
-    def ended(does, *more):
-        (folder / "mine.py").write_text(METHOD.format(does=does))
-        words = ["dataset=tiny/needle", "length=256", "method=mine,good", f"results={tmp_path / 'results'}", "--json"]
+    def ended(*more, **does):
+        for name, act in {**does, "good": "pass"}.items():
+            text = METHOD.format(does=act).replace("mine", name).replace("Mine", name.title())
+            (folder / f"{name}.py").write_text(text)
+        methods = ",".join([*does, "good"])
+        words = ["dataset=tiny/needle", "length=256", f"method={methods}", f"results={tmp_path / 'results'}", "--json"]
         done = processes.run("run", *words, *(more or ["limit=2"]), env=environment)
         cells = {row["method"].split()[0]: row["cells"][0] for row in json.loads(done.stdout)["rows"]}
         return done.returncode, cells, done.stderr
@@ -47,37 +51,30 @@ def run(tmp_path):
     return ended
 
 
-@pytest.mark.parametrize(
-    ("does", "replaced"),
-    [("json.dumps = lambda *a, **k: '{}'", "json.dumps"), ("hashlib.sha256 = hashlib.md5", "hashlib.sha256")],
-)
-def test_what_the_store_writes_with_cannot_be_replaced(run, does, replaced):
-    status, cells, said = run(does)
+def test_what_the_store_writes_with_cannot_be_replaced(run):
+    status, cells, said = run(dumps="json.dumps = lambda *a, **k: '{}'", sha="hashlib.sha256 = hashlib.md5")
     assert status == 1
-    assert cells["mine"]["status"] == "refused" and replaced in cells["mine"]["reason"]
+    for method, replaced in (("dumps", "json.dumps"), ("sha", "hashlib.sha256")):
+        assert cells[method]["status"] == "refused" and replaced in cells[method]["reason"]
     assert cells["good"]["status"] == "measured" and cells["good"]["n"] == 2
     assert "damaged" not in said
 
 
-def test_what_a_method_prints_does_not_end_up_in_the_output(run):
-    status, cells, said = run("print('here I am')")  # the fixture reads the output as JSON
-    assert status == 0 and cells["mine"]["n"] == 2
+def test_what_a_method_prints_and_sets_reaches_neither_the_output_nor_others(run):
+    """The fixture reads the output as JSON, and one method sets a default of torch."""
+    status, cells, said = run(prints="print('here I am')", sets="torch.set_default_dtype(torch.float64)")
+    assert status == 0 and cells["prints"]["n"] == cells["sets"]["n"] == cells["good"]["n"] == 2
     assert "here I am" in said
 
 
-def test_a_default_of_torch_that_a_method_sets_is_put_back(run):
-    status, cells, _ = run("torch.set_default_dtype(torch.float64)")
-    assert status == 0 and cells["mine"]["n"] == cells["good"]["n"] == 2
-
-
 def test_a_method_that_counts_prompts_is_refused_at_the_end(run):
-    does = """global prompts
+    counts = """global prompts
         prompts += obs.layer == 0
         if prompts > 5:
             return torch.arange(obs.n).float().expand(cache.heads, -1)"""
-    status, cells, _ = run(does, "limit=6")
+    status, cells, _ = run("limit=6", counts=counts)
     assert status == 1
-    assert "computes it again at the end of the run: remember nothing between prompts" in cells["mine"]["reason"]
+    assert "computes it again at the end of the run: remember nothing between prompts" in cells["counts"]["reason"]
     assert cells["good"]["n"] == 6
 
 
@@ -176,7 +173,7 @@ class Falsifies(Selector):
 """
 
 
-def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
+def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path, capsys):
     """No wall sees what this method does to the code of SnapKV and to the metrics: the order keeps the others' answers.
 
     Two tasks: what it does on the first must not reach the second.
@@ -185,12 +182,16 @@ def test_own_answers_are_stored_before_other_code_is_first_asked(tmp_path):
     (tmp_path / "methods" / "falsifies.py").write_text(FALSIFIES)
     environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
 
-    def rows(methods):
-        command = f"run dataset=tiny/needle,tiny/hop length=256 limit=2 method={methods} kv_size=48 --json".split()
-        run = processes.run(*command, f"results={tmp_path / str(len(methods))}", env=environment)
-        return {row["method"]: row["cells"] for row in json.loads(run.stdout)["rows"]}
+    def command(methods):
+        words = f"run dataset=tiny/needle,tiny/hop length=256 limit=2 method={methods} kv_size=48 --json"
+        return [*words.split(), f"results={tmp_path / str(len(methods))}"]
 
-    together, alone = rows("falsifies,snapkv,h2o"), rows("snapkv,h2o")
+    def rows(said):
+        return {row["method"]: row["cells"] for row in json.loads(said)["rows"]}
+
+    together = rows(processes.run(*command("falsifies,snapkv,h2o"), env=environment).stdout)
+    assert main(command("snapkv,h2o")) == 0
+    alone = rows(capsys.readouterr().out)
     assert len(together) == len(alone) + 1
     for name, cells in alone.items():
         assert [c["score"] for c in together[name]] == [c["score"] for c in cells]
@@ -230,6 +231,7 @@ REPLACING = [
 """The act of a file when it is imported, and the name that it replaces."""
 CHECK = """
 import os, sys
+import transformers.modeling_utils
 from kvbench.base.errors import UsageError
 from kvbench.methods.core import contract, registry
 
