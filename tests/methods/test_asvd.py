@@ -14,11 +14,11 @@ from kvbench.models.factors import nearest_rank
 
 pytestmark = pytest.mark.e2e("factorises models")
 
-N, NEW = 60, 6
+N, NEW, MULTIPLE = 60, 6, 8
 
 
 def stage(model, **knobs):
-    return bound(model, chain_of({"method": "asvd", "multiple": 4, "probes": 2, **knobs})).lowrank
+    return bound(model, chain_of({"method": "asvd", "multiple": MULTIPLE, "probes": 2, **knobs})).lowrank
 
 
 def reference(model, made):
@@ -65,7 +65,7 @@ def test_sensitivities_are_losses_with_one_projection_cut(family):
     complete = [[(full,), (full,)] for _ in range(3)]
     for layer, which, j in ((0, 0, 0), (1, 1, 4), (2, 0, 8), (2, 1, 2)):
         cut = [list(pair) for pair in complete]
-        cut[layer][which] = (nearest_rank(full, 1 - FRACTIONS[j], 4),)
+        cut[layer][which] = (nearest_rank(full, 1 - FRACTIONS[j], MULTIPLE),)
         dense = slow.asvd(model, calibrated.tensor("mean_abs"), cut, 0.5)
         windows = [prompt(TOKENS, 100 + i) for i in range(SAMPLES)][:2]
         with torch.no_grad():
@@ -77,10 +77,10 @@ def test_sensitivities_are_losses_with_one_projection_cut(family):
 def test_ranks_by_sensitivity_keep_to_the_target(ratio):
     calibrated = stage(build("opt"), ratio=ratio)
     flat = [r for layer in calibrated.ranks for (r,) in layer]
-    assert 0 < sum(flat) <= 6 * nearest_rank(64, ratio, 4)
+    assert 0 < sum(flat) <= 6 * nearest_rank(64, ratio, MULTIPLE)
     assert len(set(flat)) > 1
     loss = calibrated.tensor("loss").flatten(0, 1)
-    tried = [nearest_rank(64, 1 - f, 4) for f in FRACTIONS]
+    tried = [nearest_rank(64, 1 - f, MULTIPLE) for f in FRACTIONS]
     worst = max(float(row[tried.index(r)]) for row, r in zip(loss, flat, strict=True) if r in tried)
     # every rank is the smallest within the threshold that the search settled on
     place = {r: tried.index(r) for r in tried}

@@ -94,9 +94,9 @@ class Head:
             read[:packed, channels] = coded
         return read
 
-    def attend(self, q):
+    def attend(self, queries):
         k, v = map(self.read, self.halves)
-        return (q @ k.T * SCALE).softmax(dim=-1) @ v
+        return (queries @ k.T * SCALE).softmax(dim=-1) @ v
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -122,9 +122,8 @@ def test_every_step_attends_what_is_stored_and_holds_the_bytes_of_the_formula(na
             for b, group in enumerate(heads):
                 for h, head in enumerate(group):
                     head.add(k[b, h * 2 // len(group)], v[b, h * 2 // len(group)])
-                    for i in range(4 // len(group)):
-                        query = h * 4 // len(group) + i
-                        torch.testing.assert_close(out[b, query], head.attend(q[b, query]), rtol=2e-4, atol=2e-5)
+                    queries = slice(h * 4 // len(group), (h + 1) * 4 // len(group))
+                    torch.testing.assert_close(out[b, queries], head.attend(q[b, queries]), rtol=2e-4, atol=2e-5)
             limits = [
                 bytes_after_decoding(chain, c, 0, step + 1, CacheShape(kv_heads=2, head_dim=D, itemsize=4))
                 for c in rows

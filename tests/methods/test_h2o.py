@@ -200,8 +200,8 @@ def test_decoding_by_quantised_keys_equals_a_slow_simulation(bits, seed, family)
     assert kvbench.generate(model, [cache], 12) == [answer]
     longer = kvbench.extend(model, cache, torch.tensor(answer))
     assert [ref.kept(layer) for layer in longer.layers] == kept_tokens
-    _, exactly = decoding.h2o_decoding(model, ids, 12, 5, 5)
-    assert (kept_tokens != exactly) or bits == 8
+    if bits != 8:
+        assert kept_tokens != decoding.h2o_decoding(model, ids, 12, 5, 5)[1]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])

@@ -27,7 +27,7 @@ from kvbench.storage import latent_rows
 
 pytestmark = pytest.mark.e2e("factorises models")
 
-N, NEW = 60, 6
+N, NEW = 60, 4
 
 
 def chain(model, method="palu", **knobs):
@@ -158,15 +158,15 @@ def test_batched_with_other_ranks_prompts_and_methods_it_answers_as_alone(family
         chain(model, "asvd", ratio=0.4),
         chain(model, "twilight+palu", ratio=0.4, p=0.5),
     ]
-    caches = [c for n, seed in ((N, 4), (41, 5), (70, 6)) for c in kvbench.prefill(model, prompt(n, seed), entries)]
+    caches = [c for n, seed in ((N, 4), (41, 5)) for c in kvbench.prefill(model, prompt(n, seed), entries)]
     alone = [kvbench.generate(model, [c], NEW)[0] for c in caches]
     assert kvbench.generate(model, caches, NEW) == alone
-    assert len({tuple(a) for a in alone}) > 8
+    assert len({tuple(a) for a in alone}) > 6
     one = caches[: len(entries)]
-    together = [f.losses for f in teacher_force(model, one, prompt(9, 7), 4)]
+    together = [f.losses for f in teacher_force(model, one, prompt(6, 7), 4)]
     for cache, losses in zip(one, together, strict=True):
         torch.testing.assert_close(
-            losses, teacher_force(model, [cache], prompt(9, 7), 4)[0].losses, atol=1e-4, rtol=1e-4
+            losses, teacher_force(model, [cache], prompt(6, 7), 4)[0].losses, atol=1e-4, rtol=1e-4
         )
 
 

@@ -17,7 +17,7 @@ from kvbench.models.interface import cache_shape
 @pytest.mark.parametrize("method", ["palu", "asvd"])
 def test_the_stage_is_that_of_a_model_with_the_products_as_its_weights(family, method):
     model, n, new = build(family), 50, prompt(4, 9)
-    knobs = {"ratio": 0.4, "multiple": 4, "starts": [0, 1], "least": 0.3}
+    knobs = {"ratio": 0.4, "multiple": 8, "starts": [0, 1], "least": 0.3}
     chain = ready(model, {"method": f"uncomp-stage+{method}", **knobs})
     pairs = chain.lowrank
     if method == "palu":
