@@ -15,6 +15,7 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Bbox
@@ -58,6 +59,15 @@ def tighten(fig: Canvas) -> None:
     engine = fig.get_layout_engine()
     assert engine is not None, "``canvas`` makes every figure with one"
     engine.set(hspace=0.0, h_pad=0.01)  # type: ignore[call-arg]
+
+
+def lay_out(fig: Canvas) -> None:
+    """Give every panel its place. This takes most of a figure's time. ``canvas`` must have made the figure."""
+    # gives the figure a renderer, which measures texts
+    FigureCanvasAgg(fig)
+    engine = fig.get_layout_engine()
+    assert engine is not None, "``canvas`` makes every figure with one"
+    engine.execute(fig)
 
 
 def series(i: int, points: int = 0) -> LineKeywords:

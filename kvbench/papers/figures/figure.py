@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib as mpl
 import pandas as pd
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 
 from kvbench.base.errors import UsageError
@@ -219,10 +221,7 @@ class Figure:
         data = self.parse(text)
         with styled():
             canvas = self.draw(data, facts_of(text))
-            # gives the figure a renderer, which measures texts for the layout
-            FigureCanvasAgg(canvas)
-            # the layout takes most of the time, so it is computed once and kept for both files
-            canvas.draw_without_rendering()
+            # the layout of ``Picture.draw`` is kept for both files
             canvas.set_layout_engine("none")
             for ax in canvas.axes:
                 # the last bits of a position depend on what was drawn before, and ids in an SVG depend on positions
@@ -230,8 +229,12 @@ class Figure:
                 ax.set_position((left, bottom, width, height))
             title = f"{self.id}: {self.title}"
             # None leaves out matplotlib's date and version, so that equal data give equal bytes
-            _save_drawing(canvas, stem.with_suffix(".png"), {"Title": title, "Software": None})
-            _save_drawing(canvas, stem.with_suffix(".svg"), {"Title": title, "Date": None, "Creator": None})
+            png = {"Title": title, "Software": None}
+            svg = {"Title": title, "Date": None, "Creator": None}
+            # ``savefig`` would draw once more before each file, for a layout that is settled here
+            canvas.set_dpi(mpl.rcParams["savefig.dpi"])
+            _save_drawing(FigureCanvasAgg(canvas).print_png, stem.with_suffix(".png"), png)
+            _save_drawing(FigureCanvasSVG(canvas).print_svg, stem.with_suffix(".svg"), svg)
         return [stem.with_suffix(".png"), stem.with_suffix(".svg")], self.finding(data)
 
     def parse(self, text: str) -> pd.DataFrame:
@@ -301,14 +304,15 @@ def read_csv(path: Path) -> tuple[str, str]:
     return facts["figure"], text
 
 
-def _save_drawing(canvas: Canvas, path: Path, metadata: Mapping[str, str | None]) -> None:
-    """Write a drawing in the format that the path's ending names.
+def _save_drawing(print_drawing: Callable[..., None], path: Path, metadata: Mapping[str, str | None]) -> None:
+    """Write a drawing to a file.
 
+    print_drawing: writes the drawing to a buffer, in the format of the file.
     metadata: entries of the file's head by name. None leaves out an entry that matplotlib would write.
     """
     # drawing in memory first leaves no half-written file if it fails
     buffer = io.BytesIO()
-    canvas.savefig(buffer, format=path.suffix[1:], metadata=dict(metadata))
+    print_drawing(buffer, metadata=dict(metadata))
     _save_file(path, buffer.getvalue())
 
 

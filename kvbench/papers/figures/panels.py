@@ -82,7 +82,7 @@ class Picture:
     share: float = 1
 
     def draw(self, data: pd.DataFrame, heading: str = "", note: str = "") -> Canvas:
-        """Return the drawing of ``data``, with a ``heading`` and a ``note`` above it."""
+        """Return the drawing of ``data``, laid out, with a ``heading`` and a ``note`` above it."""
         for column, texts in self.names.items():
             data = data.assign(**{column: _replace_values(data[column], texts)})
         places = self._list_places(data)
@@ -98,9 +98,9 @@ class Picture:
             letters_used = self._fill(halves[0], data, first_letter=0)
             self.beside._fill(halves[1], data, first_letter=letters_used)
         _draw_legend(fig, self.legend, self.legend_columns)
+        style.lay_out(fig)
         if any(panel.direct for panel in self.panels):
-            # the names of lines keep clear of points, whose positions are known only once the figure is laid out
-            fig.draw_without_rendering()
+            # the names of lines keep clear of points, whose positions are known only now
             for ax in fig.axes:
                 _write_line_names(ax)
         return fig
