@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import matplotlib
+import matplotlib as mpl
 import pytest
 
 from kvbench.papers.figures import registry
@@ -40,12 +40,15 @@ def test_every_csv_has_its_pictures_and_says_what_it_is_from(path):
 
 
 @pytest.mark.skipif(
-    not matplotlib.__version__.startswith(DRAWN_WITH), reason=f"the pictures were drawn with matplotlib {DRAWN_WITH}"
+    not mpl.__version__.startswith(DRAWN_WITH), reason=f"the pictures were drawn with matplotlib {DRAWN_WITH}"
 )
 @pytest.mark.parametrize("path", CSVS, ids=map(name, CSVS))
 def test_the_csv_alone_draws_the_committed_pictures(path, tmp_path):
     figure, text = read_csv(path)
-    drawn, _ = registry.FIGURES[figure].redraw(text, tmp_path / "again")
+    with mpl.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 50, "svg.hashsalt": "other"}):
+        # the user's own settings change nothing, and are left alone
+        drawn, _ = registry.FIGURES[figure].redraw(text, tmp_path / "again")
+        assert mpl.rcParams["font.size"] == 20
     for built in drawn:
         assert built.read_bytes() == path.with_suffix(built.suffix).read_bytes(), f"kvbench plot --from-csv {path}"
 
@@ -65,9 +68,9 @@ def rows():
     return collected
 
 
-def test_every_figure_is_in_the_table():
+def test_every_figure_is_committed_and_in_the_table():
     printed = {figure for figures, _, _ in rows() for figure in figures}
-    assert printed == set(registry.FIGURES)
+    assert printed == {read_csv(path)[0] for path in CSVS} == set(registry.FIGURES)
 
 
 @pytest.mark.parametrize("column", [1, 2], ids=list(FOLDERS))

@@ -1,4 +1,7 @@
-"""Every figure: its record, its CSV, and drawings that depend on the CSV alone."""
+"""Every figure: its record, its CSV, and drawings that depend on the CSV alone.
+
+test_committed.py draws every figure's committed CSV again, under other settings: here one figure is drawn twice.
+"""
 
 import re
 
@@ -13,10 +16,11 @@ from kvbench.papers.figures import registry
 from kvbench.papers.figures.figure import facts_of, figure_folder, read_csv
 from kvbench.report import style
 
-pytestmark = pytest.mark.e2e("draws every figure twice")
+pytestmark = pytest.mark.e2e("draws every figure")
 
 FIGURES = {i: f for i, f in registry.FIGURES.items() if f.sweeps is None}
 KNOBS = {"qhitter/fig2": {"bits": (4, 2)}}
+DRAWN_TWICE = "uncomp/fig6"
 
 
 @pytest.fixture(scope="module", params=FIGURES)
@@ -54,7 +58,7 @@ def test_records_say_what_readers_need(name):
     assert re.fullmatch(r"[a-zKQ][^.]+", figure.title)
 
 
-def test_the_csv_holds_the_data_and_draws_the_same_pictures(made, tmp_path):
+def test_the_csv_holds_the_data_of_the_pictures(made, tmp_path):
     figure, data = made
     paths, finding = figure.write(data, {"model": "random", "texts": "a, b"}, tmp_path)
     assert [p.relative_to(tmp_path).as_posix() for p in paths] == [f"{figure.id}.{e}" for e in ("png", "svg", "csv")]
@@ -67,13 +71,13 @@ def test_the_csv_holds_the_data_and_draws_the_same_pictures(made, tmp_path):
             np.testing.assert_allclose(read[column], data[column].astype(float), rtol=1e-4)
         else:
             assert read[column].fillna("").tolist() == data[column].fillna("").tolist()
-    with mpl.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 50, "svg.hashsalt": "other"}):
-        # the user's own settings change nothing, and are left alone
-        again, message = figure.redraw(text, tmp_path / "again")
-        assert mpl.rcParams["font.size"] == 20
-    assert message == finding and finding.endswith(".") and "nan" not in finding
-    for a, b in zip(paths[:2], again, strict=True):
-        assert a.read_bytes() == b.read_bytes()
+    assert finding.endswith(".") and "nan" not in finding
+    if figure.id == DRAWN_TWICE:
+        with mpl.rc_context({"font.size": 20, "axes.grid": True, "savefig.dpi": 50, "svg.hashsalt": "other"}):
+            again, message = figure.redraw(text, tmp_path / "again")
+        assert message == finding
+        for a, b in zip(paths[:2], again, strict=True):
+            assert a.read_bytes() == b.read_bytes()
     assert paths[0].read_bytes().startswith(b"\x89PNG")
     svg = paths[1].read_text()
     assert "<dc:date>" not in svg and mpl.__version__ not in svg

@@ -20,9 +20,10 @@ from kvbench.report.of_run import report_cell
 from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.metrics import stats
 
-pytestmark = pytest.mark.e2e("draws every measured figure twice")
+pytestmark = pytest.mark.e2e("draws every measured figure")
 
 RESULTS = {i: f for i, f in registry.FIGURES.items() if f.sweeps is not None and f.paper != "fidelity"}
+DRAWN_TWICE = "qhitter/fig10"
 TINY = ["length=128", "limit=3"]
 SMALL = replace(
     RESULTS["results/budget"],
@@ -72,14 +73,16 @@ def invented(figure):
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_csv_draws_the_same_pictures(name, tmp_path):
+def test_every_point_that_a_figure_declares_is_drawn(name, tmp_path):
     figure = RESULTS[name]
     paths, finding = figure.write(invented(figure), {"runs": "invented"}, tmp_path)
-    with mpl.rc_context({"font.size": 20, "savefig.dpi": 50}):
-        again, text = figure.redraw(paths[2].read_text(), tmp_path / "again")
-    assert text == finding and finding.endswith(".") and "nan" not in finding
-    for a, b in zip(paths[:2], again, strict=True):
-        assert a.read_bytes() == b.read_bytes() and a.stat().st_size > 3000
+    assert finding.endswith(".") and "nan" not in finding
+    assert all(path.stat().st_size > 3000 for path in paths[:2])
+    if name == DRAWN_TWICE:  # test_committed.py draws every figure's committed CSV again
+        with mpl.rc_context({"font.size": 20, "savefig.dpi": 50}):
+            again, text = figure.redraw(paths[2].read_text(), tmp_path / "again")
+        assert text == finding
+        assert [path.read_bytes() for path in paths[:2]] == [path.read_bytes() for path in again]
 
 
 def test_rows_are_what_the_store_holds(ran):
