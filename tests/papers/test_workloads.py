@@ -13,11 +13,14 @@ from kvbench.papers.measured.cell_view import build_view
 from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.spec import catalogue, row_knobs, stand_ins, table_spec
 from kvbench.run import experiment
+from kvbench.tasks.longbench import TASKS, task_names
 from kvbench.tasks.metrics import metric, stats
 
 pytestmark = pytest.mark.e2e("measures every table on one example")
 
 MEASURED = [t.id for t in table_spec.find_tables("all") if t.measurable]
+# one task of LongBench for each of its metrics; every table with columns of LongBench has one of them
+FEW_TASKS = ("qasper", "gov_report", "trec", "passage_retrieval_en", "passage_count", "lcc")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +31,15 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return papers_data.data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def few_data(tmp_path_factory):
+    """Every dataset, but of LongBench FEW_TASKS alone."""
+    root = papers_data.data(tmp_path_factory.mktemp("few"))
+    for name in set(task_names("en")) - set(FEW_TASKS):
+        (root / "longbench" / f"{name}.jsonl").unlink()
+    return root
 
 
 def prepared(table, folder, data, results, *more):
@@ -84,13 +96,12 @@ def test_several_tasks_of_a_dataset_are_one_column(folder, data, tmp_path):
     by_paper = {p: claims.make_tables_of_sides(claims.load(p)) for p in claims.papers_with_claims()}
     for sides in by_paper.values():
         for side in sides:
-            if {"mdqa", "needle"} & {c.dataset for c in side.scores}:
-                ours = prepared(side, folder, data, tmp_path)
-                for column in side.scores:
-                    tasks = [g.task.id for g, _ in ours.find_cells(ours.lines[0], column)]
-                    if column.dataset == "mdqa":
-                        assert tasks == ["mdqa/first", "mdqa/middle", "mdqa/last"]
-                        assert ours.find_cells(ours.lines[0], column)[0][0].examples[0].meta["documents"] == 10
+            if "mdqa" in {c.dataset for c in side.scores}:
+                ours = prepared(side, folder, data, tmp_path, "limit=1")
+                (column,) = (c for c in side.scores if c.dataset == "mdqa")
+                groups = [g for g, _ in ours.find_cells(ours.lines[0], column)]
+                assert [g.task.id for g in groups] == ["mdqa/first", "mdqa/middle", "mdqa/last"]
+                assert groups[0].examples[0].meta["documents"] == 10
 
 
 def test_needles_have_the_papers_lengths_where_the_model_takes_them(folder, data, tmp_path):
@@ -173,7 +184,9 @@ def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, 
 
 
 @pytest.mark.parametrize("paper", catalogue.paper_ids())
-def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkeypatch):
+def test_every_table_and_claim_is_measured(paper, folder, few_data, tmp_path, monkeypatch):
+    left_out = set(task_names("en")) - set(FEW_TASKS)
+    assert {TASKS[name].metric for name in FEW_TASKS} == {TASKS[name].metric for name in task_names("en")}
     few = {stage: {"samples": "2"} for stage in stand_ins.SAMPLES}
     few["uncomp-stage"]["schedule"] = "relative"
     monkeypatch.setattr(stand_ins, "choose_depth_knobs", lambda size: few)
@@ -184,14 +197,16 @@ def test_every_table_and_claim_is_measured(paper, folder, data, tmp_path, monkey
         datasets = {c.dataset for c in table.scores}
         more = [x for name in short.keys() & datasets for x in short[name]]
         answers = [] if "wikitext103" in datasets else ["max_new_tokens=2"]
-        all_ours.append(prepared(table, folder, data, tmp_path, "limit=1", *more, *answers))
+        all_ours.append(prepared(table, folder, few_data, tmp_path, "limit=1", *more, *answers))
+        assert {w.dataset for w in all_ours[-1].absent} == datasets & left_out
     for run in join_runs(ours.run for ours in all_ours):
         experiment.fill(run, quiet=True)
     for ours in all_ours:
         seen = build_view(ours)
         for line, entries in seen.rows:
             scores = zip(seen.columns, entries, strict=True)
-            states = {e.status for c, e in scores if c in ours.declared.scores} - {"none"}
+            read = [c for c in ours.declared.scores if c.dataset not in left_out]
+            states = {e.status for c, e in scores if c in read} - {"none"}
             assert states == {"refused" if line.refused else "measured"}, (ours.declared.id, line.row.name)
 
 
