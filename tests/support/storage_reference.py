@@ -58,13 +58,17 @@ def rounded(groups: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def by_token(rows: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """rows [m, C], each in groups of ``group`` channels, the last one shorter."""
-    return torch.cat([rounded(part, bits) for part in rows.split(group, dim=1)], dim=1)
+    """rows [m, C], each in groups of ``group`` channels; the last one, if shorter, is filled with its last channel."""
+    m, c = rows.shape
+    filled = torch.cat([rows, rows[:, -1:].expand(m, -c % group)], dim=1)
+    return rounded(filled.reshape(-1, group), bits).view(m, -1)[:, :c]
 
 
 def by_channel(rows: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """rows [m, C] in groups of ``group`` tokens of one channel."""
-    return torch.cat([rounded(block.T, bits).T for block in rows.split(group)])
+    """rows [m, C] in whole groups of ``group`` tokens of one channel."""
+    m, c = rows.shape
+    groups = rows.view(m // group, group, c).transpose(1, 2)
+    return rounded(groups.reshape(-1, group), bits).view(-1, c, group).transpose(1, 2).reshape(m, c)
 
 
 @dataclass
@@ -118,44 +122,40 @@ class Layer:
             source = h * len(k) // len(tokens)
             self.heads.append(_stored(storage, queries, k[source], v[source], stored, q.shape[1], scale))
 
-    def step(self, q, k, v, mass: float | None = None, estimate=lambda key: key) -> torch.Tensor:
+    def step(self, q, k, v, mass: float | None = None, estimate=torch.clone) -> torch.Tensor:
         """Attention [Hq, T, D] of T new tokens q [Hq, T, D], k and v [Hk, T, D]; then tokens leave the residual.
 
-        With ``mass`` each query head reads only the fewest tokens of that mass under keys ``estimate``d one by one.
+        With ``mass`` each query head reads only the fewest tokens of that mass under keys [m, D] as ``estimate`` has
+        them, a thin key by the channels that it has.
         """
         out, group = torch.empty_like(q), self.query_heads // len(self.heads)
         for h, head in enumerate(self.heads):
             source = h * self.shared // len(self.heads)
             head.k, head.v = torch.cat([head.k, k[source]]), torch.cat([head.v, v[source]])
-            thin = [head.key_channels if i < head.old_k else None for i in range(len(head.k))]
-            for ours in range(h * group, (h + 1) * group):
-                for t in range(q.shape[1]):
-                    seen = len(head.k) - q.shape[1] + t + 1
-                    logits = head.k[:seen] @ q[ours, t] * self.scale
-                    if mass is not None:
-                        coarse = torch.stack([estimated(x, c, estimate) for x, c in zip(head.k, thin, strict=True)])
-                        weights = (coarse[:seen] @ q[ours, t] * self.scale).softmax(0)
-                        chosen = fewest(weights.tolist(), mass)
-                        logits[[j for j in range(seen) if j not in chosen]] = -math.inf
-                    out[ours, t] = logits.softmax(0) @ head.v[:seen]
+            queries, coarse = q[h * group : (h + 1) * group], None
+            if mass is not None:
+                coarse = estimate(head.k)
+                coarse[: head.old_k] = 0
+                coarse[: head.old_k, head.key_channels] = estimate(head.k[: head.old_k, head.key_channels])
+            to_come = torch.ones(q.shape[1], len(head.k), dtype=torch.bool).triu(len(head.k) - q.shape[1] + 1)
+            logits = (queries @ head.k.T * self.scale).masked_fill(to_come, -math.inf)
+            if coarse is not None:
+                weights = (queries @ coarse.T * self.scale).masked_fill(to_come, -math.inf).softmax(2)
+                for ours, row in zip(logits.flatten(0, 1), weights.flatten(0, 1).tolist(), strict=True):
+                    chosen = fewest(row, mass)
+                    ours[[j for j in range(len(row)) if j not in chosen]] = -math.inf
+            out[h * group : (h + 1) * group] = logits.softmax(2) @ head.v
             head.settle()
         return out
 
 
-def estimated(key: torch.Tensor, channels: list[int] | None, estimate) -> torch.Tensor:
-    """``estimate`` of one key; of a thin one, of the channels that it has."""
-    if channels is None:
-        return estimate(key)
-    out = torch.zeros_like(key)
-    out[channels] = estimate(key[channels])
-    return out
-
-
 def fewest(weights: list[float], mass: float) -> set[int]:
     chosen: set[int] = set()
+    total = 0.0
     for j in sorted(range(len(weights)), key=lambda j: -weights[j]):
         chosen.add(j)
-        if sum(weights[i] for i in chosen) >= mass:
+        total += weights[j]
+        if total >= mass:
             break
     return chosen
 
@@ -163,16 +163,18 @@ def fewest(weights: list[float], mass: float) -> set[int]:
 def value_scores(q, k, v, held: list[int], counted: int, n: int, scale: float) -> list[float]:
     """||A V[:, j]||^2 over the first ``counted`` of the tokens ``held``; A of the last queries q [g, w, D]: loops."""
     squares = [0.0] * v.shape[1]
+    keys, values, counts = k.tolist(), v.tolist(), set(held[:counted])
     for head in q.tolist():
         for i, query in enumerate(head):
             seen = [j for j in held if j <= n - len(head) + i]
             if not seen:
                 continue
-            logits = [scale * sum(a * b for a, b in zip(query, k[j].tolist(), strict=True)) for j in seen]
+            logits = [scale * sum(a * b for a, b in zip(query, keys[j], strict=True)) for j in seen]
             exps = [math.exp(x - max(logits)) for x in logits]
+            total = sum(exps)
+            weights = [(e / total, values[j]) for e, j in zip(exps, seen, strict=True) if j in counts]
             for c in range(len(squares)):
-                mixed = [e / sum(exps) * float(v[j, c]) for e, j in zip(exps, seen, strict=True) if j in held[:counted]]
-                squares[c] += sum(mixed) ** 2
+                squares[c] += sum(weight * value[c] for weight, value in weights) ** 2
     return squares
 
 
@@ -180,11 +182,8 @@ def key_scores(kind: str, q, keys: torch.Tensor) -> list[float]:
     """Scores of key channels by the keys [m, D] that count: ThinK's squared, or sums of magnitudes."""
     queries = q.reshape(-1, q.shape[-1])
     if kind in ("think", "thinkv"):
-        return [
-            float(queries[:, j].double().square().sum() * keys[:, j].double().square().sum())
-            for j in range(len(keys.T))
-        ]
-    return [float(keys[:, j].double().abs().pow(int(kind[1])).sum()) for j in range(len(keys.T))]
+        return (queries.double().square().sum(0) * keys.double().square().sum(0)).tolist()
+    return keys.double().abs().pow(int(kind[1])).sum(0).tolist()
 
 
 def _stored(s: Storage, q, k, v, held: list[int], n: int, scale: float) -> Head:
