@@ -84,14 +84,13 @@ def whole_pass(model, tokens, read=exactly, first=0, seen=None, late=False, coar
             scores = torch.cat([before, after], 1) * scaling
             if own:
                 torch.diagonal(scores, dim1=1, dim2=2).copy_((q * wide(key[0])).sum(-1) * scaling)
-            hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(q), 1, 1)
-            for t in range(length - first if seen is not None else 0):
-                group = len(q) // len(seen[t][i])
-                for h, visible in enumerate(seen[t][i]):
-                    hidden[h * group : (h + 1) * group, first + t] = True
-                    hidden[h * group : (h + 1) * group, first + t, sorted(visible)] = False
             return scores.masked_fill(hidden, -torch.inf).softmax(-1)
 
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(q), 1, 1)
+        if seen is not None and length > first:
+            # of every generated token and stored head
+            unseen = [[[j not in visible for j in range(length)] for visible in t[i]] for t in seen[: length - first]]
+            hidden[:, first:] = torch.tensor(unseen).transpose(0, 1).repeat_interleave(len(q) // len(unseen[0]), 0)
         k, v = read("k", i, key[0]), read("v", i, value[0])
         probs = weights(key[0], k, late)
         rows = probs if coarse is None else weights(coarse(None, key[0]), coarse(i, k), False)

@@ -61,22 +61,26 @@ def attention(q: torch.Tensor, k: torch.Tensor, scale: float = 0.5) -> list[list
         rows = []
         for i, query in enumerate(head):
             logits = [scale * sum(a * b for a, b in zip(query, keys[h // group][j], strict=True)) for j in range(i + 1)]
-            exps = [math.exp(x - max(logits)) for x in logits]
-            rows.append([e / sum(exps) for e in exps] + [0.0] * (len(head) - i - 1))
+            rows.append(softmax(logits) + [0.0] * (len(head) - i - 1))
         result.append(rows)
     return result
 
 
+def softmax(logits: list[float]) -> list[float]:
+    highest = max(logits)
+    exps = [math.exp(x - highest) for x in logits]
+    total = sum(exps)
+    return [e / total for e in exps]
+
+
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Every vector of x [..., D] rounded alone to 2^bits steps of a half-precision scale with an integer zero."""
-    result = []
-    for vector in x.reshape(-1, x.shape[-1]).float().numpy():
-        last = 2**bits - 1
-        scale = np.float32(np.float16(max((vector.max() - vector.min()) / np.float32(last), np.float32(1e-5))))
-        zero = min(max(int(np.rint(-vector.min() / scale)), 0), last)
-        codes = [min(max(int(np.rint(value / scale)) + zero, 0), last) for value in vector]
-        result.append([(code - zero) * float(scale) for code in codes])
-    return torch.tensor(result).view(x.shape)
+    vectors, last = x.float().numpy(), 2**bits - 1
+    low, high = vectors.min(-1, keepdims=True), vectors.max(-1, keepdims=True)
+    scale = np.maximum((high - low) / np.float32(last), np.float32(1e-5)).astype(np.float16).astype(np.float32)
+    zero = np.rint(-low / scale).clip(0, last)
+    codes = (np.rint(vectors / scale) + zero).clip(0, last)
+    return torch.from_numpy((codes - zero) * scale)
 
 
 def top(scores: list[float], count: int) -> list[int]:
@@ -273,12 +277,11 @@ def expectedattention(q, k, v, heads: int, size: int, sinks: int, future: int, c
         mean = [sum(column) / len(plain) for column in zip(*plain, strict=True)]
         # (R (x - mean)) . k is linear in x: its mean square is k's quadratic form in the turned covariance
         centred = [ahead([a - b for a, b in zip(x, mean, strict=True)]) for x in plain] if covariance else []
-        logits = []
+        logits, mean_ahead = [], ahead(mean)
         for key in k[h // group_k].tolist()[sinks:]:
             spread = sum(dot(x, key) ** 2 for x in centred) / max(1, len(centred))
-            logits.append(scale * dot(ahead(mean), key) + scale**2 * spread / 2)
-        exps = [math.exp(x - max(logits)) for x in logits]
-        per_query_head.append([e / sum(exps) for e in exps])
+            logits.append(scale * dot(mean_ahead, key) + scale**2 * spread / 2)
+        per_query_head.append(softmax(logits))
     result = []
     for h, scores in enumerate(stored(per_query_head, heads)):
         values = v[h // (heads // k.shape[0])].tolist()[sinks:]

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from support.method_reference import top
+from support.method_reference import softmax, top
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,7 @@ def value_scores(q, k, v, held: list[int], counted: int, n: int, scale: float) -
             if not seen:
                 continue
             logits = [scale * sum(a * b for a, b in zip(query, keys[j], strict=True)) for j in seen]
-            exps = [math.exp(x - max(logits)) for x in logits]
-            total = sum(exps)
-            weights = [(e / total, values[j]) for e, j in zip(exps, seen, strict=True) if j in counts]
+            weights = [(a, values[j]) for a, j in zip(softmax(logits), seen, strict=True) if j in counts]
             for c in range(len(squares)):
                 squares[c] += sum(weight * value[c] for weight, value in weights) ** 2
     return squares
