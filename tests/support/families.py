@@ -191,10 +191,13 @@ QUERIES_AND_KEYS = ("q_proj", "k_proj", "query_key_value", "qkv_proj", "q_b_proj
 
 
 @cache
-def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform."""
+def build(family: str, dtype: torch.dtype = torch.float32, **config) -> PreTrainedModel:
+    """A random model; the same weights every time. Weights are scaled up so that attention is far from uniform.
+
+    config: what differs from the family's small configuration, such as a test's fewer layers.
+    """
     torch.manual_seed(FAMILIES.index(family))
-    config = {**COMMON, **CONFIGS[family]}
+    config = {**COMMON, **CONFIGS[family], **config}
     model = random_model(family, config)
     with torch.no_grad():
         for name, p in model.named_parameters():
