@@ -1,5 +1,7 @@
 """Attention over exact rows equals a loop over heads in double precision, by PyTorch and by kvbench-kernels in C."""
 
+import functools
+
 import pytest
 import torch
 from support.families import build, prompt
@@ -42,11 +44,36 @@ def attend_slowly(cache, tail, query):
     return out
 
 
+class Text:
+    """Rows of unequal lengths, what they are asked and told in 12 steps, and what each step reads.
+
+    After the sixth step the first row leaves, and the others attend what they attended before.
+    """
+
+    def __init__(self, name, per):
+        model, random = build("llama"), torch.Generator().manual_seed(0)
+        caches = [c for length in (70, 43) for c in kvbench.prefill(model, prompt(length), ROWS[name], per=per)]
+        self.layers = layers = [cache.layers[1] for cache in caches]
+        self.steps, tail = [], torch.empty(2, len(layers), 2, 0, 16)
+        for step in range(12):
+            query = torch.randn(len(layers), 4, 1, 16, generator=random)
+            new = torch.randn(2, len(layers), 2, 1, 16, generator=random)
+            tail = torch.cat([tail, new], dim=3)
+            rows = enumerate(layers)
+            wanted = torch.stack([attend_slowly(layer, tail[:, row], query[row, :, 0]) for row, layer in rows])
+            self.steps.append((query, new, wanted))
+            if step == 5:
+                layers, tail = layers[1:], tail[:, 1:]
+
+
+text = functools.cache(Text)
+
+
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 @pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("methods", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("switch", ["off", "on"])
-def test_each_head_attends_its_own_tokens_and_the_new_ones(switch, methods, threads, per, monkeypatch):
+def test_each_head_attends_its_own_tokens_and_the_new_ones(switch, name, threads, per, monkeypatch):
     monkeypatch.setenv(SWITCH, switch)
     if switch == "on" and not on_cpu.installed():
         pytest.skip("kvbench-kernels is not installed (pip install ./kernels, with a C compiler)")
@@ -55,28 +82,15 @@ def test_each_head_attends_its_own_tokens_and_the_new_ones(switch, methods, thre
     served = []
     attend_exact = on_cpu.attend_exact
     monkeypatch.setattr(on_cpu, "attend_exact", lambda *given: served.append(attend_exact(*given)))
-    model = build("llama")
-    caches = []
-    for length in (70, 43):
-        caches += kvbench.prefill(model, prompt(length), methods, per=per)
-    layers = [cache.layers[1] for cache in caches]
+    layers, steps = text(name, per).layers, text(name, per).steps
     rows = ExactRows([StoredRow(cache=layer) for layer in layers], Room(tokens=40))
-    random = torch.Generator().manual_seed(0)
-    tail = torch.empty(2, len(layers), 2, 0, 16)
-    for step in range(20):
-        query = torch.randn(len(layers), 4, 1, 16, generator=random)
-        new = torch.randn(2, len(layers), 2, 1, 16, generator=random)
-        tail = torch.cat([tail, new], dim=3)
+    for step, (query, new, wanted) in enumerate(steps):
         rows.add(new[0], new[1], torch.tensor([[layer.seen + step] for layer in layers]))
         out = rows.attend(query, SCALE, None)
-        for row, layer in enumerate(layers):
-            want = attend_slowly(layer, tail[:, row], query[row, :, 0])
-            torch.testing.assert_close(out[row, :, 0].double(), want, atol=2e-6, rtol=1e-5)
-        if step == 9:
-            # rows leave, and the others attend what they attended before
-            stay = torch.arange(1, len(layers))
-            rows.keep(stay)
-            layers, tail = layers[1:], tail[:, stay]
+        torch.testing.assert_close(out[:, :, 0].double(), wanted, atol=2e-6, rtol=1e-5)
+        if step == 5:
+            rows.keep(torch.arange(1, len(layers)))
+            layers = layers[1:]
     assert bool(served) == (switch == "on")
 
 

@@ -1,5 +1,7 @@
 """Decode-time eviction: against a loop that recomputes everything, flat in memory, alone as in a batch."""
 
+import functools
+
 import pytest
 import torch
 from support import decoding_reference as decoding
@@ -19,16 +21,22 @@ RULES = {
 }
 
 
+@functools.cache
+def that_evict_nothing(family):
+    """Caches that lose no token while decoding, and what each answers alone."""
+    knobs = {"kv_size": 10, "recent": 4, "snapkv.window": 4}
+    caches = kvbench.prefill(build(family), prompt(33, 1), ["full", "snapkv+think"], **knobs)
+    return caches, [kvbench.generate(build(family), [c], 18)[0] for c in caches]
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_budget_holds_and_batched_equals_alone(rule, family):
     model = build(family)
     caches = [kvbench.prefill(model, prompt(n, n), [RULES[rule]])[0] for n in (40, 9, 25)]
-    others = kvbench.prefill(
-        model, prompt(33, 1), ["full", "snapkv+think"], kv_size=10, recent=4, **{"snapkv.window": 4}
-    )
-    together = kvbench.generate(model, [*caches, *others], 20)
-    assert together == [kvbench.generate(model, [c], 20)[0] for c in [*caches, *others]]
+    others, answers_of_others = that_evict_nothing(family)
+    together = kvbench.generate(model, [*caches, *others], 18)
+    assert together == [kvbench.generate(model, [c], 18)[0] for c in caches] + answers_of_others
     batch = build_batch(model, caches, 30)
     with torch.no_grad():
         from kvbench.models.interface import attached
