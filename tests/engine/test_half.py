@@ -27,13 +27,13 @@ AS_NEAR = ("gpt_oss", "llama4_text", *WITH_LATENTS, *WITH_SHARING)
 def test_logits_are_as_near_to_those_in_fp32_as_transformers_own(family, dtype):
     model, more = build(family, dtype), prompt(5, 40)
     exact = copy.deepcopy(model).float()
+    prompts = torch.stack([prompt(50, seed) for seed in range(16)])
+    texts = torch.cat([prompts, more.expand(len(prompts), -1)], dim=1)
+    with torch.no_grad():
+        references, owns = (m(texts, use_cache=False).logits[:, [49, -1]] for m in (exact, model))
     distances = []
-    for seed in range(16):
-        ids = prompt(50, seed)
-        text = torch.cat([ids, more])[None]
+    for ids, reference, own in zip(prompts, references, owns, strict=True):
         (cache,) = kvbench.prefill(model, ids, ["full"])
-        with torch.no_grad():
-            reference, own = (m(text, use_cache=False).logits[0, [len(ids) - 1, -1]] for m in (exact, model))
         ours = torch.stack([cache.logits, kvbench.extend(model, cache, more).logits])
         distances.append(torch.stack([(t.float() - reference).norm(dim=-1) for t in (ours, own)]))
     # the median over texts: where rounding makes a token take another expert, logits jump

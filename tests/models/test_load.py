@@ -147,7 +147,7 @@ def test_a_sharded_folder_with_a_chat_template_runs_longbench_end_to_end(family,
         "dataset=longbench/qasper,tiny/needle",
         f"data.root={tmp_path / 'data'}",
         "length=200",
-        "limit=2",
+        "limit=1",
         "prompt=chat",
         "kv_size=50",
     ]
