@@ -5,11 +5,12 @@ from support.runs import SMALL, run_json
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
-LAYERS, HEADS, D, N = 6, 4, 32, 256
+LAYERS, HEADS, D, N = 6, 4, 32, 160
 FULL = LAYERS * HEADS * 2 * N * D * 2
-"""Bytes of the tiny model's full cache of 256 tokens at 16 bits."""
+"""Bytes of the tiny model's full cache of 160 tokens at 16 bits."""
 PLACES = LAYERS * 4 * N
 THIN = D - int(0.4 * D)
+KEPT = N // 4
 CASES = {
     # 2 bits a number, and per group of 32 a scale and a minimum of 2 bytes each
     "flexgen bits=2 group=32": (LAYERS * HEADS * 2 * N * (D // 4 + 4), PLACES),
@@ -25,8 +26,8 @@ CASES = {
     ),
     # every head has positions of its own
     "snapkv+think kv_ratio=0.25 ratio=0.4": (
-        LAYERS * HEADS * 2 * (32 * THIN + 32 * D + 64 * D),
-        LAYERS * HEADS * (4 * 64 + 2 * THIN),
+        LAYERS * HEADS * 2 * ((KEPT - 32) * THIN + 32 * D + KEPT * D),
+        LAYERS * HEADS * (4 * KEPT + 2 * THIN),
     ),
     # latents of half the rank, 64 for keys and 64 for values of all heads, at places that they share
     "palu ratio=0.5 ranks_by=uniform samples=2": (LAYERS * N * (64 + 64) * 2, PLACES),

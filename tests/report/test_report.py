@@ -28,8 +28,8 @@ def test_run_measures_what_it_says(tmp_path, capsys):
     assert status == 0
     full, small = report["rows"]
     assert [full["method"], small["method"]] == ["full", "snapkv+think kv_ratio=0.25 ratio=0.4"]
-    layers, heads, d, n = 6, 4, 32, 256
-    c, t = 64, 32 - int(0.4 * 32)
+    layers, heads, d, n = 6, 4, 32, 160
+    c, t = 40, 32 - int(0.4 * 32)
     assert full["payload"] == layers * heads * n * 2 * d * 4
     assert small["payload"] == layers * 4 * heads * ((c - 32) * t + 32 * d + c * d)
     assert small["overhead"] == layers * heads * (4 * c + 2 * t)
@@ -160,10 +160,10 @@ def test_broken_method_is_refused_in_the_table_and_others_go_on(tmp_path, capsys
     status = {r.method: {c.status for c in r.cells} for r in report.rows}
     assert status == {"full": {"measured"}, "liar": {"refused"}, "snapkv kv_ratio=0.25": {"measured"}}
     liar = next(r for r in report.rows if r.method == "liar")
-    assert "keeps 256 tokens per head of 256, but the method declares exactly 32" in liar.cells[0].reason
+    assert "keeps 160 tokens per head of 160, but the method declares exactly 20" in liar.cells[0].reason
     text = render_report(report)
     assert "✗ refused" in text
-    assert "declares exactly 32" in text.replace("\n", " ")
+    assert "declares exactly 20" in text.replace("\n", " ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +221,7 @@ def test_few_examples_get_no_interval_and_settings_stand_in_the_legend(tmp_path,
     said = " ".join(out.split())
     assert said.startswith("! n = 3 a task: a smoke test") and said.count("too few examples to compare") == 2
     assert "bootstrap" not in said and "excludes 0" not in said
-    assert "dataset tiny length=256" in out
+    assert "dataset tiny length=160" in out
     assert "[" not in out
 
 

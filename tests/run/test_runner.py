@@ -125,7 +125,7 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
     """Columns share the ids of examples: two datasets, and one whose question is in view or withheld."""
     arguments = [
         "dataset=tiny/needle,tiny/multikey",
-        "length=256",
+        "length=160",
         "examples=3",
         "method=snapkv",
         "query_aware=true,false",
@@ -145,7 +145,7 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
 def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues, steps):
     arguments = [
         "dataset=tiny/listing,tiny/code",
-        "length=256",
+        "length=160",
         "examples=3",
         "method=snapkv,h2o,streamingllm",
         "max_new_tokens=40",
@@ -318,7 +318,7 @@ def test_a_text_that_is_scored_fails_for_one_method_alone(tmp_path, capsys, monk
     (tmp_path / "data" / "wikitext2").mkdir(parents=True)
     (tmp_path / "data" / "wikitext2" / "test.txt").write_text("the cold river shines slowly. " * 200)
     root = f"data.root={tmp_path / 'data'}"
-    arguments = ["dataset=wikitext2", "length=96", "prefix=64", "method=snapkv,h2o", "kv_size=48", "limit=2", root]
+    arguments = ["dataset=wikitext2", "length=160", "prefix=64", "method=snapkv,h2o", "kv_size=48", "limit=2", root]
     original = likelihood._force
 
     def force(model, caches, *a):
@@ -339,7 +339,7 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, numb
     arguments = [
         *sweep,
         "dataset=tiny/needle,tiny/listing",
-        "length=256",
+        "length=160",
         "examples=40",
         "batch_rows=2",
         "method=snapkv",

@@ -8,7 +8,7 @@ from kvbench.methods.snapkv import SnapKV
 from kvbench.plan import config, run_plan
 from kvbench.run import host as run_host
 
-SMALL = ["dataset=tiny/needle,tiny/code", "length=256", "examples=4"]
+SMALL = ["dataset=tiny/needle,tiny/code", "length=160", "examples=4"]
 
 
 def prepare(*overrides, **changes):
