@@ -10,6 +10,7 @@ from support.data import data_path
 from support.predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
+from kvbench.studies.imports import scoring
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
@@ -78,7 +79,24 @@ def slow_scores(path, functions=SLOW):
     return collected
 
 
-def test_the_official_scores_of_real_answers(capsys):
+@pytest.fixture(scope="module")
+def scored_once():
+    """While the fixture is used, a file that was scored before is not scored again by the same metric."""
+    known, score_file = {}, scoring.score_file
+
+    def score(predictions, name):
+        key = (predictions.path, predictions.sha256, predictions.dataset, predictions.extended, name)
+        if key not in known:
+            known[key] = score_file(predictions, name)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scoring, "score_file", score)
+        yield known
+
+
+def test_the_official_scores_of_real_answers(capsys, scored_once):
+    scored_once.clear()  # its time is measured
     folder = data_path(*LLAMA)
     official = json.loads((folder / "result.json").read_text())
     start = time.process_time()
@@ -91,7 +109,7 @@ def test_the_official_scores_of_real_answers(capsys):
     assert "4750 answers to 21 datasets" in err and "scoring and intervals" in err
 
 
-def test_only_code_depends_on_the_backend(capsys):
+def test_only_code_depends_on_the_backend(capsys, scored_once):
     folder = data_path(*LLAMA)
     official = json.loads((folder / "result.json").read_text())
     _, result, _ = run(capsys, folder)
@@ -99,7 +117,7 @@ def test_only_code_depends_on_the_backend(capsys):
     assert scores == {**official, "lcc": 60.87, "repobench-p": 54.45}
 
 
-def test_the_three_published_rows_stand_beside(capsys):
+def test_the_three_published_rows_stand_beside(capsys, scored_once):
     _, result, _ = run(capsys, data_path(*LLAMA), "model=llama2-7b-chat", "method=full", "prompt=longbench")
     tasks = by_dataset(result)
     published = {d: {(j["paper"], j["table"]): j for j in t["published"]} for d, t in tasks.items()}
@@ -117,7 +135,7 @@ def test_the_three_published_rows_stand_beside(capsys):
             assert j["verdict"] == ("inside" if t["ci"][0] <= j["value"] <= t["ci"][1] else "outside")
 
 
-def test_means_stand_beside_the_published_ones(capsys):
+def test_means_stand_beside_the_published_ones(capsys, scored_once):
     arguments = [str(data_path(*LLAMA)), "model=llama2-7b-chat", "method=full"]
     _, result, _ = run(capsys, *arguments)
     english = [t["score"] for t in result["tasks"] if t["published"]]
@@ -127,7 +145,7 @@ def test_means_stand_beside_the_published_ones(capsys):
     assert last.split()[4:] == ["33.35", "33.37", "33.34", "—,", "cells", "32.66"]
 
 
-def test_adversarial_predictions_equal_slow_copies(capsys):
+def test_adversarial_predictions_equal_slow_copies(capsys, scored_once):
     status, result, _ = run(capsys, PREDICTIONS)
     files = sorted(PREDICTIONS.glob("*.jsonl"))
     assert status == 0 and len(result["tasks"]) == len(files) == 14

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import string
 
+import numpy as np
 
-def lcs_length(a, b) -> int:
-    row = [0] * (len(b) + 1)
+
+def lcs_length(a: str, b: str) -> int:
+    codes = np.array([ord(y) for y in b], dtype=np.int64)
+    row = np.zeros(len(b) + 1, dtype=np.int64)
     for x in a:
-        new = [0]
-        for j, y in enumerate(b):
-            new.append(row[j] + 1 if x == y else max(row[j + 1], new[j]))
-        row = new
-    return row[-1]
+        # above, or one more than above and before where the characters are equal; then the largest of all before
+        row[1:] = np.maximum(row[1:], np.where(codes == ord(x), row[:-1] + 1, 0))
+        row = np.maximum.accumulate(row)
+    return int(row[-1])
 
 
 def indel_ratio(a: str, b: str) -> float:
