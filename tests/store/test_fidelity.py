@@ -152,7 +152,7 @@ def test_windows_are_the_beginnings_of_documents_or_llama_cpps(tmp_path, tokeniz
 @pytest.mark.e2e("measures runs")
 def test_a_run_compares_answers_and_texts_stores_them_and_prints_the_same_again(tmp_path, capsys):
     words = ["run", "method=snapkv,think", "kv_size=48", "ratio=0.4", "dataset=tiny/listing,fidelity/tiny", "limit=8"]
-    words += ["fidelity=true", "length=160", "forced=24", f"results={tmp_path}"]
+    words += ["fidelity=true", "length=96", "forced=12", f"results={tmp_path}"]
     assert main([*words, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     for row in report["rows"]:
@@ -275,18 +275,18 @@ def test_the_table_of_formats_orders_them_by_what_their_bytes_keep(tmp_path, cap
 def test_formats_lose_more_when_the_prompt_is_read_through_them(tmp_path, capsys, monkeypatch):
     rows = [{"method": "q4_0"}, {"method": "int4", "rotate": "none"}]
     monkeypatch.setitem(format_table.TABLES, "through_cache", {"blocks": {"4 bits": rows}})
-    words = ["table", "through_cache", "limit=9", "length=256", f"results={tmp_path}"]
+    words = ["table", "through_cache", "limit=9", "length=128", f"results={tmp_path}"]
     assert main([*words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)["rows"]
     assert [row["label"] for row in content] == ["q4_0", "int4 rotate=none"]
     for row in content:
-        assert row["exact"]["n_tokens"] == row["through_cache"]["n_tokens"] == 9 * 127
+        assert row["exact"]["n_tokens"] == row["through_cache"]["n_tokens"] == 9 * 63
         assert row["exact"]["kl_mean"] < row["through_cache"]["kl_mean"]
         ratio = np.log(row["through_cache"]["kl_mean"] / row["exact"]["kl_mean"])
         assert row["log_ratio"] == pytest.approx(ratio, abs=1e-6) and row["ci"][0] < ratio < row["ci"][1]
     assert main([*words, "--stored"]) == 0
     out = capsys.readouterr().out
-    assert "n = 9 windows, 1143 tokens" in out and max(map(len, out.splitlines())) <= 100
+    assert "n = 9 windows, 567 tokens" in out and max(map(len, out.splitlines())) <= 100
     assert main(["table", "through_cache", "fidelity=true"]) == 2
     assert "table through_cache sets it" in capsys.readouterr().err
 
