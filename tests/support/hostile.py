@@ -66,7 +66,7 @@ def in_place(name, how):
 
 
 for mode, (what, how) in IN_PLACE.items():
-    MODES[mode] = in_place(what, how), f"hostile changes what it is handed in place: {what} of layer 3; clone first"
+    MODES[mode] = in_place(what, how), f"hostile changes what it is handed in place: {what} of layer 1; clone first"
 MODES["resized"] = MODES["swapped"] = in_place(*IN_PLACE["resized"]), "IndexError"
 
 
@@ -238,7 +238,7 @@ def another_type(stage, honest, cache, obs):
     return honest.segments[0].k
 
 
-@result("layer 3 keeps 256 tokens per head of 256, but the method declares exactly 64")
+@result("layer 1 keeps 128 tokens per head of 128, but the method declares exactly 64")
 def all_of_it(stage, honest, cache, obs):
     return cache
 
@@ -273,7 +273,7 @@ def placed(honest, change):
     return replace(honest, segments=(replace(s, positions=change(s.positions.clone())),))
 
 
-ORDER = "does not hold distinct prompt positions 0..255 in order"
+ORDER = "does not hold distinct prompt positions 0..127 in order"
 
 
 @result(ORDER)
@@ -288,12 +288,12 @@ def unsorted(stage, honest, cache, obs):
 
 @result(ORDER)
 def beyond_the_prompt(stage, honest, cache, obs):
-    return placed(honest, lambda p: p + 200)
+    return placed(honest, lambda p: p + 100)
 
 
 @result(ORDER)
 def before_the_prompt(stage, honest, cache, obs):
-    return placed(honest, lambda p: p - 200)
+    return placed(honest, lambda p: p - 100)
 
 
 OTHERS = "that are not those of the prompt at the positions it names"
@@ -314,7 +314,7 @@ def draws_from_python_and_numpy(stage, honest, cache, obs):
     return chosen(cache, torch.tensor([random.random() + np.random.rand() for _ in range(obs.n)]))
 
 
-TWICE = r"keeps something else of the same prompt when it computes it twice \(layer 3\)"
+TWICE = r"keeps something else of the same prompt when it computes it twice \(layer 1\)"
 
 
 @result(TWICE)
@@ -390,7 +390,7 @@ def read_more_than_there_was(stage, honest, cache, obs):
 
 @dataclass(frozen=True, kw_only=True)
 class Hostile(Selector):
-    """Keeps the last tokens, and does from layer 3 on what ``mode`` says."""
+    """Keeps the last tokens, and does from its second layer on what ``mode`` says."""
 
     id = "hostile"
 
@@ -401,9 +401,9 @@ class Hostile(Selector):
 
     def compress(self, cache, obs):
         act, _ = MODES.get(self.mode, (None, None))
-        if act and obs.layer >= 3:
+        if act and obs.layer >= 1:
             act(self, cache, obs)
         budget = self.budget(len(cache.segments[0].positions[0]), obs.layer, obs.n_layers)
         actual = ops.select(cache, torch.arange(obs.n)[None, -budget:])
         change, _ = RESULTS.get(self.mode, (None, None))
-        return change(self, actual, cache, obs) if change and obs.layer >= 3 else actual
+        return change(self, actual, cache, obs) if change and obs.layer >= 1 else actual
