@@ -12,6 +12,12 @@ pytest.importorskip("openai")
 pytestmark = pytest.mark.e2e("asks a server")
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    """The client waits a moment before it asks again, where the server does not say how long."""
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01, raising=False)
+
+
 def words(stub, results, *more, label="a"):
     return [
         "run",
@@ -21,6 +27,7 @@ def words(stub, results, *more, label="a"):
         f"label={label}",
         "model=tiny",
         "dataset=tiny/needle",
+        "length=128",
         "limit=10",
         f"results={results}",
         *more,
@@ -197,6 +204,7 @@ def test_one_label_of_two_models_makes_two_rows(tmp_path, capsys):
 def test_a_task_that_withholds_its_question_is_asked_with_it(tmp_path, capsys):
     with serving(lambda question: (200, completion("42"))) as stub:
         arguments = [*words(stub, tmp_path, "lengths=1024", "max_new_tokens=8"), "--plan"]
+        arguments.remove("length=128")
         arguments[arguments.index("dataset=tiny/needle")] = "dataset=ruler/niah_single_1"
         assert main(arguments) == 0
     assert "10 of 10 to do" in capsys.readouterr().out

@@ -69,7 +69,8 @@ class Stub:
 def serving(answer: Callable[[dict[str, Any]], tuple[int, Any]], served: str = MODEL) -> Iterator[Stub]:
     """Yield a stub that answers with ``answer`` until the end of the block."""
     stub = Stub(answer, served)
-    thread = threading.Thread(target=stub.server.serve_forever, daemon=True)
+    # the end of the block waits for the server to look whether it is to end
+    thread = threading.Thread(target=stub.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     try:
         yield stub
