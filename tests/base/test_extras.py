@@ -1,11 +1,10 @@
 """The core runs without what few need, and a command that lacks a package says how to install it."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from support import processes
 
 from kvbench.base import extras
 from kvbench.base.errors import UsageError
@@ -54,6 +53,6 @@ def test_the_core_alone_runs_the_main_job(tmp_path):
     blocked = sorted({*extras.EXTRAS, "rouge", "Levenshtein", "fuzzywuzzy", "pyarrow"})
     commands = [words.format(tmp_path) for words in COMMANDS]
     code = CORE.format(blocked=blocked, commands=commands)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == str(list(COMMANDS.values())), done.stderr
-    assert "plot needs the package pandas" in done.stderr and "needs the package wandb" in done.stderr
+    out, err = processes.start_code(code).communicate()
+    assert out.splitlines()[-1] == str(list(COMMANDS.values())), err
+    assert "plot needs the package pandas" in err and "needs the package wandb" in err

@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import processes
 
 pytestmark = pytest.mark.e2e("kills processes")
 
@@ -14,9 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_kills_and_a_full_disk_lose_nothing_and_double_nothing():
-    command = [sys.executable, str(ROOT / "scripts" / "torture.py"), "--kills", "4", "--examples", "4", "--json"]
-    command += ["--kinds", "plain,turns,drawing"]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    options = ["--kills", "4", "--examples", "3", "--json", "--kinds", "plain,turns,drawing"]
+    done = processes.run_script(ROOT / "scripts" / "torture.py", *options, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     tally = json.loads(done.stdout)
     assert tally["kills"] >= 4

@@ -130,9 +130,27 @@ def start_code(code, *arguments, env=None, cwd=None):
     return Program(arguments, code, env=env, cwd=cwd)
 
 
+SCRIPT = """
+import runpy, sys
+from pathlib import Path
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run_script(path, *arguments, env=None, timeout=240):
+    """Run ``python path`` with the arguments to its end, as ``run`` does."""
+    return _finish(start_code(SCRIPT, path, *arguments, env=env), [path, *arguments], timeout)
+
+
 def run(*arguments, env=None, cwd=None, timeout=240):
     """Run ``python -m kvbench`` to its end, as ``subprocess.run`` does with ``capture_output`` and ``text``."""
-    program = start(*arguments, env=env, cwd=cwd)
+    return _finish(start(*arguments, env=env, cwd=cwd), arguments, timeout)
+
+
+def _finish(program, arguments, timeout):
+    """Wait for a program's end. Return its status and output."""
     try:
         out, err = program.communicate(timeout)
     except BaseException:

@@ -1,16 +1,30 @@
 """What benchmarks share: turns, ratios, verdicts, and processes whose failure is told."""
 
 import sys
+from types import SimpleNamespace
 
 import growth
 import pytest
 import ratio
 import real_table
 from ratio import in_process
+from support import processes
 
 from kvbench.base.errors import KvbenchError, UsageError
 
 pytestmark = pytest.mark.e2e("starts processes")
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Benchmarks' processes are forked from one that has imported torch and transformers."""
+
+    def run(command, capture_output, text, check, env):
+        python, *script = command
+        assert python == sys.executable and capture_output and text
+        return processes.run_script(*script, env=env)
+
+    monkeypatch.setattr(ratio, "subprocess", SimpleNamespace(run=run))
 
 
 def test_each_variant_is_measured_once_a_repeat_and_begins_in_turn():
@@ -41,7 +55,7 @@ def test_options_have_the_defaults_that_are_asked_for():
     assert vars(ratio.options("help").parse_args([])) == {}
 
 
-def test_a_process_that_fails_says_why(capsys):
+def test_a_process_that_fails_says_why(capsys, forked):
     with pytest.raises(KvbenchError, match=r"ended with status 2: .*memory.py nothing"):
         ratio.in_process("memory", "nothing")
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
@@ -69,7 +83,7 @@ def test_growth_is_the_slope_between_the_logarithms_of_the_last_three_points():
     assert growth.exponent([1, 10, 100], [5, 5, 5]) == pytest.approx(0)
 
 
-def test_a_point_of_growth_measures_a_run_of_so_many_rows(tmp_path):
+def test_a_point_of_growth_measures_a_run_of_so_many_rows(tmp_path, forked):
     assert len(growth.plan_run(*growth.arguments("methods", 12, tmp_path)).groups[0].cells) == 12
     (group,) = growth.plan_run(*growth.arguments("prompts", 3, tmp_path)).groups
     assert len(group.examples) == 3 and len(group.cells) == 5
