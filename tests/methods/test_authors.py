@@ -234,7 +234,7 @@ def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        ('"high"', "scores() of mine returns str in layer 1, not a tensor [4, 1024]"),
+        ('"high"', "scores() of mine returns str in layer 1, not a tensor [4, 256]"),
         ("None", "scores() of mine returns NoneType in layer 1, not a tensor"),
         ("torch.ones(cache.heads, obs.n) * 1j", "scores() of mine returns complex numbers in layer 1"),
         (
@@ -247,7 +247,8 @@ def test_a_method_that_fails_over_a_prompt_does_not_end_the_account_of_all(file_
 )
 def test_scores_that_order_no_tokens_are_refused(returned, why, file_alone, tmp_path, capsys):
     file_alone(ALONE.replace("torch.arange(obs.n, dtype=torch.float32).expand(cache.heads, -1)", returned))
-    assert main(["run", "method=mine", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 1
+    short = ["dataset=tiny/needle", "length=256", "limit=1"]
+    assert main(["run", "method=mine", *short, f"results={tmp_path / 'r'}"]) == 1
     assert why in " ".join(capsys.readouterr().out.split())
 
 
@@ -263,5 +264,6 @@ def test_a_file_that_is_no_python_is_named_where_its_method_is_unknown(file_alon
 
 def test_scores_of_another_shape_are_refused_by_what_is_wrong(file_alone, tmp_path, capsys):
     file_alone(ALONE.replace("torch.arange(obs.n,", "torch.arange(obs.n - 3,"))
-    assert main(["run", "method=mine", "dataset=tiny/needle", "limit=1", f"results={tmp_path / 'r'}"]) == 1
-    assert "scores() of mine returns [4, 1021] in layer 1, not [4, 1024]" in " ".join(capsys.readouterr().out.split())
+    short = ["dataset=tiny/needle", "length=256", "limit=1"]
+    assert main(["run", "method=mine", *short, f"results={tmp_path / 'r'}"]) == 1
+    assert "scores() of mine returns [4, 253] in layer 1, not [4, 256]" in " ".join(capsys.readouterr().out.split())

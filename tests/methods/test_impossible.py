@@ -97,9 +97,11 @@ def test_impossible_requests_name_the_knob_and_its_range_before_a_model_loads(
 
 
 @pytest.mark.parametrize("frozen_layers", ["[]", "[0]", "[1]"])
-def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(frozen_layers, capsys, no_weights):
-    root = data_path("wikitext2/test.txt").parent.parent
-    line = f"dataset=wikitext2 data.root={root} length=300 prefix=128 chunk=100 method=h2o variant=orig kv_size=64"
+def test_chunks_that_a_budget_cannot_take_are_refused_before_a_model_loads(frozen_layers, capsys, no_weights, tmp_path):
+    text = data_path("wikitext2/test.txt").read_text(encoding="utf-8")
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "test.txt").write_text(text[:20_000], encoding="utf-8")
+    line = f"dataset=wikitext2 data.root={tmp_path} length=300 prefix=128 chunk=100 method=h2o variant=orig kv_size=64"
     assert main(["run", *line.split(), f"frozen_layers={frozen_layers}"]) == 2
     assert "chunk=100 tokens at once do not fit into the budget of 64" in capsys.readouterr().err
 

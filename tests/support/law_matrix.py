@@ -187,9 +187,9 @@ def held(cache):
 
 
 def forced(model, caches):
-    """Return each cache's logits after a token that is fed to it, and after two more at once."""
+    """Return each cache's logits after a token that is fed to it, and after four more at once."""
     logits = [[] for _ in caches]
-    for chunk in prompt(3, 4).split([1, 2]):
+    for chunk in prompt(5, 4).split([1, 4]):
         caches = extend_caches(model, caches, chunk)
         for of_cache, extended in zip(logits, caches, strict=True):
             of_cache.append(extended.logits)
