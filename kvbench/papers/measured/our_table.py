@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
@@ -15,6 +16,7 @@ from kvbench.methods.core import registry
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig, chain_of
 from kvbench.models import load, traits
+from kvbench.models.traits import ModelTraits
 from kvbench.papers.spec import row_knobs, stand_ins
 from kvbench.papers.spec.published import model_id
 from kvbench.papers.spec.table_spec import Column, TableRow, TableSpec, UnprintedTable
@@ -326,10 +328,12 @@ def _build_lines(
         # a preset can state values for single models; a folder or hub id gets the values for any model
         values = presets.values(declared.preset, model if model in entries("model") else "")
     tiny = model == stand_ins.MODEL
+    # the rows have one model, whose traits are looked up by the text of its configuration
+    find_traits = cache(partial(traits.of_config, config))
     lines = []
     for row in declared.rows:
         if size is not None or model_id(declared.model_entry(row.model)) == model_id(model):
-            lines.append(_build_line(declared, row, values, size=size, tiny=tiny, config=config))
+            lines.append(_build_line(declared, row, values, size=size, tiny=tiny, find_traits=find_traits))
         else:
             lines.append(TableLine(row, skipped=f"a row of {row.model}"))
     return tuple(lines)
@@ -528,14 +532,14 @@ def _build_line(
     *,
     size: row_knobs.StandIn | None,
     tiny: bool = False,
-    config: object | None = None,
+    find_traits: Callable[[], ModelTraits] | None = None,
 ) -> TableLine:
     """Return a row's line with its chain. The line is refused if no chain is possible or the model cannot run it.
 
     values: the values of the paper's preset by full key.
     size: the size of a stand-in; None for the paper's own model.
     tiny: True for the tiny model, which needs arguments of its own.
-    config: the configuration of the Hugging Face model; None skips the check that the model can run the chain.
+    find_traits: finds the traits of the model; None skips the check that the model can run the chain.
     """
     setting = row_knobs.parse_setting(row.setting)
     method = row_knobs.translate_method(row.method, setting)
@@ -570,8 +574,8 @@ def _build_line(
         for dataset, dataset_setting in declared.settings.items():
             if dataset in datasets:
                 other_chains[dataset] = build_chain(dataset_setting)
-        if config is not None:
-            chain.check_model(traits.of_config(config))
+        if find_traits is not None:
+            chain.check_model(find_traits())
     except UsageError as reason:
         return TableLine(row, refused=str(reason))
     return TableLine(row, chain, other_chains=other_chains)
