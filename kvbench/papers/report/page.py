@@ -98,6 +98,7 @@ class ReportPart:
     content: the table as HTML.
     plain: the table as plain data, for JSON.
     measured: the committed samples behind the table; None if it shows the results in the user's own store.
+    cells: the ids of all results that the table uses, whether they are measured or not.
     """
 
     paper: str
@@ -105,6 +106,7 @@ class ReportPart:
     content: str
     plain: dict[str, Any]
     measured: MeasuredTable | None = None
+    cells: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

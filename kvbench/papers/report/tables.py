@@ -12,10 +12,10 @@ from kvbench.papers.claims import claim_runner, claims
 from kvbench.papers.measured import our_table, page
 from kvbench.papers.measured.cell_view import View, build_view
 from kvbench.papers.measured.grid import format_cells, write_notes, write_title
+from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.report.page import MeasuredTable, ReportPart
 from kvbench.papers.spec import stand_ins, table_spec
 from kvbench.papers.spec.table_spec import TableSpec
-from kvbench.plan.run_plan import RunPlan
 from kvbench.report import writers
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -52,27 +52,29 @@ def build_tables(model: str, results: str, samples: Path, arguments: Sequence[st
     return report_parts
 
 
-def list_cells(model: str, results: str, arguments: Sequence[str] = ()) -> set[str]:
+def list_cells(parts: Sequence[ReportPart], model: str, results: str, arguments: Sequence[str] = ()) -> set[str]:
     """Return the ids of all results that the papers' tables and claims use on a model.
 
+    parts: all tables of the page.
     results: the folder of the store.
     arguments: further key=value arguments of ``run``.
     """
-    words = [f"results={results}", *arguments]
-    prepared = [our_table.prepare(table, model, words) for table in table_spec.find_tables("all") if table.measurable]
-    for claim_tables in claim_runner.prepare(claims.papers_with_claims(), model, words).values():
-        prepared += claim_tables
     ids: set[str] = set()
-    for ours in prepared:
-        # a table that cannot be run has no results
-        if ours.run is not None:
-            ids |= _list_cells_of_run(ours.run)
+    for part in parts:
+        ids |= part.cells
+    words = [f"results={results}", *arguments]
+    for claim_tables in claim_runner.prepare(claims.papers_with_claims(), model, words).values():
+        for ours in claim_tables:
+            ids |= _list_cells_of_table(ours)
     return ids
 
 
-def _list_cells_of_run(run: RunPlan) -> set[str]:
-    """Return the ids of all results that a run measures."""
-    return {cell.id for group in run.groups for cell in group.cells}
+def _list_cells_of_table(ours: OurTable) -> frozenset[str]:
+    """Return the ids of all results that a table uses."""
+    # a table that cannot be run has no results
+    if ours.run is None:
+        return frozenset()
+    return frozenset(cell.id for group in ours.run.groups for cell in group.cells)
 
 
 def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments: Sequence[str]) -> ReportPart | None:
@@ -98,7 +100,7 @@ def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments
         if ours.run is None:
             return None
         # samples of another version of the methods belong to cells that this one does not have
-        if _list_cells_of_run(ours.run).isdisjoint(cells):
+        if _list_cells_of_table(ours).isdisjoint(cells):
             return None
         measured = MeasuredTable(table.id, len(cells), sum(answer_counts), join_facts(store, cells))
         return _make_part(build_view(ours), measured)
@@ -123,6 +125,7 @@ def _make_part(view: View, measured: MeasuredTable | None = None) -> ReportPart:
         content=render_table(view),
         plain=page.as_json(view),
         measured=measured,
+        cells=_list_cells_of_table(view.ours),
     )
 
 

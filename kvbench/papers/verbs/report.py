@@ -123,13 +123,14 @@ def _add_papers(report: ReportPage, options: Mapping[str, str], results: Path) -
     # samples of the stand-in model and those of pretrained models are committed to a folder each
     committed_samples = results / "tiny" if model == stand_ins.MODEL else results / "tables"
     table_words = [f"{key}={options[key]}" for key in ("data.root", "longbench") if key in options]
+    parts = tables.build_tables(model, str(results), committed_samples, table_words)
     return replace(
         report,
-        tables=tables.build_tables(model, str(results), committed_samples, table_words),
+        tables=parts,
         figures=registry.read_drawn(figure_folder(results, model)),
         claims=ledger.read_with_own(results),
         audit=audit(),
-        paper_cells=tables.list_cells(model, str(results), table_words),
+        paper_cells=tables.list_cells(parts, model, str(results), table_words),
     )
 
 
