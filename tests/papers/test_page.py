@@ -17,6 +17,7 @@ from kvbench.papers.figures import registry
 from kvbench.papers.forensics import audit
 from kvbench.papers.report import cards, page, samples
 from kvbench.papers.spec import table_spec
+from kvbench.papers.verbs import report
 from kvbench.plan import config, run_plan
 from kvbench.plan import words as words_of_run
 from kvbench.plan.keys import parse_pairs
@@ -31,11 +32,26 @@ def data_of(text):
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory):
+def collected(tmp_path_factory):
+    """The page as it was collected, its words, and its HTML. Claims, figures and a table are the committed ones."""
     folder = tmp_path_factory.mktemp("report")
-    small = ["method=full,streamingllm", "kv_size=24", "sinks=4", "dataset=tiny/needle,tiny/code", "length=256"]
-    assert main(["report", "samples=1", f"results={folder}", f"output={folder}/page.html", *small]) == 0
-    return (folder / "page.html").read_text()
+    committed = Path(__file__).parents[2] / "results"
+    (folder / "tiny").mkdir()
+    for name in ("claims", "tiny/figures", *(p.relative_to(committed) for p in committed.glob("tiny/think-1.*"))):
+        (folder / name).symlink_to(committed / name)
+    words = ["samples=1", f"results={folder}", "method=full,streamingllm", "kv_size=24", "sinks=4"]
+    words += ["dataset=tiny/needle,tiny/code", "length=256"]
+    pages = []
+    with pytest.MonkeyPatch.context() as patch:
+        collect = report._collect_page
+        patch.setattr(report, "_collect_page", lambda *a, **kw: pages.append(collect(*a, **kw)) or pages[-1])
+        assert main(["report", f"output={folder}/page.html", *words]) == 0
+    return pages[0], words, (folder / "page.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def written(collected):
+    return collected[2]
 
 
 def test_nothing_is_fetched(written):
@@ -214,14 +230,11 @@ def test_in_a_browser(written, tmp_path, width):
     assert result["kept"] == 24
 
 
-def test_json_has_what_the_page_shows(tmp_path, capsys):
-    small = ["method=full,streamingllm", "kv_size=24", "sinks=4", "dataset=tiny/needle", "length=256"]
+def test_json_has_what_the_page_shows(collected, capsys, monkeypatch):
+    shown_page, words, _ = collected
     committed = Path(__file__).parents[2] / "results"
-    (tmp_path / "tiny").mkdir()
-    for name in ("claims", "tiny/figures", *(p.relative_to(committed) for p in committed.glob("tiny/think-1.*"))):
-        (tmp_path / name).symlink_to(committed / name)
-    capsys.readouterr()
-    assert main(["report", "--json", "samples=1", f"results={tmp_path}", *small]) == 0
+    monkeypatch.setattr(report, "_collect_page", lambda *a, **kw: shown_page)
+    assert main(["report", "--json", *words]) == 0
     result = json.loads(capsys.readouterr().out)
     assert [t["table"] for t in result["tables"]] == [f"{p}/{t}" for p, t in table_spec.table_ids()]
     first = result["tables"][0]
@@ -229,8 +242,8 @@ def test_json_has_what_the_page_shows(tmp_path, capsys):
     assert result["tables"][9]["measured"] is None
     assert result["claims"] == ledger.read_ledgers(committed)
     assert len(result["audit"]) == len(audit()) and {"paper", "table", "why"} <= result["audit"][0].keys()
-    assert [s["task"] for s in result["samples"]] == ["tiny/needle"]
-    assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"]
+    assert [s["task"] for s in result["samples"]] == ["tiny/needle", "tiny/code"]
+    assert [r["method"] for r in result["runs"]] == ["full", "streamingllm kv_size=24"] * 2
     shown = next(f for f in result["figures"] if f["name"] == "think/fig4")
     assert Path(shown["picture"]).is_file() and shown["here"] and shown["shows"]
     assert main(["report", "--json", "output=page.html"]) == 2
@@ -265,8 +278,7 @@ def test_cards_have_the_verdict_of_a_run_and_papers_results_are_folded_away(tmp_
         assert actual.texts()[1:] == expected.texts()[1:]
     runs = open_results.list_lines(store)
     of_papers = {run["cell"] for run in runs if run["method"].startswith(("h2o", "full"))}
-    report = page.ReportPage("tiny", [], [], [], [], [], runs, verdicts=[found], paper_cells=of_papers)
-    text = report.page()
+    text = page.ReportPage("tiny", [], [], [], [], [], runs, verdicts=[found], paper_cells=of_papers).page()
     # the full cache is the base of the user's own methods, too
     assert re.findall(r"<summary>([^<]*results?)</summary>", text) == [
         "full: 2 results",
