@@ -81,14 +81,14 @@ def test_end_to_end_and_again_from_the_csv(tmp_path, capsys):
 
 
 def test_json_and_knobs_of_several_figures(tmp_path, capsys):
-    line = ["plot", "qhitter/fig3", "vatp/fig1", "dataset=tiny/hop", *SMALL, "layers=0,5", "bits=2", "tokens=40"]
+    line = ["plot", "qhitter/fig3", "uncomp/fig6", "dataset=tiny/hop", *SMALL, "layers=0,5", "bits=2", "tokens=40"]
     assert main([*line, f"results={tmp_path}", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert [f["id"] for f in result] == ["qhitter/fig3", "vatp/fig1"]
+    assert [f["id"] for f in result] == ["qhitter/fig3", "uncomp/fig6"]
     text = (tmp_path / "own" / "tiny" / "figures" / "qhitter" / "fig3.csv").read_text()
     assert "# bits: 2\n# layers: 0,5\n# tokens: 40\n" in text
     assert text.count("\nhop,0,2,5,") == 40
-    assert "bits" not in (tmp_path / "own" / "tiny" / "figures" / "vatp" / "fig1.csv").read_text()
+    assert "bits" not in (tmp_path / "own" / "tiny" / "figures" / "uncomp" / "fig6.csv").read_text()
 
 
 def test_a_text_in_windows_is_called_by_its_dataset(tmp_path, capsys):
@@ -152,23 +152,23 @@ def committed(tmp_path):
 
 def test_settings_of_ones_own_leave_the_committed_figures_alone(committed, tmp_path, capsys):
     words = ["limit=1", f"results={tmp_path}"]
-    assert main(["plot", "uncomp/fig2", *words]) == 0
+    assert main(["plot", "uncomp/fig6", "length=128", *words]) == 0
     captured = capsys.readouterr()
     own = tmp_path / "own" / "tiny" / "figures"
-    assert f"uncomp/fig2: {own}/uncomp/fig2.png {own}/uncomp/fig2.svg {own}/uncomp/fig2.csv" in " ".join(
+    assert f"uncomp/fig6: {own}/uncomp/fig6.png {own}/uncomp/fig6.svg {own}/uncomp/fig6.csv" in " ".join(
         captured.out.split()
     )
-    there = tmp_path / "tiny" / "figures" / "uncomp" / "fig2.csv"
-    said = f"kvbench: {there} shows something else and stays: uncomp/fig2 goes to {own}; output=FOLDER names another\n"
+    there = tmp_path / "tiny" / "figures" / "uncomp" / "fig6.csv"
+    said = f"kvbench: {there} shows something else and stays: uncomp/fig6 goes to {own}; output=FOLDER names another\n"
     assert said in captured.err
-    assert "prompts: 6 of 1024" in (own / "uncomp" / "fig2.csv").read_text()
+    assert "prompts: 6 of 128" in (own / "uncomp" / "fig6.csv").read_text()
     assert main(["plot", "vatp/fig3", *words]) == 0
     assert committed() == []
     assert main(["plot", "vatp/fig3", "--stored", f"results={tmp_path}"]) == 0  # a part of what the committed one shows
     assert "left out: " in (own / "vatp" / "fig3.csv").read_text() and committed() == []
     capsys.readouterr()
-    assert main(["plot", "uncomp/fig2", *words, f"output={tmp_path / 'tiny' / 'figures'}"]) == 0
-    assert committed() == [f"tiny/figures/uncomp/fig2.{ending}" for ending in ("csv", "png", "svg")]
+    assert main(["plot", "uncomp/fig6", "length=128", *words, f"output={tmp_path / 'tiny' / 'figures'}"]) == 0
+    assert committed() == [f"tiny/figures/uncomp/fig6.{ending}" for ending in ("csv", "png", "svg")]
     assert "output=" not in capsys.readouterr().err
 
 
