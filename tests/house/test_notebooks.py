@@ -16,7 +16,7 @@ def test_every_cell_of_a_notebook_runs(tmp_path):
     """One after the other in one kernel, which forgets all names in between; of each data set the first prompts."""
     notebooks = {path.stem: nbformat.read(path, as_version=4) for path in NOTEBOOKS}
     for cell in (cell for notebook in notebooks.values() for cell in notebook.cells):
-        cell["source"] = re.sub(r"\blimit=\d+", "limit=3", cell["source"])
+        cell["source"] = re.sub(r"\blimit=\d+", "limit=2", cell["source"])
     cells = []
     for notebook in notebooks.values():
         cells += [*notebook.cells, nbformat.v4.new_code_cell("%reset -f")]
