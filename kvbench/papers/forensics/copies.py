@@ -35,14 +35,15 @@ def find_copies(book: Book) -> Iterator[Finding]:
     """Yield a finding for each two rows of different models or methods that share values to the last digit."""
     # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
-    identities = {row: identity(row) for row in rows}
-    for first, second in combinations(rows, 2):
+    # there are many pairs: what depends on one row is looked up before them
+    known = [(row, identity(row), {dataset: cell.printed for dataset, cell in row.scores.items()}) for row in rows]
+    for (first, first_identity, first_texts), (second, second_identity, second_texts) in combinations(known, 2):
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
-        if first.paper != second.paper or identities[first] == identities[second]:
+        if first.paper != second.paper or first_identity == second_identity:
             continue
         # a list in the order of the row, since a finding names the datasets in this order
-        common = [dataset for dataset in first.scores if dataset in second.scores]
-        equal = [dataset for dataset in common if _are_equal(first, second, dataset)]
+        common = [dataset for dataset in first_texts if dataset in second_texts]
+        equal = [dataset for dataset in common if first_texts[dataset] == second_texts[dataset]]
         all_equal = len(common) >= COMPARED and len(equal) == len(common)
         # two models that share a few scores of three digits are suspicious; two methods of one model are not
         telling = [dataset for dataset in equal if _is_telling(first.scores[dataset])]
@@ -63,11 +64,6 @@ def find_copies(book: Book) -> Iterator[Finding]:
             recomputed="",
             why=f"{why} those of {second.label} in table {second.table}, to the last digit",
         )
-
-
-def _are_equal(first: PublishedRow, second: PublishedRow, dataset: str) -> bool:
-    """Return True if two rows print the same characters for a dataset."""
-    return first.scores[dataset].printed == second.scores[dataset].printed
 
 
 def find_twins(book: Book) -> Iterator[Finding]:
