@@ -14,8 +14,9 @@ import yaml
 from support.papers_text import beside
 
 from kvbench.cli.main import main
-from kvbench.papers import DATA
+from kvbench.papers import DATA, forensics
 from kvbench.papers.forensics import audit, report
+from kvbench.papers.forensics import exact as exact_cells
 from kvbench.papers.forensics.copies import find_breaks
 from kvbench.papers.forensics.exact import recomputed_cells
 from kvbench.papers.forensics.granularity import fit_grids, is_attainable
@@ -77,7 +78,7 @@ def ids(findings):
 
 def test_altering_any_cell_makes_a_finding_appear_or_vanish():
     before, by_arithmetic = {}, 0
-    for i in drawn(1, 20):
+    for i in drawn(1, 12):
         cell = read_published().cells[i]
         own_value = [c for c in read_published().cells if c.paper == cell.paper]
         if cell.paper not in before:
@@ -88,7 +89,7 @@ def test_altering_any_cell_makes_a_finding_appear_or_vanish():
         assert seen or altered_tables(changed), cell
         by_arithmetic += seen
     # on the others nothing else on the page depends: only their table's fingerprint sees them
-    assert by_arithmetic >= 15
+    assert by_arithmetic >= 9
 
 
 @pytest.mark.parametrize("paper", ["uncomp", "vatp"])
@@ -203,13 +204,17 @@ def test_tables_and_papers_are_chosen(findings, capsys):
 
 
 @pytest.mark.parametrize("what", ["think", "refreekv/2", "vatp"])
-def test_the_verb(what, capsys):
+def test_the_verb(what, capsys, monkeypatch):
+    # both ways to print read the same findings and the same cells
+    find = cache(audit)
+    monkeypatch.setattr(forensics, "audit", lambda book, what: find(paper=what))
+    monkeypatch.setattr(exact_cells, "recomputed_cells", lambda book: recomputed())
     assert main(["audit", what]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= 100 and "finding" in shown
     assert main(["audit", what, "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert len(plain["findings"]) == len(audit(paper=what)) and {"id", "why"} <= plain["findings"][0].keys()
+    assert len(plain["findings"]) == len(find(paper=what)) and {"id", "why"} <= plain["findings"][0].keys()
     assert main(["audit", what, "--exact"]) == 0
     exact = capsys.readouterr().out
     assert max(map(len, exact.splitlines())) <= 100 and "✓" in exact
