@@ -204,6 +204,9 @@ def test_only_data_and_models_may_be_missing(capsys):
 
 def test_tables_of_other_methods_are_measured_as_one(packed, folder):
     of, _ = packed
+    for path in (folder / "data" / "longbench").glob("*.jsonl"):
+        if path.stem not in {*TASKS, "gov_report", "trec"}:  # two of the other table's own are enough
+            path.unlink()
     results = str(folder / "joint")
     names = ("vatp/1", "vatp/2")
     shards.measure_shard((names, of.model, results, of.arguments), 0, 1, 1)

@@ -43,7 +43,7 @@ def test_an_example_is_a_function_of_task_length_and_index(task):
 @grid("task", tiny.TASKS)
 @grid("length", LENGTHS)
 def test_prompts_have_exactly_the_length_asked_for(task, length, reader):
-    for index in range(12):
+    for index in range(12 if length < 1024 else 3):  # the long ones repeat the same parts
         example = tiny.make_example(task, length, index)
         assert len(reader(example.prompt)["input_ids"]) == length
         assert 1 + tiny.count_tokens(example.prompt) == length
