@@ -233,14 +233,29 @@ def test_a_table_that_is_not_declared():
 
 
 def test_the_script_runs_and_what_it_measured_is_not_measured_again(tmp_path, capsys, monkeypatch):
-    small = environment(KVBENCH_GPU_TABLES_SMALL="1", FOLDER=str(tmp_path), OMP_NUM_THREADS="1")
+    """The script starts a program that notes its arguments; this process, which has torch already, measures."""
+    noted = tmp_path / "noted"
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {noted}\n')
+    program.chmod(0o755)
+    small = environment(KVBENCH_GPU_TABLES_SMALL="1", FOLDER=str(tmp_path), PYTHON=str(program))
     done = subprocess.run([SCRIPT, "check"], capture_output=True, text=True, env=small, timeout=250)
-    assert done.returncode == 0 and "TTFT" in done.stdout, done.stderr
+    (arguments,) = parts(done.stdout)["check"]
+    measure, unmeasured = noted.read_text().splitlines()
+    words = [*arguments.split(), f"folder={tmp_path}", "name=check"]
+    assert done.returncode == 0 and measure.split() == ["-m", "kvbench", "bench", "time", *words], done.stderr
+    assert unmeasured == "-m kvbench.papers.timed.bench_spec"
+    assert main(["bench", "time", *words]) == 0
+    printed = capsys.readouterr().out
     rows = records.read_rows(tmp_path / "check.jsonl")
-    assert [(r["method"], r["status"], r["marks"]) for r in rows] == [
+    assert "TTFT" in printed and [(r["method"], r["status"], r["marks"]) for r in rows] == [
         (name, "measured", ["integrated"]) for name in ("full", "kivi bits=4")
     ]
     monkeypatch.setattr(architecture, "build_model", None)
-    (arguments,) = parts(done.stdout)["check"]
-    assert main(["bench", "time", *arguments.split(), f"folder={tmp_path}", "name=check"]) == 0
-    assert records.read_rows(tmp_path / "check.jsonl") == rows and capsys.readouterr().out in done.stdout
+    assert main(["bench", "time", *words]) == 0
+    assert records.read_rows(tmp_path / "check.jsonl") == rows and capsys.readouterr().out == printed
+
+
+def test_a_part_that_fails_is_the_scripts_failure(tmp_path):
+    failing = environment(KVBENCH_GPU_TABLES_SMALL="1", FOLDER=str(tmp_path), PYTHON="false")
+    assert subprocess.run([SCRIPT, "check"], capture_output=True, env=failing, timeout=60, check=False).returncode == 1
