@@ -174,7 +174,7 @@ def test_bytes_behind_a_rows_tokens_are_those_declared(per, dtype):
     scored = [f.stored for f in teacher_force(model, rows, prompt(20, 2), 3)]
     assert {s.fed for s in scored} == {19}
     check_stored(model, rows, scored)
-    longer = [extend_cache(model, row, prompt(6, 9)) for row in rows]
+    longer = extend_caches(model, rows, prompt(6, 9))
     check_stored(model, longer, stored_by(model, longer, [Ending(9)] * len(rows)))
 
 

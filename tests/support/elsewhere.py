@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map
 
 from kvbench.engine import prefill, prompt_layer
 from kvbench.models import interface
@@ -46,9 +45,28 @@ def _far(x):
     return isinstance(x, Elsewhere)
 
 
+def _mapped(function, x):
+    """``x`` with ``function`` of each of its tensors: what operations take and give is at most lists of them."""
+    if isinstance(x, torch.Tensor):
+        return function(x)
+    if type(x) in (list, tuple):
+        return type(x)([_mapped(function, part) for part in x])
+    return x
+
+
+def _tensors(args):
+    found = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, list | tuple):
+            found += _tensors(x)
+    return found
+
+
 def _run(func, args, kwargs, waits):
     name, requested = func._schema.name, kwargs.get("device")
-    inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    inputs = _tensors((*args, *kwargs.values()))
     distant, near = [x for x in inputs if _far(x)], [x for x in inputs if not _far(x)]
     moves = name in ("aten::copy_", "aten::_to_copy")
     to = (
@@ -70,16 +88,18 @@ def _run(func, args, kwargs, waits):
         waits.extend(name for x in index if not _far(x) or x.dtype == torch.bool)
     if requested is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    inner = tree_map(lambda x: x.inner if _far(x) else x, (args, kwargs))
-    actual = func(*inner[0], **inner[1])
+
+    def unwrapped(x):
+        return x.inner if _far(x) else x
+
+    inner = {key: _mapped(unwrapped, x) for key, x in kwargs.items()}
+    actual = func(*_mapped(unwrapped, tuple(args)), **inner)
     wrapped = {id(x.inner): x for x in distant}
 
     def back(x):
-        if not isinstance(x, torch.Tensor) or not to:
-            return x
         return wrapped.get(id(x)) if id(x) in wrapped else Elsewhere(x)
 
-    return tree_map(back, actual)
+    return _mapped(back, actual) if to else actual
 
 
 class _Operations(TorchDispatchMode):
