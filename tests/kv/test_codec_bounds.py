@@ -2,6 +2,7 @@
 
 import pkgutil
 from dataclasses import fields, replace
+from functools import cache
 from importlib import import_module
 from inspect import isabstract
 
@@ -64,6 +65,7 @@ CODECS = [*ALL, *(cls() for cls in sorted(registered_classes() - {type(c) for c 
 PACKERS = list(dict.fromkeys(s for s in stages() if not isinstance(s.pack_keys(torch.zeros(1, 32, 64)), Coded)))
 
 
+@cache
 def data(channels, dtype):
     """Numbers x [2, 32, C] of each kind, by its name."""
     g = torch.Generator().manual_seed(channels)
