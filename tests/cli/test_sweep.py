@@ -20,7 +20,7 @@ from kvbench.run import experiment
 
 pytestmark = pytest.mark.e2e("starts processes")
 
-ARGUMENTS = ["dataset=tiny/needle,tiny/code", "length=256", "examples=12", "method=snapkv,snapkv+think"]
+ARGUMENTS = ["dataset=tiny/needle,tiny/code", "length=160", "examples=6", "method=snapkv,snapkv+think"]
 INSTALLED = {name: not package or extras.installed(package) for name, package in launchers.LAUNCHERS.items()}
 OPTIONS = {"basic": [], "ray": ["hydra.launcher.ray.init.num_cpus=2"], "submitit_local": []}
 
@@ -44,7 +44,7 @@ def test_two_shards_give_the_metrics_of_one_process(launcher, tmp_path):
         done = subprocess.run(line, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(12, 12)}
+    assert {(c["n"], c["of"]) for r in report["rows"] for c in r["cells"]} == {(6, 6)}
     assert metrics_of(tmp_path / "two") == alone(tmp_path / "one")
     files = {p.name for p in (tmp_path / "two").glob("cells/*/samples-*.jsonl")}
     assert files == {"samples-0.jsonl", "samples-1.jsonl"}
@@ -96,10 +96,10 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
     done = sum(g.answers_done for g in complete.todo())
-    assert 0 < done < 72
+    assert 0 < done < 36
     sweep.run_shards(request, complete)
     report = experiment.settle(complete)
-    assert {(c.summary.n, c.summary.of) for c in report.cells} == {(12, 12)}
+    assert {(c.summary.n, c.summary.of) for c in report.cells} == {(6, 6)}
 
 
 def test_metrics_are_of_all_shards_whichever_wrote_them_last(tmp_path):
@@ -109,7 +109,7 @@ def test_metrics_are_of_all_shards_whichever_wrote_them_last(tmp_path):
     for path in tmp_path.glob("cells/*/metrics.json"):
         path.write_text('{"status": "partial", "timing": {}}')
     experiment.settle(complete)
-    assert {(m["n"], m["status"]) for m in metrics_of(tmp_path).values()} == {(12, "complete")}
+    assert {(m["n"], m["status"]) for m in metrics_of(tmp_path).values()} == {(6, "complete")}
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.e2e("runs whole command lines")
 
 
 def test_killed_run_completes_to_the_same_metrics(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle,tiny/listing", "length=256", "examples=10", "batch_rows=2", "method=snapkv"]
+    arguments = ["dataset=tiny/needle,tiny/listing", "length=160", "examples=10", "batch_rows=2", "method=snapkv"]
     process = processes.start("run", *arguments, f"results={tmp_path / 'a'}")
 
     def lines():
@@ -54,7 +54,7 @@ def test_killed_run_completes_to_the_same_metrics(tmp_path, capsys):
 
 
 def test_torn_and_damaged_lines_are_measured_again(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=4", "method=snapkv", f"results={tmp_path}"]
+    arguments = ["dataset=tiny/needle", "length=160", "examples=4", "method=snapkv", f"results={tmp_path}"]
     before = run_json(capsys, *arguments)[1]
     path = sorted(tmp_path.glob("cells/*/samples-0.jsonl"))[0]
     lines = path.read_bytes().splitlines(keepends=True)
@@ -79,7 +79,7 @@ def test_line_with_every_kind_of_text_comes_back_and_any_flip_is_seen():
 
 
 def test_full_disk_is_one_message_and_keeps_what_was_written(tmp_path, monkeypatch):
-    prepared = prepare("dataset=tiny/needle", "length=256", "examples=4", "batch_rows=2", f"results={tmp_path}")
+    prepared = prepare("dataset=tiny/needle", "length=160", "examples=4", "batch_rows=2", f"results={tmp_path}")
     written = []
 
     def append(self, sample):
@@ -111,7 +111,7 @@ def test_disk_full_error_of_the_system_becomes_the_message(tmp_path):
 
 
 def test_another_device_or_torch_is_refused_without_mix(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=3", f"results={tmp_path}"]
+    arguments = ["dataset=tiny/needle", "length=160", "examples=3", f"results={tmp_path}"]
     assert main(["run", *arguments, "limit=1", "--json"]) == 0
     for path in tmp_path.glob("cells/*/cell.json"):
         record = json.loads(path.read_text())
@@ -124,7 +124,7 @@ def test_another_device_or_torch_is_refused_without_mix(tmp_path, capsys):
 
 
 def test_two_processes_on_one_cell_are_kept_apart(tmp_path):
-    prepared = prepare("dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}")
+    prepared = prepare("dataset=tiny/needle", "length=160", "examples=2", f"results={tmp_path}")
     cell = prepared.groups[0].cells[0]
     facts = {"device": "cpu", "torch": "2"}
     writer = prepared.store.open(cell, facts, 0, mix=False)
@@ -135,7 +135,7 @@ def test_two_processes_on_one_cell_are_kept_apart(tmp_path):
 
 
 def test_shards_split_the_examples_and_the_sweep_prints_all(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=12", "method=snapkv"]
+    arguments = ["dataset=tiny/needle", "length=160", "examples=12", "method=snapkv"]
     parts = [
         {e.id for g in prepare(*arguments, f"results={tmp_path}", shard=i, shards=3).groups for e in g.examples}
         for i in range(3)
@@ -168,7 +168,7 @@ def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypat
         """Return how many answers are stored when each prompt is about to be read, and all answers in the end."""
         monkeypatch.setattr(runner, "AT_RISK_S", at_risk_s)
         prepared = prepare(
-            "dataset=tiny/needle", "length=256", "limit=4", "method=snapkv", f"results={tmp_path / name}"
+            "dataset=tiny/needle", "length=160", "limit=4", "method=snapkv", f"results={tmp_path / name}"
         )
         cells = prepared.groups[0].cells
         counts = []
@@ -188,7 +188,7 @@ def test_prompts_are_answered_before_much_reading_is_at_risk(tmp_path, monkeypat
 
 
 def test_an_interrupt_says_how_many_prompts_are_read_again(tmp_path, monkeypatch):
-    prepared = prepare("dataset=tiny/needle", "length=256", "limit=4", "method=snapkv", f"results={tmp_path}")
+    prepared = prepare("dataset=tiny/needle", "length=160", "limit=4", "method=snapkv", f"results={tmp_path}")
     read = runner.GroupRun.read_prompt
 
     def interrupted(self, example, *rest):
@@ -256,7 +256,7 @@ def no_pipe_is_waited_for():
     signal.signal(signal.SIGALRM, before)
 
 
-TWO = ["dataset=tiny/needle", "length=256", "examples=2"]
+TWO = ["dataset=tiny/needle", "length=160", "examples=2"]
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +388,7 @@ def test_a_refusal_outlives_other_shards_and_ends_only_when_its_example_passes(t
     import numpy as np
 
     chains = (ChainConfig(Chain((LiesOnce(kv_ratio=0.5),)), "liesonce"),)
-    base = ["dataset=tiny/needle", "length=256", "examples=8", f"results={tmp_path}", "baseline=false"]
+    base = ["dataset=tiny/needle", "length=160", "examples=8", f"results={tmp_path}", "baseline=false"]
     shards = [prepare(*base, chains=chains, shard=i, shards=2) for i in range(2)]
     bad = shards[0].groups[0].examples[0]
     ids = shards[0].tokenizer.encode(bad.prompt)

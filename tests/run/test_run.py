@@ -106,7 +106,7 @@ def test_a_plan_has_a_time_once_something_is_measured(tmp_path, capsys):
 
 
 def test_list_runs_and_show_cell(tmp_path, capsys):
-    run_json(capsys, "dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}")
+    run_json(capsys, "dataset=tiny/needle", "length=160", "examples=2", f"results={tmp_path}")
     assert main(["list", "runs", "--results", str(tmp_path), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert len(runs) == 2
@@ -148,7 +148,7 @@ def test_progress_prints_plain_lines_off_a_terminal(capsys):
 @pytest.mark.parametrize("dataset", ["tiny/needle", "needle"])
 def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
     (tmp_path / "essay.txt").write_text("The river was cold. We walked home. " * 80)
-    size = [f"haystack={tmp_path}", "lengths=256", "repeats=1"] if dataset == "needle" else ["length=256", "examples=4"]
+    size = [f"haystack={tmp_path}", "lengths=256", "repeats=1"] if dataset == "needle" else ["length=160", "examples=4"]
     arguments = [f"dataset={dataset}", *size, "method=snapkv", f"results={tmp_path}"]
     aware = run_json(capsys, *arguments)[1]
     agnostic = run_json(capsys, *arguments, "query_aware=false")[1]
@@ -163,7 +163,7 @@ def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_
     read = []
     prefill = run_host.prefill_chains
     monkeypatch.setattr(run_host, "prefill_chains", lambda *a, **more: read.append(len(a[1])) or prefill(*a, **more))
-    small = ["dataset=tiny/needle", "length=256", "examples=2", "method=snapkv,h2o,keydiff", f"results={tmp_path}"]
+    small = ["dataset=tiny/needle", "length=160", "examples=2", "method=snapkv,h2o,keydiff", f"results={tmp_path}"]
     assert main(["run", *small, "query_aware=true,false", "--plan", "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)
     assert [(g["prefills"], g["prefills_saved"]) for g in plan["groups"]] == [(2, 6), (0, 8)]
@@ -171,7 +171,7 @@ def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_
     assert status == 0
     assert [c["task"] for c in both["columns"]] == [f"tiny/needle query_aware={x}" for x in ("true", "false")]
     assert "question withheld in tiny query_aware=false." in both["settings"]
-    assert read == [256, 256]  # whole prompts, whose passes give the caches of their contexts, too
+    assert read == [160, 160]  # whole prompts, whose passes give the caches of their contexts, too
     store = ResultStore(tmp_path)
     for i, value in enumerate(("true", "false")):
         apart = [*small[:-1], f"results={tmp_path / value}", f"query_aware={value}"]
@@ -195,7 +195,7 @@ def test_both_protocols_stand_in_one_table_with_the_ids_that_each_has_alone(tmp_
 
 
 def test_samples_say_what_they_were_measured_with(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=2", f"results={tmp_path}", "method=full"]
+    arguments = ["dataset=tiny/needle", "length=160", "examples=2", f"results={tmp_path}", "method=full"]
     run_json(capsys, *arguments, "limit=1")
     for path in tmp_path.glob("cells/*/cell.json"):
         record = json.loads(path.read_text())

@@ -93,7 +93,7 @@ def test_each_cell_is_a_run_that_holds_its_metrics_and_goes_on_when_resumed(tmp_
 
 
 def test_cells_of_a_papers_table_are_grouped_under_it(tmp_path, capsys):
-    assert main(["table", "think/4", "limit=1", "length=256", f"results={tmp_path}", *OFFLINE]) == 0
+    assert main(["table", "think/4", "limit=1", "length=128", f"results={tmp_path}", *OFFLINE]) == 0
     capsys.readouterr()
     assert {r["group"] for runs in wandb_files.runs(tmp_path).values() for r in runs} == {"think/4"}
 
@@ -143,7 +143,7 @@ def test_a_map_has_the_words_of_the_figure():
 def test_a_service_that_does_not_answer_costs_one_warning_and_nothing_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
-    arguments = ["dataset=tiny/needle", "length=256", "examples=4", "method=snapkv"]
+    arguments = ["dataset=tiny/needle", "length=128", "examples=4", "method=snapkv"]
     measure(*arguments, f"results={tmp_path / 'a'}", "logger=wandb")
     assert capsys.readouterr().err.count("W&B cannot be used (http://127.0.0.1:9 does not answer") == 1
     measure(*arguments, f"results={tmp_path / 'b'}")
@@ -168,7 +168,7 @@ def test_a_cell_that_compressed_nothing_says_so(tmp_path):
 
 
 def test_shards_have_runs_of_their_own_and_the_whole_has_the_cells(tmp_path, capsys):
-    arguments = ["dataset=tiny/needle", "length=256", "examples=6", "method=snapkv", f"results={tmp_path}", *OFFLINE]
+    arguments = ["dataset=tiny/needle", "length=128", "examples=6", "method=snapkv", f"results={tmp_path}", *OFFLINE]
     assert main(["run", "-m", "shards=2", *arguments, "--json"]) == 0
     capsys.readouterr()
     runs = wandb_files.runs(tmp_path)
@@ -189,7 +189,7 @@ def test_metrics_become_flat_names():
 
 
 def test_run_ids_are_cell_ids_except_for_shards():
-    cell = prepare("dataset=tiny/needle", "length=256", "examples=1", "method=full").groups[0].cells[0]
+    cell = prepare("dataset=tiny/needle", "length=128", "examples=1", "method=full").groups[0].cells[0]
     assert name_run(cell, 0, 1) == cell.id and name_run(cell, 1, 4) == f"{cell.id}-1of4"
 
 
@@ -207,7 +207,7 @@ def test_the_dashboard_is_printed_without_the_network_and_names_what_is_logged(t
     script = Path(__file__).parents[2] / "scripts" / "wandb_dashboard.py"
     done = subprocess.run([sys.executable, script, "--dry-run"], capture_output=True, text=True, check=True)
     panels = [p for section in json.loads(done.stdout)["sections"].values() for p in section]
-    measure("dataset=tiny/needle", "length=256", "examples=8", "method=snapkv", f"results={tmp_path}", *OFFLINE)
+    measure("dataset=tiny/needle", "length=128", "examples=8", "method=snapkv", f"results={tmp_path}", *OFFLINE)
     logged = {key for (run,) in wandb_files.runs(tmp_path).values() for key in run["summary"]}
     logged |= {"kv_size", "heatmap", "heatmap_values", "samples"}
     logged |= {key for (run,) in wandb_files.runs(tmp_path).values() for key in run["config"]}

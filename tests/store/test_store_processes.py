@@ -20,7 +20,7 @@ from kvbench.store.store import ResultStore
 
 pytestmark = pytest.mark.e2e("starts processes")
 
-RUN = ["dataset=tiny/needle", "length=256", "method=snapkv"]
+RUN = ["dataset=tiny/needle", "length=128", "method=snapkv"]
 
 
 STOPPING = """
@@ -79,7 +79,7 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
         ["dataset=tiny/code", "method=h2o,streamingllm"],
         ["dataset=tiny/needle", "method=think"],
     ]
-    arguments = ["length=256", "limit=3", "--json"]
+    arguments = ["length=128", "limit=3", "--json"]
     lines = [[*c, *arguments, f"results={tmp_path / 'one'}"] for c in commands]
     first = start_until(4, *lines[0])
     try:
