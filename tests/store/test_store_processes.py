@@ -23,35 +23,8 @@ pytestmark = pytest.mark.e2e("starts processes")
 RUN = ["dataset=tiny/needle", "length=128", "method=snapkv"]
 
 
-STOPPING = """
-import os, signal, sys
-from kvbench.cli.main import main
-from kvbench.store.store import Writer
-
-append, left = Writer.append, [int(sys.argv[1])]
-
-def appending(writer, sample):
-    append(writer, sample)
-    left[0] -= 1
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-Writer.append = appending
-sys.exit(main(["run", *sys.argv[2:]]))
-"""
-
-
 def start(*arguments):
     return processes.start("run", *arguments)
-
-
-def start_until(answers, *arguments):
-    """Start a run and return it once it has stopped, with its locks, behind as many answers; SIGCONT has it go on."""
-    run = processes.start_code(STOPPING, str(answers), *arguments)
-    while (status := run.status()) is None:
-        time.sleep(0.005)
-    assert status == "stopped", run.communicate()
-    return run
 
 
 def answers(folder):
@@ -81,7 +54,7 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
     ]
     arguments = ["length=128", "limit=3", "--json"]
     lines = [[*c, *arguments, f"results={tmp_path / 'one'}"] for c in commands]
-    first = start_until(4, *lines[0])
+    first = processes.start_until(4, *lines[0])
     try:
         second = start(*lines[1])
         # it leaves to the first what that measures, and measures all the rest
@@ -108,7 +81,7 @@ def test_runs_in_one_folder_share_the_work_and_each_ends_with_its_whole_table(tm
 
 def test_a_run_that_waits_measures_what_a_killed_one_leaves(tmp_path, capsys):
     arguments = [*RUN, "examples=12", "limit=12", "batch_rows=2", f"results={tmp_path}"]
-    first, store = start_until(1, *arguments), ResultStore(tmp_path)
+    first, store = processes.start_until(1, *arguments), ResultStore(tmp_path)
     try:
         second = start(*arguments)
         while "waiting for another run, which measures " not in (line := second.stderr.readline()):

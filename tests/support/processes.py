@@ -144,6 +144,34 @@ def run_script(path, *arguments, env=None, timeout=240):
     return _finish(start_code(SCRIPT, path, *arguments, env=env), [path, *arguments], timeout)
 
 
+STOPPING = """
+import os, signal, sys
+from kvbench.cli.main import main
+from kvbench.store.store import Writer
+
+append, left = Writer.append, [int(sys.argv[1])]
+
+def appending(writer, sample):
+    append(writer, sample)
+    left[0] -= 1
+    if not left[0]:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+Writer.append = appending
+sys.exit(main(["run", *sys.argv[2:]]))
+"""
+"""A run that stops, as by SIGSTOP from outside, when it has stored as many answers as its first argument says."""
+
+
+def start_until(answers, *arguments):
+    """Start a run and return it once it has stopped, with its locks, behind as many answers; SIGCONT has it go on."""
+    run = start_code(STOPPING, str(answers), *arguments)
+    while (status := run.status()) is None:
+        time.sleep(0.005)
+    assert status == "stopped", run.communicate()
+    return run
+
+
 def run(*arguments, env=None, cwd=None, timeout=240):
     """Run ``python -m kvbench`` to its end, as ``subprocess.run`` does with ``capture_output`` and ``text``."""
     return _finish(start(*arguments, env=env, cwd=cwd), arguments, timeout)
