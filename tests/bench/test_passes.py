@@ -22,6 +22,7 @@ from kvbench.plan import config
 pytestmark = pytest.mark.e2e("runs benchmarks")
 
 CPU = torch.device("cpu")
+LAYERS = 3
 SIZES = {  # parameters as their makers publish them
     "llama2-7b": 6738415616,
     "llama2-7b-chat": 6738415616,
@@ -50,7 +51,7 @@ def parsed(*arguments):
 
 @pytest.fixture(scope="module")
 def model():
-    return architecture.build_model(parsed("model=tiny").model, CPU)
+    return architecture.build_model(parsed("model=tiny").model, CPU, LAYERS)
 
 
 def chains(*methods, **knobs):
@@ -71,7 +72,7 @@ def test_random_weights_have_the_published_number_of_parameters(name, parameters
 def test_weights_that_a_step_reads_leave_out_an_embedding_that_is_not_the_output(model):
     tied = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     assert architecture.weight_bytes(model) == tied == architecture.count_step_weight_bytes(model, 3)
-    untied = architecture.build_model(parsed("model=tiny").model, CPU)
+    untied = architecture.build_model(parsed("model=tiny").model, CPU, LAYERS)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
     table = untied.lm_head.weight
     own_value = tied + table.nbytes - (table.shape[0] - 3) * table.shape[1] * 4
@@ -111,7 +112,7 @@ def test_a_pass_by_a_graph_gives_the_same_tokens(model, sample):
 def test_bytes_that_a_step_reads_are_those_of_the_mean_length(model):
     ids = draw_prompts(Workload(100, 21, 2), 721, 0)
     measured = generation_pass.run(model, chains("full")[0], ids, 21)
-    token = 6 * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
+    token = LAYERS * 2 * 4 * 32 * 4  # layers, keys and values, kv heads, dimension, fp32
     assert measured.read_bytes == 2 * token * (100 + 120) / 2
 
 
@@ -195,7 +196,7 @@ def test_a_sampled_pass_is_marked_and_ends_where_a_full_one_does(model, method):
     assert measured.total == pytest.approx(measured.ttft + 99 * measured.tpot)
 
 
-KEYS_AND_VALUES = 2 * 6 * 2 * 4 * 32  # numbers of one token in two rows
+KEYS_AND_VALUES = 2 * LAYERS * 2 * 4 * 32  # numbers of one token in two rows
 
 
 @pytest.mark.parametrize("name", peers.PEERS)
@@ -213,7 +214,7 @@ def test_a_peer_generates_what_was_asked_or_says_why_it_cannot(model, name):
     # the last of 89 tokens is not fed; FP8 has a scale for all keys and one for all values of a layer
     stored = {"dynamic": 80 * 4, "static": 88 * 4, "offload": 80 * 4, "kvpress": 40 * 4, "fp8": 80}
     if name in stored:
-        assert actual.cache_bytes == stored[name] * KEYS_AND_VALUES + (2 * 6 * 4 if name == "fp8" else 0)
+        assert actual.cache_bytes == stored[name] * KEYS_AND_VALUES + (2 * LAYERS * 4 if name == "fp8" else 0)
     assert architecture.weight_bytes(model) == weights and not any(p.is_meta for p in model.parameters())
     # whatever it did to the model and to transformers is undone
     assert len(generation_pass.run(model, chains("full")[0], ids, 3).steps) == 2
@@ -253,7 +254,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
     ALL_ATTENTION_FUNCTIONS["sdpa"] = wrapper
     try:
         measured = peers.run(model, peers.find_peer("dynamic"), draw_prompts(Workload(20, 2, 1), 721, 0), 2)
-        assert measured.attention > 0 and len(seen) == 2 * 6 and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
+        assert measured.attention > 0 and len(seen) == 2 * LAYERS and ALL_ATTENTION_FUNCTIONS["sdpa"] is wrapper
     finally:
         del ALL_ATTENTION_FUNCTIONS["sdpa"]
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is plain
@@ -261,7 +262,7 @@ def test_attention_is_timed_whatever_wraps_it(model):
 
 def test_the_bound_is_bytes_over_bandwidth(model):
     measured = roofline.compute_roofline(model, 4, 1e6, 1e9, 0.01)
-    written = 4 * 2 * 6 * 4 * 32 * 4
+    written = 4 * 2 * LAYERS * 4 * 32 * 4
     assert measured["moved"] == architecture.weight_bytes(model) + 1e6 + written
     assert measured["fraction"] == pytest.approx(measured["moved"] / 1e9 / 0.01)
     assert 1e8 < roofline.measure_bandwidth(CPU, 2**24) < 1e13
