@@ -76,15 +76,15 @@ def read_points(place: Path) -> tuple[list[Point], tuple[float, float, float]]:
     suite = definition.load(rows[0]["suite"])
     parts = {part.name: part for part in suite.parts}
     least, most = ABOUT_A_QUARTER
+    (full_row,) = [row for row in rows if row["role"] == "full"]
+    shown = [row for row in rows if row is not full_row and least <= row["bytes"] <= most]
+    cells = {cell for row in [full_row, *shown] for part in row["results"].values() for cell in part.values()}
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
-        archive.unpack(place / folder.SAMPLES, store)
-        (full_row,) = [row for row in rows if row["role"] == "full"]
+        archive.unpack(place / folder.SAMPLES, store, wanted=cells)
         full = _mean(suite, parts["retrieval"], full_row, store, scale=100)
         found = []
-        for row in rows:
-            if row is full_row or not least <= row["bytes"] <= most:
-                continue
+        for row in shown:
             name = row["name"].split(" ")[0]
             if "keep_window" in row["name"]:
                 name = row["name"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kvbench.base.errors import UsageError
@@ -33,10 +33,10 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
                 out.write(_encode_line({"of": cell, "sample": line}))
 
 
-def unpack(path: Path, store: ResultStore) -> dict[str, int]:
+def unpack(path: Path, store: ResultStore, wanted: Collection[str] | None = None) -> dict[str, int]:
     """Add the records and samples of ``path`` that ``store`` lacks. Return the number of added samples by cell id.
 
-    Raises UsageError if ``path`` is not a file of samples.
+    ``wanted`` holds the ids of the cells to add; None adds all. Raises UsageError if ``path`` is not a file of samples.
     """
     # both are by the id of the cell
     records = {}
@@ -52,6 +52,8 @@ def unpack(path: Path, store: ResultStore) -> dict[str, int]:
         raise UsageError(f"{path} is not a file of samples: {error}") from None
     added = {}
     for cell, record in records.items():
+        if wanted is not None and cell not in wanted:
+            continue
         if store.cell(cell) is None:
             write_json(store.folder(cell) / "cell.json", record)
         stored = store.lines(cell)

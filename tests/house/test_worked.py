@@ -35,7 +35,14 @@ def towards(tmp_path, monkeypatch):
 
 
 def test_a_selector_is_one_file(towards, tmp_path, capsys):
-    words = ["method=towards,towards+think", "kv_size=64", "towards.recent=4", "dataset=tiny/needle", "limit=2"]
+    words = [
+        "method=towards,towards+think",
+        "kv_size=64",
+        "towards.recent=4",
+        "dataset=tiny/needle",
+        "length=256",
+        "limit=2",
+    ]
     assert main(["run", *words, f"results={tmp_path / 'r'}", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     cells = {row["method"]: row["cells"][0] for row in report["rows"]}
