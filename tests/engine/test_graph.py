@@ -42,7 +42,7 @@ def caches(model, methods, rows=2):
 def test_a_graph_gives_the_logits_of_plain_steps(name, methods):
     if name == "opt" and OPT_WAITS:
         pytest.skip("OPT of this release of transformers cannot be recorded")
-    model = family(name)
+    model = family(name, num_hidden_layers=2)
     cache = caches(model, methods, 2 if len(methods) == 1 else 1)
     with torch.no_grad(), attached(model):
         plain, recorded = build(model, cache, NEW + 1), build(model, cache, NEW + 1)
