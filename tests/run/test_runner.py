@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from support import processes
-from support.runs import SMALL, metrics_of, prepare, run_json
+from support.runs import metrics_of, prepare, run_json
 
 from kvbench.cli.main import main
 from kvbench.engine import batch, likelihood, shared_prefix
@@ -21,6 +21,7 @@ from kvbench.tasks import encoding
 
 pytestmark = pytest.mark.e2e("runs whole command lines")
 
+SMALL = ["dataset=tiny/needle,tiny/code", "length=160", "examples=3"]
 METHODS = "method=snapkv,h2o,think"
 
 
@@ -62,7 +63,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again_and_stops_nothing(tmp_p
     known = store.status(cell["cell"])
     assert (known.status, known.n, known.reason) == ("failed", 2, cell["reason"])
     assert 'raise ZeroDivisionError("division' in (store.folder(cell["cell"]) / "traceback-0.txt").read_text()
-    assert all(c["n"] == 4 for key, c in cells.items() if key not in failed)
+    assert all(c["n"] == 3 for key, c in cells.items() if key not in failed)
     assert main(["run", *arguments]) == 1
     out, err = capsys.readouterr()
     assert "✗ failed" in out and "ZeroDivisionError" in out and "1 of the results failed" in err
@@ -117,7 +118,7 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
     assert metrics_of(tmp_path / "b") == want
     for path in (tmp_path / "b").glob("cells/*/samples-0.jsonl"):
         ids = [json.loads(line)["id"] for line in path.read_text().splitlines()]
-        assert len(ids) == len(set(ids)) == 4
+        assert len(ids) == len(set(ids)) == 3
 
 
 @pytest.mark.parametrize("failing", [3, 9])
@@ -257,7 +258,7 @@ def test_a_launcher_that_ends_its_worker_leaves_a_reason_in_words(tmp_path, monk
 
 
 def test_an_interrupt_marks_only_cells_that_have_something_left(tmp_path, capsys, monkeypatch):
-    arguments = [*SMALL, "limit=3", f"results={tmp_path}"]
+    arguments = [*SMALL[:2], "examples=4", "limit=3", f"results={tmp_path}"]
     assert run_json(capsys, *arguments, "method=snapkv", "baseline=false")[0] == 0
     both = prepare(*arguments, "method=snapkv,h2o", "batch_rows=1")
     original, stored = runner.GroupRun.store_answer, []
@@ -300,7 +301,7 @@ def test_a_limit_on_memory_splits_the_group_and_changes_no_answer(tmp_path, caps
     for group in plan["groups"]:
         named = [label.split()[0] for part in group["parts"] for label in part]
         assert named == ["full", "snapkv", "h2o", "think"] and len(group["parts"]) > 1
-        assert group["prefills"] == 4 * len(group["parts"])
+        assert group["prefills"] == 3 * len(group["parts"])
         assert group["prefills"] + group["prefills_saved"] == group["answers_to_do"]
     assert main(["run", *SMALL, METHODS, limit, f"results={tmp_path / 'b'}", "--plan"]) == 0
     text = capsys.readouterr().out
@@ -367,7 +368,7 @@ def test_a_signal_ends_a_run_within_seconds_and_says_how_to_go_on(tmp_path, numb
 
 
 def test_in_half_precision_too_the_batch_policy_stands_in_the_record(tmp_path, capsys):
-    run = prepare(*SMALL, "method=snapkv", "dtype=bfloat16", "batch_rows=4", "limit=3", f"results={tmp_path}")
+    run = prepare(*SMALL, "method=snapkv", "dtype=bfloat16", "batch_rows=4", f"results={tmp_path}")
     experiment.measure(run, quiet=True)
     for group in run.groups:
         for cell in group.cells:

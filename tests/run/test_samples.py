@@ -43,7 +43,7 @@ def repeated(rows, count):
 
 @pytest.mark.parametrize("words", [[], ["batch_rows=2"], ["query_aware=false"]])
 def test_answers_of_one_prompt_are_drawn_as_alone_from_one_compression(words, tmp_path, monkeypatch):
-    rows = ROWS
+    rows = ROWS[:2]
     if "query_aware=false" in words:
         rows = [
             {
@@ -52,14 +52,14 @@ def test_answers_of_one_prompt_are_drawn_as_alone_from_one_compression(words, tm
                 "question": row["prompt"][-17:],
                 "answers": row["answers"],
             }
-            for row in ROWS
+            for row in rows
         ]
     _, alone = measured(tmp_path / "a", repeated(rows, 3), *words)
     prefills, compressions = counted(monkeypatch)
     _, together = measured(tmp_path / "b", rows, "samples_per_prompt=3", *words)
-    assert (prefills, len(compressions)) == ([5] * 3, 3)
+    assert (prefills, len(compressions)) == ([5] * 2, 2)
     for label, samples in together.items():
-        assert list(samples) == ["a", "b", "c"]
+        assert list(samples) == ["a", "b"]
         for name, sample in samples.items():
             singles = [alone[label][f"{name}#{i + 1}"] for i in range(3)]
             assert [(d.prediction, d.score, d.new_tokens) for d in sample.draws] == [
