@@ -134,6 +134,10 @@ def test_uncomps_baseline_keeps_few_heavy_hitters(size, parts):
     assert stage.decode_limit(5000, 0) == sum(parts) and stage.evicts
 
 
+def test_of_an_odd_budget_the_recent_tokens_have_one_more():
+    assert H2O(variant="orig", kv_size=7).parts(100) == (3, 4)
+
+
 def test_uncomps_baseline_by_hand():
     dense, obs = layer_with_colsums([[float(j) for j in range(200)]], heads=1)
     (kept_positions,) = ref.kept(H2O(kv_size=130, variant="uncomp").compress(dense, obs))

@@ -1,12 +1,15 @@
 """StreamingLLM: sinks and recent tokens, stored once for all heads."""
 
 import pytest
+import torch
 from support import method_reference as ref
 from support.families import build, prompt
 
 import kvbench
 from kvbench.base.errors import UsageError
 from kvbench.methods.core.resolve import chain_of
+from kvbench.methods.streamingllm import StreamingLLM
+from kvbench.storage.roles import Slots
 
 
 def compress(n, per="kv_head", method="streamingllm", **knobs):
@@ -53,6 +56,13 @@ def test_a_small_fraction_halves_itself_between_sinks_and_recents():
 def test_impossible_knobs_are_refused(knob, value):
     with pytest.raises(UsageError, match=rf"method\.streamingllm\.{knob}"):
         chain_of({"method": "streamingllm", knob: value})
+
+
+def test_while_decoding_the_oldest_token_behind_the_sinks_goes_first():
+    stage = StreamingLLM(kv_size=8, sinks=4, mode="mask")
+    at = torch.zeros(1, 1, 1)
+    slots = Slots(torch.arange(8)[None, None], torch.ones(1, 1, 8, dtype=torch.bool), {}, at, at, {"first": at + 4})
+    assert stage.keep_scores(slots).tolist() == [[[torch.inf] * 4 + [4.0, 5.0, 6.0, 7.0]]]
 
 
 def test_decoding_adds_to_the_cache_at_true_positions():
