@@ -65,7 +65,7 @@ def test_a_file_of_two_methods_describes_each_by_its_class(written):
 def test_the_methods_of_the_pages_are_described(written):
     strided = README.split("`my_methods/strided.py`")[1].split("```python\n")[1].split("```")[0]
     described = written(strided.replace('"strided"', '"mine"'))
-    assert described.about == "Keep tokens at even distances, and the last ``window``."
+    assert described.about == "Keep tokens at even distances, and the last ``window`` tokens."
     assert described.knobs["window"] == 8 and described.knobs["kv_ratio"] == 0.25
     towards = written(worked.block("kvbench/methods/towards.py").replace('"towards"', '"mine"'))
     assert towards.about.startswith("Keep the tokens whose keys point away") and towards.knobs["recent"] == 0
