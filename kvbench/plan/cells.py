@@ -89,7 +89,7 @@ def build_groups(
             _check_answers(task, context)
             _check_chunks(task, [c.chain for c in chains], n_layers)
             limit = cfg.limit if cfg.limit is not None else dataset.default_limit
-            examples = _select_shard(task.take_examples(limit), cfg)
+            examples = select_shard(task.take_examples(limit), cfg)
             _check_room(task, examples, cfg.prompt, tokenizer, context)
             groups.append(Group(task, column, tuple(cells), examples))
     # one shard of several may have no example
@@ -356,7 +356,7 @@ def pending(group: Group, store: ResultStore) -> dict[str, list[Cell]]:
     return cells_by_example
 
 
-def _select_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
+def select_shard(examples: Sequence[Example], cfg: RunConfig) -> tuple[Example, ...]:
     """Return the examples of this shard. A hash of an example's id decides its shard, whatever the order and limit."""
     if cfg.shards == 1:
         return tuple(examples)

@@ -25,6 +25,7 @@ GOLDEN = {  # groups, methods, tasks, knobs and values of each run
     "method=snapkv,streamingllm kv_ratio=0.5,0.25": [
         (TINY, "snapkv,streamingllm", "", {"kv_ratio": [0.5, 0.25]}),
     ],
+    "method=snapkv frozen_layers=0": [(TINY, "snapkv", "", {"frozen_layers": [0]})],
     "method=snapkv frozen_layers=0,1": [(TINY, "snapkv", "", {"frozen_layers": [0, 1]})],
     "method=snapkv frozen_layers=[0,1]": [(TINY, "snapkv", "", {"frozen_layers": [0, 1]})],
     "method=snapkv frozen_layers=[],[0,1]": [(TINY, "snapkv", "", {"frozen_layers": [[], [0, 1]]})],

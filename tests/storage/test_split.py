@@ -6,6 +6,7 @@ from support.grids import grid
 from kvbench.kv.exact_attention import can_fuse
 from kvbench.kv.scale import LogitScale
 from kvbench.storage import attend, split
+from kvbench.storage.roles import Masker
 from kvbench.storage.row_segments import RowSegment
 
 D, SCALE = 16, 0.3
@@ -66,3 +67,17 @@ def test_what_is_attended_otherwise():
     assert can_fuse(query, SCALE)
     assert not can_fuse(query.bfloat16(), SCALE)
     assert not can_fuse(query, LogitScale.of(SCALE, 30.0))
+
+
+class _ShowsAll(Masker):
+    """A masker that would have a token attend to every slot, those that hold no token too."""
+
+    def mask(self, weights):
+        return torch.ones_like(weights, dtype=torch.bool)
+
+
+def test_a_masker_shows_no_token_that_is_hidden_and_none_is_counted():
+    hidden = torch.tensor([0.0, -torch.inf, 0.0, -torch.inf]).expand(2, 3, 1, 4)
+    outputs, attended = attend.attend_by_logits(lambda estimate: hidden, lambda w: w, torch.float32, _ShowsAll(), SCALE)
+    assert attended.tolist() == [2.0, 2.0]
+    torch.testing.assert_close(outputs, torch.tensor([0.5, 0.0, 0.5, 0.0]).expand(2, 3, 1, 4))

@@ -57,6 +57,16 @@ def test_a_mark_after_closing_and_one_of_a_cell_that_was_never_opened(tmp_path):
     assert store.cell(other.id).provenance == (FACTS,)
 
 
+@pytest.mark.parametrize("shards", [(0, 1), (1, 0)])
+def test_of_several_answers_to_one_prompt_the_one_whose_bytes_sort_first_counts(tmp_path, shards):
+    store, cell = ResultStore(tmp_path), Cell()
+    for shard, prediction in zip(shards, ("a", "b"), strict=True):
+        writer = store.open(cell, FACTS, shard, mix=False)
+        writer.append(sample(0, prediction=prediction))
+        writer.close()
+    assert store.lines(cell.id)["e0"]["prediction"] == "a"
+
+
 def _die(root):
     store = ResultStore(root)
     store.open(Cell(), FACTS, 1, mix=False).append(sample(0))
