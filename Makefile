@@ -104,7 +104,7 @@ verify-docs: $(VENV)/.ready  ## every number of README and results/README stands
 verify-suite: $(VENV)/.ready  ## check every folder below results/suite, number by number (DATA=folder; TEXTS=--without-texts without)
 	$(if $(SUITES),$(if $(wildcard $(DATA)),KVBENCH_DATA=$(DATA)) $(PY) -m kvbench verify $(TEXTS) $(SUITES),@echo "no folder below results/suite")
 
-mutants: $(VENV)/.ready  ## small mistakes put into the code, each of which a fast test must notice; 20 minutes
+mutants: $(VENV)/.ready  ## small mistakes put into the code, each of which a fast test must notice; six minutes
 	$(PY) scripts/mutants.py
 
 torture: $(VENV)/.ready  ## 100 kills and one full disk: nothing lost, nothing doubled; fewer with KILLS=10
