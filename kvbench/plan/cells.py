@@ -42,6 +42,11 @@ class Group:
     cells: tuple[Cell, ...]
     examples: tuple[Example, ...]
 
+    @property
+    def full_cell(self) -> Cell | None:
+        """The full cache's cell; None if the run measures no full cache."""
+        return next((cell for cell in self.cells if cell.chain.is_full), None)
+
     def only(self, ids: Container[str]) -> Group:
         """Return the group with only the cells whose id is in ``ids``."""
         return replace(self, cells=tuple(cell for cell in self.cells if cell.id in ids))

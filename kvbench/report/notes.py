@@ -11,7 +11,6 @@ from kvbench.plan.advice import LITTLE_LEFT
 from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.data import ReportRow
-from kvbench.store.cell import Cell
 from kvbench.store.results import CellRecord, CellSummary, Sample
 from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.metrics import metric
@@ -136,7 +135,7 @@ def note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:
     """Return a note for each task with many empty answers of the full cache. The model fails there."""
     notes = []
     for i, group in enumerate(groups):
-        full = find_full_cell(group)
+        full = group.full_cell
         if full is None:
             continue
         full_row = next(row for row in rows if row.method == full.label)
@@ -210,8 +209,3 @@ def note_lengths(rows: Sequence[ReportRow]) -> list[str]:
     if not lengths:
         return []
     return [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]
-
-
-def find_full_cell(group: Group) -> Cell | None:
-    """Return the full cache's cell of a group; None if the run measures no full cache."""
-    return next((cell for cell in group.cells if cell.chain.is_full), None)

@@ -15,7 +15,6 @@ from kvbench.plan.cells import Group
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.data import CellResult, Delta, ReportColumn, ReportRow
 from kvbench.report.notes import (
-    find_full_cell,
     note_batches,
     note_cuts,
     note_empty,
@@ -214,7 +213,7 @@ def _collect_task(group: Group, reader: SampleReader, summaries: Mapping[str, Ce
         if first_measured is None and cells[cell.label].summary is not None:
             first_measured = cell
     full_scores: dict[str, float] = {}
-    full = find_full_cell(group)
+    full = group.full_cell
     if full is not None:
         full_scores = scores[full.label]
     about_cuts: list[str] = []
@@ -274,7 +273,7 @@ def report_cell(
         summary=summary,
         unchanged=is_unchanged(cell, samples, reader),
     )
-    full = find_full_cell(group)
+    full = group.full_cell
     # a chain without stages is the full cache itself
     if full is None or not cell.chain.stages or store.refusal(full.id) is not None:
         return measured
