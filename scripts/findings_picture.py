@@ -140,7 +140,7 @@ def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
     axes.set_xticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_xticks([], minor=True)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), title="lines: 95 % intervals", alignment="left")
-    axes.set_title("At a quarter of the bytes, near by divergence need not be near by retrieval", loc="left")
+    axes.set_title("At a quarter of the bytes, a small divergence does not mean a high RULER score", loc="left")
     # names are placed by where the points lie on the page
     figure.draw_without_rendering()
     spots = [(p.kl[0], p.score[0]) for p in shown]
