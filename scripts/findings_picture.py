@@ -122,7 +122,7 @@ def rank_correlation(shown: Sequence[Point]) -> tuple[float, float]:
 
 def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
     """Return the picture: divergence to the right, retrieval upwards, intervals as lines, the full cache as a band."""
-    figure = style.canvas(7.0, 4.4)
+    figure = style.canvas(7.0, 5.2)
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.axhspan(full[1], full[2], color=style.PALE, alpha=0.5, linewidth=0)
@@ -140,7 +140,7 @@ def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
     axes.set_xticks([0.03, 0.1, 0.3, 1], ["0.03", "0.1", "0.3", "1"])
     axes.set_xticks([], minor=True)
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), title="lines: 95 % intervals", alignment="left")
-    axes.set_title("At a quarter of the bytes, a small divergence does not mean a high RULER score", loc="left")
+    axes.set_title("At a quarter of the bytes, a small KL divergence does not mean good retrieval", loc="left")
     # names are placed by where the points lie on the page
     figure.draw_without_rendering()
     spots = [(p.kl[0], p.score[0]) for p in shown]
