@@ -142,7 +142,7 @@ def draw(shown: Sequence[Point], full: tuple[float, float, float]) -> Figure:
     axes.legend(loc="upper right", bbox_to_anchor=(1.0, 0.85), title="lines: 95 % intervals", alignment="left")
     axes.set_title("At a quarter of the bytes, a small KL divergence does not mean good retrieval", loc="left")
     # names are placed by where the points lie on the page
-    figure.draw_without_rendering()
+    style.lay_out(figure)
     spots = [(p.kl[0], p.score[0]) for p in shown]
     names = [(*spot, looks.name_methods(p.method), KINDS[p.kind]) for spot, p in zip(spots, shown, strict=True)]
     style.write_names(axes, names, spots)

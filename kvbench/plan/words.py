@@ -17,7 +17,8 @@ from typing import Any
 
 from kvbench.base.conf import LISTED, entries, read_config, top_level
 from kvbench.base.errors import UsageError, unknown
-from kvbench.methods.core import knob_owners, registry
+from kvbench.methods.core import registry
+from kvbench.methods.core.knob_owners import explain_unknown_knob, gather_entries, has_knob, list_knobs
 from kvbench.methods.core.registry import Method
 from kvbench.plan import keys, presets
 
@@ -442,17 +443,19 @@ def _parse_owned_option(
             f"(kvbench run --help {option})"
         )
     if group == "method":
-        known_entries = knob_owners.gather_entries(methods)
+        known_entries = gather_entries(methods)
     else:
         known_entries = {dataset: entries("dataset")[dataset] for dataset in datasets}
     if owner not in known_entries:
+        if group == "method":
+            # raises for an id that no method has, with the nearest ids
+            registry.defaults(owner)
         names = ", ".join(known_entries)
         raise UsageError(f"{group}.{option}={text}: this run has no {group} {owner!r}; it has {names}")
     known = known_entries[owner]
     # names with _ in front are internal to an entry, such as the loader of a dataset
-    if knob not in known or knob.startswith("_"):
-        public_names = [name for name in known if not name.startswith("_")]
-        raise unknown(f"option of {group} {owner}", knob, public_names, listed_by=f"kvbench run --help {owner}")
+    if not has_knob(known, knob):
+        raise unknown(f"option of {group} {owner}", knob, list_knobs([known]), listed_by=f"kvbench run --help {owner}")
     return {f"{group}.{owner}.{knob}": _read_grid(value, known[knob])}
 
 
@@ -465,7 +468,7 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets
     """
     text = text_of(value)
     known_knobs = _list_knobs(methods, datasets)
-    owners = [owner for owner, knobs in known_knobs.items() if knob in knobs and not knob.startswith("_")]
+    owners = [owner for owner, knobs in known_knobs.items() if has_knob(knobs, knob)]
     groups = {owner.partition(".")[0] for owner in owners}
     if len(groups) > 1:
         full_keys = [f"{owner}.{knob}" for owner in owners]
@@ -478,10 +481,8 @@ def _parse_plain_knob(knob: str, value: Any, methods: Sequence[Method], datasets
                 f"paper={text} is not a key here: `kvbench table {name}/2` measures a table of the paper, "
                 f"preset={name} sets what its tables were made with"
             )
-        names = {"preset"} | set(GROUPS) | set(top_level())
-        for knobs in known_knobs.values():
-            names |= {name for name in knobs if not name.startswith("_")}
-        raise knob_owners.explain_unknown_knob(knob, value, names, methods)
+        names = {"preset"} | set(GROUPS) | set(top_level()) | set(list_knobs(known_knobs.values()))
+        raise explain_unknown_knob(knob, value, names, methods)
     # the first owner's default stands for all: it only tells whether the knob takes a list
     default = known_knobs[owners[0]][knob]
     if groups == {"method"}:
@@ -496,7 +497,7 @@ def _list_knobs(methods: Sequence[Method], datasets: Sequence[str]) -> dict[str,
     # the entries hf and plain list all knobs of models and of prompts
     knobs["model"] = {k: v for k, v in entries("model")["hf"].items() if k not in MODEL_FACTS}
     knobs["prompt"] = {k: v for k, v in entries("prompt")["plain"].items() if k != "name"}
-    knobs |= {f"method.{stage}": entry for stage, entry in knob_owners.gather_entries(methods).items()}
+    knobs |= {f"method.{stage}": entry for stage, entry in gather_entries(methods).items()}
     return knobs
 
 

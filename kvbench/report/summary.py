@@ -72,19 +72,19 @@ def show_mean(name: str, scores: Sequence[float]) -> tuple[float | None, tuple[f
     Without a score both are None. The interval is None for fewer than ``stats.FEWEST`` scores. It is also None if the
     scores have no bounds and are all equal.
     """
-    chosen = metric(name)
+    chosen_metric = metric(name)
     if not scores:
         return None, None
-    mean = chosen.show(fmean(scores))
+    mean = chosen_metric.show(fmean(scores))
     if len(scores) < stats.FEWEST:
         return mean, None
     # a likelihood is shown by a formula of its own, and its log losses have no bounds
-    bounds: stats.Bounds | None = (0.0, 1.0) if chosen.formula is None else None
+    bounds: stats.Bounds | None = (0.0, 1.0) if chosen_metric.formula is None else None
     interval = stats.mean_interval(scores, bounds=bounds)
     if interval is None:
         return mean, None
     low, high = interval
-    return mean, (chosen.show(low), chosen.show(high))
+    return mean, (chosen_metric.show(low), chosen_metric.show(high))
 
 
 def _summarise_buckets(samples: Sequence[Sample], show: Callable[[float], float]) -> dict[str, BucketScore]:

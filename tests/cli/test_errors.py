@@ -50,6 +50,7 @@ BAD = {
     "run method=snapkv+h2o": "at most one selector",
     "run method=snapkv+think+think": "twice",
     "run method=full+snapkv": "alone",
+    "run method=snapkv method.snapkw.window=8": "unknown method snapkw. Did you mean snapkv?",
     "run prompt.max_length=512": "prompt.max_length is not possible: max_length belongs to no group, write max_length=",
     "run method=full,fp8 ratio=0.5": "full and fp8 have no option ratio. It belongs to asvd",
     "run results={file}/x": "cannot be written",

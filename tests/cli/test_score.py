@@ -82,17 +82,17 @@ def slow_scores(path, functions=SLOW):
 @pytest.fixture(scope="module")
 def scored_once():
     """While the fixture is used, a file that was scored before is not scored again by the same metric."""
-    known, score_file = {}, scoring.score_file
+    scores_of_files, score_file = {}, scoring.score_file
 
     def score(predictions, name):
         key = (predictions.path, predictions.sha256, predictions.dataset, predictions.extended, name)
-        if key not in known:
-            known[key] = score_file(predictions, name)
-        return known[key]
+        if key not in scores_of_files:
+            scores_of_files[key] = score_file(predictions, name)
+        return scores_of_files[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "score_file", score)
-        yield known
+        yield scores_of_files
 
 
 def test_the_official_scores_of_real_answers(capsys, scored_once):

@@ -137,9 +137,9 @@ def test_frozen_layers_keep_every_token(per):
     model, (n, seed) = build("llama"), PROMPTS[0]
     chains = [c for c in CHAINS if "frozen_layers" in registry.knob_names(c.split("+")[0])]
     entries = [configured(c, {**SMALL, "frozen_layers": [0, 2]}) for c in chains]
-    for chain, made in zip(chains, prefill(model, prompt(n, seed), entries, per=per), strict=True):
-        audit(made, cache_shape(model))
-        for i, layer in enumerate(made.layers):
+    for chain, frozen in zip(chains, prefill(model, prompt(n, seed), entries, per=per), strict=True):
+        audit(frozen, cache_shape(model))
+        for i, layer in enumerate(frozen.layers):
             for positions in ref.kept(layer):
                 assert (positions == list(range(n))) == (i in (0, 2)), chain
 

@@ -1,4 +1,4 @@
-"""What a method's code sets for the whole process is put back behind it."""
+"""Settings of the process that a method's code changes are put back behind it."""
 
 import os
 

@@ -271,7 +271,7 @@ def test_the_ledger_end_to_end(measured, results, monkeypatch):
     assert content["stand_in"] and "h2o+vatp" in h2o["ran"][0] and len(h2o["cells"]) == 12
     assert h2o["measures"]["points"]["elsewhere"] is not None and list(h2o["measures"]) == ["points"]
     assert ledger.read_ledgers(tmp_path) == [] and ledger.read_with_own(tmp_path) == [json.loads(json.dumps(content))]
-    monkeypatch.setattr(tables, "build_tables", lambda *a: [])  # which test_page.py reads
+    monkeypatch.setattr(tables, "build_tables", lambda *a: [])  # test_page.py reads these tables
     assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a substitute model" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page

@@ -205,8 +205,8 @@ def test_every_table_and_claim_is_measured(paper, folder, few_data, tmp_path, mo
         seen = build_view(ours)
         for line, entries in seen.rows:
             scores = zip(seen.columns, entries, strict=True)
-            read = [c for c in ours.declared.scores if c.dataset not in left_out]
-            states = {e.status for c, e in scores if c in read} - {"none"}
+            columns = [c for c in ours.declared.scores if c.dataset not in left_out]
+            states = {e.status for c, e in scores if c in columns} - {"none"}
             assert states == {"refused" if line.refused else "measured"}, (ours.declared.id, line.row.name)
 
 

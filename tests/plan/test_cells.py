@@ -1,4 +1,4 @@
-"""Which examples a run measures: those of its shard, and of these the ones that a cell lacks."""
+"""The examples that a run measures: those of its shard that a cell lacks."""
 
 from types import SimpleNamespace
 

@@ -151,12 +151,12 @@ def test_rows_answer_in_company_as_alone_while_others_leave(family):
 
 
 def test_text_appended_in_pieces_is_held_as_if_it_came_at_once():
-    model, more, made = build("llama"), prompt(SIZE + 4, 7), []
+    model, more, pairs = build("llama"), prompt(SIZE + 4, 7), []
     for cache in mixed(model, (N, 9)):
         at_once, pieces = kvbench.extend(model, cache, more), cache
         for piece in more.split([1, 6, 4, 9]):
             pieces = kvbench.extend(model, pieces, piece)
-        made.append((at_once, pieces))
+        pairs.append((at_once, pieces))
         torch.testing.assert_close(pieces.logits, at_once.logits, atol=2e-4, rtol=2e-4)
         for a, b in zip(at_once.layers, pieces.layers, strict=True):
             assert ref.kept(a) == ref.kept(b)
@@ -164,7 +164,7 @@ def test_text_appended_in_pieces_is_held_as_if_it_came_at_once():
             for x, y in zip(a.segments, b.segments, strict=True):
                 torch.testing.assert_close(x.k, y.k, atol=2e-4, rtol=2e-4)
                 torch.testing.assert_close(x.v, y.v, atol=2e-4, rtol=2e-4)
-    at_once, pieces = (generated(model, caches, [Ending(8)] * len(made)) for caches in zip(*made, strict=True))
+    at_once, pieces = (generated(model, caches, [Ending(8)] * len(pairs)) for caches in zip(*pairs, strict=True))
     assert pieces == at_once
 
 

@@ -88,7 +88,7 @@ def whole_pass(model, tokens, read=exactly, first=0, seen=None, late=False, coar
 
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1).repeat(len(q), 1, 1)
         if seen is not None and length > first:
-            # of every generated token and stored head
+            # there is a row for every generated token and stored head
             unseen = [[[j not in visible for j in range(length)] for visible in t[i]] for t in seen[: length - first]]
             hidden[:, first:] = torch.tensor(unseen).transpose(0, 1).repeat_interleave(len(q) // len(unseen[0]), 0)
         k, v = read("k", i, key[0]), read("v", i, value[0])

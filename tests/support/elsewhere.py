@@ -55,13 +55,13 @@ def _mapped(function, x):
 
 
 def _tensors(args):
-    found = []
+    tensors = []
     for x in args:
         if isinstance(x, torch.Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, list | tuple):
-            found += _tensors(x)
-    return found
+            tensors += _tensors(x)
+    return tensors
 
 
 def _run(func, args, kwargs, waits):

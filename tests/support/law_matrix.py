@@ -300,8 +300,8 @@ def neutral_of(family, asked):
     model, caches = build(family), {}
     with quantisers_pass_through():
         for p in prompts_of(family):
-            made = prefill(model, prompt(*p), [{**neutral(c), "per": per} for c, per in asked])
-            caches.update({(*key, p): cache for key, cache in zip(asked, made, strict=True)})
+            prefilled = prefill(model, prompt(*p), [{**neutral(c), "per": per} for c, per in asked])
+            caches.update({(*key, p): cache for key, cache in zip(asked, prefilled, strict=True)})
         answers = kvbench.generate(model, list(caches.values()), new_of(family))
         logits = [c.logits for c in extend_caches(model, list(caches.values()), prompt(2, 8))]
     return {key: of_chain for key, *of_chain in zip(caches, answers, logits, strict=True)}

@@ -149,12 +149,12 @@ import os, signal, sys
 from kvbench.cli.main import main
 from kvbench.store.store import Writer
 
-append, left = Writer.append, [int(sys.argv[1])]
+append, answers_left = Writer.append, [int(sys.argv[1])]
 
 def appending(writer, sample):
     append(writer, sample)
-    left[0] -= 1
-    if not left[0]:
+    answers_left[0] -= 1
+    if not answers_left[0]:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 Writer.append = appending

@@ -142,8 +142,8 @@ class Layer:
             if coarse is not None:
                 weights = (queries @ coarse.T * self.scale).masked_fill(to_come, -math.inf).softmax(2)
                 for ours, row in zip(logits.flatten(0, 1), weights.flatten(0, 1).tolist(), strict=True):
-                    chosen = fewest(row, mass)
-                    ours[[j for j in range(len(row)) if j not in chosen]] = -math.inf
+                    attended = fewest(row, mass)
+                    ours[[j for j in range(len(row)) if j not in attended]] = -math.inf
             out[h * group : (h + 1) * group] = logits.softmax(2) @ head.v
             head.settle()
         return out

@@ -57,7 +57,7 @@ def _check_owner(methods: Sequence[Method], key: str, value: object) -> None:
         if stage not in all_entries:
             raise UsageError(f"{key}={value}: this run has no method {stage}; it has {', '.join(all_entries)}")
         if not has_knob(all_entries[stage], knob):
-            names = _list_knobs([all_entries[stage]])
+            names = list_knobs([all_entries[stage]])
             raise unknown(f"option of {stage}", knob, names, listed_by=f"kvbench run --help {stage}")
         return
     has_owner = False
@@ -69,7 +69,7 @@ def _check_owner(methods: Sequence[Method], key: str, value: object) -> None:
         has_owner = has_owner or bool(owners)
     if not has_owner:
         # ``per`` is no knob of a stage, but the user may have meant it
-        names = [PER] + _list_knobs(all_entries.values())
+        names = [PER] + list_knobs(all_entries.values())
         raise explain_unknown_knob(knob, value, names, methods)
 
 
@@ -96,7 +96,7 @@ def _check_implied(methods: Sequence[Method], key: str, value: object) -> None:
         raise UsageError(f"{key}={value} is not possible: {fixed}")
 
 
-def _list_knobs(entries: Iterable[Entry]) -> list[str]:
+def list_knobs(entries: Iterable[Entry]) -> list[str]:
     """Return the names of the knobs in all ``entries``, with repeats."""
     names: list[str] = []
     for entry in entries:
@@ -113,9 +113,11 @@ def explain_unknown_knob(knob: str, value: object, names: Iterable[str], methods
     if name_here is not None:
         return UsageError(f"unknown option {knob}: kvpress's {knob} is {name_here}= here")
     if knob == "compression_ratio":
-        kept = _invert_shares(value)
-        if kept is not None:
-            return UsageError(f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={kept}")
+        shares_kept = _invert_shares(value)
+        if shares_kept is not None:
+            return UsageError(
+                f"unknown option {knob}: it is the share removed. Write the share kept: kv_ratio={shares_kept}"
+            )
     owners = _find_owners(knob)
     named = " and ".join(method.name for method in methods)
     have = "have" if len(methods) > 1 else "has"

@@ -36,8 +36,8 @@ def find_copies(book: Book) -> Iterator[Finding]:
     # numbered tables alone: a paper's text and figures repeat numbers of its tables
     rows = [row for row in book.rows if len(row.scores) >= COMPARED and row.table.isdigit()]
     # there are many pairs: what depends on one row is looked up before them
-    known = [(row, identity(row), {dataset: cell.printed for dataset, cell in row.scores.items()}) for row in rows]
-    for (first, first_identity, first_texts), (second, second_identity, second_texts) in combinations(known, 2):
+    row_facts = [(row, identity(row), {dataset: cell.printed for dataset, cell in row.scores.items()}) for row in rows]
+    for (first, first_identity, first_texts), (second, second_identity, second_texts) in combinations(row_facts, 2):
         # the same measurement printed twice is no copy, and neither is one paper's quotation of another
         if first.paper != second.paper or first_identity == second_identity:
             continue

@@ -60,13 +60,13 @@ def test_long_prompts_are_measured_under_every_method_and_the_bare_model(monkeyp
     assert entries.keys() == set(registry.available())
     needs = {name for name, entry in entries.items() if any(s.unbound for s in chain_of(entry).stages)}
     assert needs == set(memory.CALIBRATED)
-    monkeypatch.setattr(memory.prompt_pass, "LONG", 300)  # which the benchmark's processes change
+    monkeypatch.setattr(memory.prompt_pass, "LONG", 300)  # the benchmark's processes change it, too
     monkeypatch.setattr(memory, "LONG_SIZE", 256)
-    held = {name: memory.long_peak(name, 800, 1) for name in (memory.BARE, memory.WHOLE, "full", "snapkv", "palu")}
+    peaks = {name: memory.long_peak(name, 800, 1) for name in (memory.BARE, memory.WHOLE, "full", "snapkv", "palu")}
     assert memory.prompt_pass.LONG == 800
     full = 2 * 2 * 2 * 64 * 4 * 800  # keys and values of 2 layers, 2 heads of dimension 64, fp32
-    assert [round(held[name]["cache"] / full, 2) for name in held] == [1.0, 1.0, 1.0, round(256 / 800, 2), 0.5]
-    assert all(m["peak"] > 0 and m["seconds"] > 0 for m in held.values())
+    assert [round(peaks[name]["cache"] / full, 2) for name in peaks] == [1.0, 1.0, 1.0, round(256 / 800, 2), 0.5]
+    assert all(m["peak"] > 0 and m["seconds"] > 0 for m in peaks.values())
 
 
 @pytest.mark.parametrize(("peak", "status"), [(1.2, 0), (1.4, 1)])
