@@ -171,7 +171,7 @@ def _introduced(text: str, name: str) -> str:
             about = f"This is table {number} of {link} as the paper prints it."
         return f"{title}\n\n{about}\n{rest}"
     if of_tiny:
-        about = "This is a measurement on the tiny model. [Its page](../tiny.md) sums up these measurements."
+        about = "This is a measurement on the tiny model. [Another page](../tiny.md) sums up all of them."
         return f"# The tiny model: {of_tiny[1].replace('-', ', ')}\n\n{about}\n{rest}"
     return text
 

@@ -47,7 +47,7 @@ SYMBOLS = (
     "$n$ tokens have keys $k_j$, values $v_j$ and queries $q_i$ of $d$ channels in each of $H$ heads. $A_{i,j}$ is "
     "the attention that query $i$ pays to token $j$, after the softmax. $C$ is the budget in tokens, $w$ the window "
     "of last tokens that always stay, and $s_j$ the score of token $j$. $x$ is a number to store, $c$ its code, and "
-    "$\\hat{x}$ what is read."
+    "$\\hat{x}$ the number that is read back."
 )
 """The symbols that formulas share."""
 
@@ -90,10 +90,11 @@ def _described(method: str) -> dict[str, Any]:
 def _index() -> str:
     parts = [
         "# Methods",
-        "The methods of kvbench, by what they do. `+` combines methods (`method=snapkv+think`), and commas list "
-        "alternatives (`method=snapkv,h2o`). Each page has the formula, when to use the method, the tokens that it "
-        "keeps of one prompt, its cost and its options. "
-        f"*Size* compares the cache with the full one, at the default options on [SmolLM2]({RESULTS}/methods.txt).",
+        "This page lists the methods of kvbench, grouped by what they do. `+` combines methods "
+        "(`method=snapkv+think`). A comma separates methods that you want to compare (`method=snapkv,h2o`). The page of a method has its "
+        "formula, advice when to use it, the tokens that it keeps of one prompt, its cost and its options. "
+        "*Size* says how many times smaller the method's cache is than the full cache, measured on "
+        f"[SmolLM2]({RESULTS}/methods.txt) with the default options.",
     ]
     for group in groups().values():
         rows = []
@@ -105,10 +106,10 @@ def _index() -> str:
         parts += [f"## {group['title']}", group["about"], table]
     parts += [
         "## Compare them",
-        "[The suite](../suite.md) measures methods at equal bytes beside controls, in five parts: [its "
-        f"rows]({RESULTS}/suite/retain-v1-mini/kvbench/card.md). [Methods and formats]({RESULTS}/comparison.md) has "
-        "all scores on LongBench with their intervals. kvpress's presses run as "
-        "[`method=kvpress:NAME`](../kvpress.md), and [your own method](../own.md) in twelve lines.",
+        "[The suite](../suite.md) has five parts. It compares methods and controls at equal bytes ([the "
+        f"results]({RESULTS}/suite/retain-v1-mini/kvbench/card.md)). [Methods and formats]({RESULTS}/comparison.md) "
+        "has all scores on LongBench with their intervals. You can also run kvpress's presses "
+        "([`method=kvpress:NAME`](../kvpress.md)), and [your own method](../own.md), which takes twelve lines of code.",
         "## Symbols",
         _with_math(SYMBOLS),
     ]
@@ -272,7 +273,7 @@ def _cost(method: str) -> str:
     """Return a table of a method's bytes and its time of compression, as committed results have them."""
     row, full = _rows().get(method), _rows()["full"]
     if row is None or row.get("percent_of_full") is None:
-        return "It is not measured on SmolLM2 yet. `kvbench bench memory` prints its bytes for any model."
+        return "The cost has not been measured on SmolLM2 yet. `kvbench bench memory` prints the bytes for any model."
     written = row["method"]
     lines = [
         (
@@ -286,10 +287,11 @@ def _cost(method: str) -> str:
     if row.get("attended_percent") is not None:
         lines.insert(2, ("tokens attended", f"{row['attended_percent']:.0f} %"))
     caveat = (
-        f"SmolLM2-135M, prompts of at most 2,000 tokens, two CPU cores ([all methods]({RESULTS}/methods.txt)). The "
-        f"full cache counts as {full['percent_of_full']:.1f} %, because it stores positions too. Times show the order "
-        "of magnitude only: work that several methods share was counted with the first of them. `kvbench bench time` "
-        "measures a method alone."
+        f"Measured with SmolLM2-135M on prompts of at most 2,000 tokens, on two CPU cores ([all "
+        f"methods]({RESULTS}/methods.txt)). 100 % are the full cache's keys and values. The full cache itself has "
+        f"{full['percent_of_full']:.1f} %, because it also stores positions. Times show only the order of magnitude: "
+        "if several methods share some work, its time counts for the first of them. `kvbench bench time` measures one "
+        "method at a time."
     )
     return writers.table(("", "measured"), lines) + "\n" + caveat
 
@@ -316,8 +318,8 @@ def _longbench(method: str) -> Iterator[str]:
     n = ", ".join(str(cell["n"]) for cell in full["cells"])
     yield writers.table(heads, lines)
     yield (
-        f"n = {n} prompts, the question seen, 95 % intervals. These are other examples than those of "
-        f"[the table of `make run-real`]({RESULTS}/run-real.txt), which has up to 16 a task."
+        f"Numbers of prompts, column by column: {n}. The question was part of the compressed prompt. Brackets have "
+        f"95 % intervals. [The table of `make run-real`]({RESULTS}/run-real.txt) has other examples, up to 16 a task."
     )
 
 
@@ -337,8 +339,9 @@ def _suite(method: str) -> Iterator[str]:
     if lines:
         yield writers.table(["", "budget", "bytes %", "mean", *parts], lines)
         yield (
-            f"From [the suite]({RESULTS}/suite/retain-v1-mini/kvbench/card.md), [what it measures](../suite.md): "
-            "100 is the full cache, 0 are random tokens at the same bytes, with 95 % intervals."
+            f"Scores of [the suite]({RESULTS}/suite/retain-v1-mini/kvbench/card.md) ([what it measures](../suite.md)): "
+            "100 means as good as the full cache, and 0 as good as random tokens with the same bytes. Brackets have 95 % "
+            "intervals."
         )
 
 

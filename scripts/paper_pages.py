@@ -80,13 +80,14 @@ def _page(paper: Paper) -> str:
         f"each verdict]({RESULTS}/claims.md) has intervals, the number of prompts, and the verdicts on the tiny model.",
         writers.table(("", "the paper says", "tested here", "verdict"), list(map(_claim_row, claims))),
         "## Its own numbers",
-        "This table compares the paper's statements with the numbers that the paper prints. It needs no model "
+        "This table compares the paper's statements with the numbers that the paper prints. No model is needed "
         f"([the audit]({RESULTS}/audit.md)):",
         writers.table(("place", "statement, in our words", "by its own numbers"), _values(record["statements"])),
         "## Tables and figures",
-        f"Links lead to our measurement. `kvbench table {paper.id}/1` prints a table beside the paper's, and `kvbench "
-        f"plot {paper.id}/fig1` draws a figure. With {MODEL} and other substitutes, both sides are percentages "
-        "of their own full cache.",
+        f"The links in column *ours* lead to kvbench's measurements. `kvbench table {paper.id}/1` prints a table "
+        f"beside the paper's, and `kvbench plot {paper.id}/fig1` draws a figure. With {MODEL} or another substitute model, "
+        "kvbench's numbers are in per cent of kvbench's full cache, and the paper's numbers in per cent of the paper's "
+        "full cache.",
         writers.table(
             ("", "shows", "ours", "printed values", "what can be reproduced"), list(_entry_rows(paper, record))
         ),
