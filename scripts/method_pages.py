@@ -91,8 +91,9 @@ def _index() -> str:
     parts = [
         "# Methods",
         "This page lists the methods of kvbench, grouped by what they do. `+` combines methods "
-        "(`method=snapkv+think`). A comma separates methods that you want to compare (`method=snapkv,h2o`). The page of a method has its "
-        "formula, advice when to use it, the tokens that it keeps of one prompt, its cost and its options. "
+        "(`method=snapkv+think`). A comma separates methods that you want to compare (`method=snapkv,h2o`). "
+        "The page of a method has its formula, advice when to use it, the tokens that it keeps of "
+        "one prompt, its cost and its options. "
         "*Size* says how many times smaller the method's cache is than the full cache, measured on "
         f"[SmolLM2]({RESULTS}/methods.txt) with the default options.",
     ]
@@ -340,8 +341,8 @@ def _suite(method: str) -> Iterator[str]:
         yield writers.table(["", "budget", "bytes %", "mean", *parts], lines)
         yield (
             f"Scores of [the suite]({RESULTS}/suite/retain-v1-mini/kvbench/card.md) ([what it measures](../suite.md)): "
-            "100 means as good as the full cache, and 0 as good as random tokens with the same bytes. Brackets have 95 % "
-            "intervals."
+            "100 means as good as the full cache, and 0 as good as random tokens with the same bytes. Brackets have "
+            "95 % intervals."
         )
 
 

@@ -85,9 +85,9 @@ def _page(paper: Paper) -> str:
         writers.table(("place", "statement, in our words", "by its own numbers"), _values(record["statements"])),
         "## Tables and figures",
         f"The links in column *ours* lead to kvbench's measurements. `kvbench table {paper.id}/1` prints a table "
-        f"beside the paper's, and `kvbench plot {paper.id}/fig1` draws a figure. With {MODEL} or another substitute model, "
-        "kvbench's numbers are in per cent of kvbench's full cache, and the paper's numbers in per cent of the paper's "
-        "full cache.",
+        f"beside the paper's, and `kvbench plot {paper.id}/fig1` draws a figure. With {MODEL} or another substitute "
+        "model, kvbench's numbers are in per cent of kvbench's full cache, and the paper's numbers in per cent "
+        "of the paper's full cache.",
         writers.table(
             ("", "shows", "ours", "printed values", "what can be reproduced"), list(_entry_rows(paper, record))
         ),
