@@ -26,7 +26,7 @@ class ExpectedAttention(Selector):
     come from the prompt's queries after the sinks: their own rotations are undone, and they are turned by the average
     rotation of the next ``future`` positions. Under GQA a_j is the mean over a group's query heads.
 
-    The method needs rotary positions. Unlike in kvpress, a bias of the query projection counts.
+    The method needs rotary positions. A bias of the query projection counts.
 
     covariance: false leaves out the second term, so that only m counts.
     vnorm: false takes a_j alone as the score.

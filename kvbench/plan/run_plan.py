@@ -201,6 +201,18 @@ class RunPlan:
 
     def estimate(self, group: Group) -> Estimate:
         """Return the estimate of the memory and time that the group's remaining work takes."""
+        if not any(cell.chain.foreign for cell in group.cells):
+            return self._estimate(group)
+        # foreign methods are asked for needs and budgets here, outside their isolation, and their code may replace
+        # functions that other methods compute with: remember these functions, and put them back
+        functions = Functions()
+        try:
+            return self._estimate(group)
+        finally:
+            functions.restore()
+
+    def _estimate(self, group: Group) -> Estimate:
+        """Return ``estimate``, without a guard against code of foreign methods."""
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
@@ -214,26 +226,16 @@ class RunPlan:
             return len(encoded)
 
         group = self.drop_damaged(group)
-        samples = {c.id: self.store.samples(c.id) for c in group.cells}
-        shape = traits.shape_of(config)
-        # foreign methods are asked for needs and budgets here, outside their isolation, and their code may replace
-        # functions that other methods compute with: remember these functions, and put them back
-        functions = Functions()
-        try:
-            return estimate(
-                group,
-                self.left(group),
-                samples,
-                shape,
-                itemsize=dtype.itemsize,
-                hidden_size=int(config.hidden_size),
-                rows=self.cfg.batch_rows or default_rows(device),
-                prompt_tokens=count_tokens,
-            )
-        finally:
-            # methods were asked for needs and budgets here, outside the isolation of foreign code, which may have
-            # replaced functions that others compute with
-            functions.restore()
+        return estimate(
+            group,
+            self.left(group),
+            {c.id: self.store.samples(c.id) for c in group.cells},
+            traits.shape_of(config),
+            itemsize=dtype.itemsize,
+            hidden_size=int(config.hidden_size),
+            rows=self.cfg.batch_rows or default_rows(device),
+            prompt_tokens=count_tokens,
+        )
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:
         """Return a cell's stored samples by example, for this run's examples only."""

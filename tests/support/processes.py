@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import gc
 import json
 import os
 import runpy
@@ -264,6 +265,7 @@ def _main():
             import_module(name)
         except ImportError:
             continue
+    gc.freeze()  # a program that collects would go through all of this
     asked = _serve(socket.socket(fileno=int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(asked["cwd"])
