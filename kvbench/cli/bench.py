@@ -14,8 +14,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", choices=("memory", "time"), help="what to measure")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="methods, models and sizes")
-    parser.add_argument("--formula", action="store_true", help="memory: build no caches, print only the formulas")
-    parser.add_argument("--plan", action="store_true", help="time: show what would be measured, and stop")
+    parser.add_argument(
+        "--formula", action="store_true", help="with memory: build no caches, print only formulas' bytes"
+    )
+    parser.add_argument("--plan", action="store_true", help="with time: show what would be measured, and stop")
 
 
 def main(args: argparse.Namespace) -> int:

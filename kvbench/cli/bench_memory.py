@@ -118,7 +118,7 @@ def _measure_model(cfg: RunConfig, sizes: Sequence[int], build: bool, quiet: boo
             if shape.note is not None:
                 notes.append(shape.note)
             if left_out:
-                notes.append(f"Left out, as this model's cache gives them no meaning: {', '.join(left_out)}.")
+                notes.append(f"Left out, because they cannot work on this model's cache: {', '.join(left_out)}.")
             print(memory_table.render(accounts, notes))
     return {"model": cfg.model_name, "shape": asdict(shape), "dtype": dtype_name, "rows": rows, "matched": matches}
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 WORDS = {
     "cell": "result{s}",
-    "mark": "mark{s} of runs that ended early",
+    "mark": "record{s} of runs that ended early",
     "temporary": "half-written file{s}",
-    "lines": "block{s} of lines that do not count (kept in a file beside)",
+    "lines": "block{s} of damaged lines or lines of other results (moved to a file beside their own)",
     "lock": "lock{s} that nobody holds",
-    "aside": "damaged part{s} (kept in the folder damaged)",
+    "aside": "damaged part{s} (moved to the folder damaged)",
 }
 """The kinds of leftovers; {s} is the s of a plural."""
 KEYS = ("results", "cells", "status", "model", "method", "dataset")
@@ -50,8 +50,7 @@ def main(args: argparse.Namespace) -> int:
     store = ResultStore(Path(filters.pop("results", "results")).expanduser())
     if not store.root.is_dir():
         raise UsageError(
-            f"results={store.root} is not a folder: give the folder that holds the results of your runs, as "
-            "results=FOLDER"
+            f"results={store.root} is not a folder: name the folder with the results of your runs, as in results=FOLDER"
         )
     cells = [cell.id for cell in list_cells(store, filters)]
     busy = _find_busy(store, cells)
@@ -59,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     if busy and "cells" in filters:
         cell, shards = next(iter(busy.items()))
         raise KvbenchError(
-            f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now; stop that run first"
+            f"cells={cell}: shard {', '.join(map(str, shards))} of it is being measured now. Stop that run first"
         )
     # cells that the user names by id or status go as a whole; other cells lose only lines that do not count
     go_whole = "cells" in filters or "status" in filters
@@ -121,6 +120,6 @@ def _print_text(removals: Sequence[Removal], busy: Collection[str], folder: Path
     if removed:
         print(f"removed {total}")
     elif removals:
-        print(f"would remove {total}; --yes does it")
+        print(f"would remove {total}. Add --yes to remove it")
     else:
         print(f"would remove {total}")

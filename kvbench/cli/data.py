@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ACTIONS = ("status", "fetch", "show")
 WIDTH = 100
 LEGEND = (
-    "present: you put the files there. fetched: `kvbench data fetch` did. not verified: this download was never tried."
+    "present: you put the files there. fetched: `kvbench data fetch` put them there. not verified: nobody has tried "
+    "this download yet."
 )
 """The words of ``data status``."""
 REPLACED = " is read in their place"
@@ -87,9 +88,12 @@ class DatasetRecord(TypedDict):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="status: list datasets; fetch: download; show: print prompts")
+    parser.add_argument("action", choices=ACTIONS, help="status: list datasets. fetch: download. show: print prompts")
     parser.add_argument(
-        "overrides", nargs="*", metavar="id | key=value", help="datasets, and data.root=; for show: keys of run"
+        "overrides",
+        nargs="*",
+        metavar="id | key=value",
+        help="names of datasets, and data.root=FOLDER. show also takes the keys of run",
     )
 
 
@@ -100,10 +104,10 @@ def main(args: argparse.Namespace) -> int:
         return _print_prompts(ids, options, args.json)
     for key in options:
         if key != "data.root":
-            raise UsageError(f"data takes data.root=FOLDER, not {key}=")
+            raise UsageError(f"data {args.action} takes data.root=FOLDER, not {key}=")
     folder = options.get("data.root")
     if "data.root" in options and not folder:
-        raise UsageError("data.root= is empty: give a folder")
+        raise UsageError("data.root= is empty: name a folder, as in data.root=FOLDER")
     if args.action == "fetch":
         return _fetch_datasets(ids, folder, args.json)
     return _print_status(ids, folder, args.json)
@@ -141,10 +145,10 @@ def _print_prompt(record: PromptRecord) -> None:
         heading += f", {record['cut']} cut from the middle"
     print(f"{heading}\n{record['context']}")
     for turn in record.get("turns", ()):
-        print(f"--- a question of the compressed context:\n{turn['question']}")
+        print(f"--- a question on the compressed context:\n{turn['question']}")
         print(f"--- references: {', '.join(map(repr, turn['answers']))}")
     if record["after"]:
-        print(f"--- once that is compressed:\n{record['after']}")
+        print(f"--- read after the compression:\n{record['after']}")
     # a text that is scored, and a context of several questions, have no references of their own
     if record["answers"]:
         references = ", ".join(map(repr, record["answers"]))
@@ -212,7 +216,7 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"data.root={path} cannot be made: {error.strerror}") from None
+            raise UsageError(f"data.root={path} cannot be created: {error.strerror}") from None
     root = source.data_root(folder)
     if root is None:
         raise UsageError(f"data fetch needs a data folder: data.root=FOLDER or the variable {source.ENVIRONMENT}")
@@ -228,7 +232,7 @@ def _fetch_datasets(ids: list[str], folder: str | None, as_json: bool) -> int:
                 "root": str(root),
             }
         )
-        outcome = "nothing was missing"
+        outcome = "no file was missing"
         if fetched_paths:
             outcome = f"{len(fetched_paths)} of {len(file_source.files)} files fetched"
         lines.append(f"{file_source.dataset}: {outcome}, in {root}. Licence: {file_source.licence}")

@@ -21,7 +21,7 @@ FORMATS = ("jsonl", "kvpress")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress (folders of kvpress's leaderboard)")
+    parser.add_argument("form", metavar="FORMAT", help="jsonl, or kvpress (folders that kvpress's leaderboard reads)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="filters of results, and output=")
 
 
@@ -61,7 +61,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
     if not lines:
         message = _explain_nothing_chosen(store)
         if path.exists():
-            message += f"; {path} is left as it is"
+            message += f". {path} is left as it is"
         raise UsageError(message)
     count = open_results.write_lines(lines, path)
     if as_json:
@@ -73,7 +73,7 @@ def _write_lines(store: ResultStore, options: dict[str, str], as_json: bool) -> 
 
 def _explain_nothing_chosen(store: ResultStore) -> str:
     """Return the message for filters that choose no measured cell."""
-    return f"{store.root} holds no measured answers that are chosen here (kvbench list runs)"
+    return f"{store.root} has no measured answers that fit the filters. `kvbench list runs` lists all results"
 
 
 def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -> int:
@@ -86,11 +86,11 @@ def _write_folders(store: ResultStore, options: dict[str, str], as_json: bool) -
 
     root = Path(options.pop("output", "kvpress-results")).expanduser()
     if root.exists() and not root.is_dir():
-        raise UsageError(f"output={root} is a file: name a folder, which is made")
+        raise UsageError(f"output={root} is a file: name a folder, which is created if it is missing")
     # the name becomes a part of the folders' names
     name = options.pop("name", None)
     if name is not None and (name != Path(name).name or name == ".."):
-        raise UsageError(f"name={name} is not possible: what the data set is called in the folders' names, without /")
+        raise UsageError(f"name={name} is not possible: the name becomes part of folder names, so it must not have a /")
     runs, notes = export_kvpress.find_runs(store, list_cells(store, options), name)
     if not runs:
         raise UsageError("; ".join(notes) or _explain_nothing_chosen(store))
@@ -117,9 +117,15 @@ def _warn_of_parts(runs: Sequence[Run]) -> None:
 
     partial_runs = [run for run in runs if run.fraction < 1]
     if partial_runs:
-        say(f"{len(partial_runs)} folders hold a part of their data set, which kvpress's leaderboard leaves out")
+        say(
+            f"folders with only a part of their data set: {len(partial_runs)} of {len(runs)}. kvpress's leaderboard leaves "
+            "them out"
+        )
     # RULER's score is the mean of all its tasks
     short_runs = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
     if short_runs:
         counts = range_text([len(run.tasks) for run in short_runs])
-        say(f"{len(short_runs)} folders hold {counts} of RULER's 13 tasks: their mean is no RULER score")
+        say(
+            f"folders with only {counts} of RULER's 13 tasks: {len(short_runs)} of {len(runs)}. Their means are no RULER "
+            "scores"
+        )

@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: how many of each). Filters of runs: results=, status=, "
+        help=f"{', '.join(KINDS)} (default: the number of each). runs takes filters: results=, status=, "
         "model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results for runs and tables (default results)")
@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
         if kind not in KINDS:
             raise unknown("list", kind, KINDS)
     if filters and "runs" not in kinds:
-        raise UsageError(f"{next(iter(filters))}= chooses among runs: kvbench list runs ...")
+        raise UsageError(f"{next(iter(filters))}= is a filter of runs: use it with kvbench list runs")
     folder = Path(named_folder or "results").expanduser()
     store = ResultStore(folder)
     cells = []

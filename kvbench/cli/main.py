@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(str(error))
         return error.status
     except KeyboardInterrupt:
-        say("interrupted. Finished answers are safe; run the same command to go on.")
+        say("interrupted. Finished answers are safe. Run the same command again to go on.")
         return 130
     except BrokenPipeError:
         # the reader has ended, as `head` does: Python would write the rest when it ends, and fail once more
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # any other error must end in a message, too
         say(
             f"internal error, {type(error).__name__}: {error}. Finished answers are safe. "
-            "KVBENCH_DEBUG=1 shows where; please report it"
+            "Set the environment variable KVBENCH_DEBUG=1 to see where it happened, and please report it"
         )
         return 1
 
@@ -141,7 +141,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         mistakes = [word for word in extra if word.startswith("-")]
         takes_overrides = hasattr(parsed, "overrides")
         if mistakes or not takes_overrides:
-            hint = "; keys have no --, as in results=FOLDER" if takes_overrides else ""
+            hint = ". Keys are typed without --, as in results=FOLDER" if takes_overrides else ""
             words = " ".join(mistakes or extra)
             parser.error(f"unrecognised: {words}{hint} (see kvbench {parsed.verb} --help)")
         parsed.overrides = parsed.overrides + extra

@@ -39,7 +39,7 @@ ModelRecord = TypedDict(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("action", choices=ACTIONS, help="list (or status): list models; fetch: download a model")
+    parser.add_argument("action", choices=ACTIONS, help="list (or status): list models. fetch: download a model")
     parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="names of models")
 
 
@@ -52,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     models = read_models()
     for name in names:
         if name not in models:
-            hint = "A hub id of your own: add download=true to run."
+            hint = "Any other model of the hub: kvbench run model=OWNER/NAME download=true."
             raise unknown("model", name, models, hint, listed_by="kvbench list models")
     if args.action == "fetch":
         return _fetch_models(names, models, options.get("from"), args.json)
@@ -169,9 +169,9 @@ def _fetch_models(names: Sequence[str], models: Mapping[str, ModelEntry], wheel:
         if not as_json:
             outcome = "fetched"
             if not is_fetched:
-                outcome = "nothing was missing"
+                outcome = "no file was missing"
                 if wheel is not None:
-                    outcome += f", so that from={wheel} was not read"
+                    outcome += f", so from={wheel} was not read"
             print(f"{name}: {outcome}, in {folder}. Licence: {licence}")
     if as_json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
@@ -196,12 +196,12 @@ def _check_request(
     if wheel is not None:
         # several models, or a model from the hub, could not all come out of one wheel
         if len(names) > 1 or names[0] not in packages:
-            raise UsageError(f"from={wheel} goes with one model that comes in a wheel: {', '.join(packages)}")
+            raise UsageError(f"from={wheel} goes with one model that comes in a wheel, one of {', '.join(packages)}")
         if not Path(wheel).expanduser().is_file():
-            raise UsageError(f"from={wheel}: there is no such file, or it is a folder; give a wheel or a .gguf")
+            raise UsageError(f"from={wheel}: there is no such file, or it is a folder. Name a wheel or a .gguf file")
     for name in names:
         if name in embedded:
             raise UsageError(
-                f"model fetch {name}: it comes with kvbench, so that there is nothing to fetch; run it with "
-                f"model={name} (kvbench model list has those that can be fetched)"
+                f"model fetch {name}: the model comes with kvbench, so there is nothing to fetch. Run it with "
+                f"model={name}. `kvbench model list` lists the models that can be fetched"
             )

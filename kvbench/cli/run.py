@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 ENDS = (
     ("refused", "were refused", ""),
-    ("failed", "failed", "; the same command tries them again"),
-    ("damaged", "could not be read", "; kvbench clean --yes sets damaged ones aside to be measured again"),
+    ("failed", "failed", ". The same command tries them again"),
+    (
+        "damaged",
+        "could not be read",
+        ". `kvbench clean --yes` moves damaged results away. The next run measures them again",
+    ),
 )
 """(status, what happened in words, what helps) of cells that end without a result."""
 
@@ -46,7 +50,7 @@ class Help(argparse.Action):
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    about = "show this help; with keys: every key; with the name of a method or dataset: its options"
+    about = "show this help. --help keys: all keys. --help NAME: the options of a method or dataset"
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and its options")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
@@ -55,7 +59,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--multirun",
         action="store_true",
-        help="measure parts of the examples (shards=N or shard=0,1,...) in processes of a Hydra launcher",
+        help="divide the examples into parts (shards=N or shard=0,1,...), and measure each part in a process of a "
+        "Hydra launcher",
     )
     add_report_options(parser)
 
@@ -63,10 +68,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def add_report_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for printing the report of a run."""
     parser.add_argument(
-        "--intervals", action="store_true", help="show the interval and the difference to the full cache for every task"
+        "--intervals",
+        action="store_true",
+        help="show for every task the 95 %% interval and the difference to the full cache",
     )
     parser.add_argument(
-        "--notes", action="store_true", help="show storage in detail, and how the numbers were measured"
+        "--notes", action="store_true", help="show what each method stores, and how the numbers were measured"
     )
     add_format_option(parser)
 
@@ -141,7 +148,7 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
     exit_status = 0
     for status, outcome, hint in ENDS:
         if counts[status]:
-            say(f"{counts[status]} of the results {outcome}; the reasons stand in the table{hint}")
+            say(f"{counts[status]} of the results {outcome}. The reasons stand below the table{hint}")
             exit_status = 1
     return exit_status
 

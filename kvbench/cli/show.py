@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("overrides", nargs="*", metavar="ID | key=value", help="the id of a result, or keys of run")
     parser.add_argument("--samples", type=int, help="number of a result's answers to print (default 3)")
-    parser.add_argument("--results", help="folder of results, the same as results= (default results)")
+    parser.add_argument("--results", help="folder of results, the same as the key results= (default results)")
     add_report_options(parser)
 
 
@@ -37,9 +37,9 @@ def main(args: argparse.Namespace) -> int:
     if args.results is not None:
         options["results"] = args.results
     if len(cell_ids) > 1 or (cell_ids and options.keys() - {"results"}):
-        raise UsageError(f"show {' '.join(args.overrides)}: give the id of one result, or key=value, not both")
+        raise UsageError(f"show {' '.join(args.overrides)}: give either the id of one result, or key=value")
     if args.samples is not None and args.samples < 0:
-        raise UsageError(f"--samples {args.samples} is not possible: a number of answers, 0 for none")
+        raise UsageError(f"--samples {args.samples} is not possible: give a number of answers, 0 or more")
     if cell_ids:
         (cell_id,) = cell_ids
         if args.format != "text":
@@ -71,7 +71,7 @@ def _show_runs(options: dict[str, str], args: argparse.Namespace) -> int:
         # results= alone names no run
         described = words_typed or "the default run"
         command = " ".join(["kvbench run", words_typed]).strip()
-        print(f"nothing measured yet for {described}; run:\n{command}")
+        print(f"nothing measured yet for {described}. Measure it:\n{command}")
         return 0
     return print_reports(reports, args)
 
@@ -92,7 +92,7 @@ def _show_cell(cell_id: str, results: Path, args: argparse.Namespace) -> int:
         raise UsageError(damage)
     record = store.cell(cell_id)
     if record is None:
-        raise UsageError(f"result {cell_id} was never started; it lies in {store.root}/cells")
+        raise UsageError(f"nothing was measured yet for result {cell_id}, whose folder is in {store.root}/cells")
     identity = record.identity
     label = label_cell(identity, record.label)
     settings: dict[str, object] = {"model": record.model}

@@ -67,8 +67,8 @@ def run_shards(request: RunRequest, prepared: RunPlan) -> None:
     except Exception as error:
         # each launcher has its own errors for a job that ended early
         raise KvbenchError(
-            f"a shard did not come to its end ({_explain_end(error)}). Finished answers are safe; run the same "
-            "command again to measure the rest"
+            f"a shard ended early ({_explain_end(error)}). Finished answers are safe. Run the same command again to "
+            "measure the rest"
         ) from error
     finally:
         sys.argv = previous_arguments
@@ -93,8 +93,8 @@ def _check_dtype(request: RunRequest, prepared: RunPlan) -> None:
         key, _, value = word.partition("=")
         if "gpu" in key and value != "0":
             raise UsageError(
-                f"{word.lstrip('+')} asks for workers with GPUs, and this machine has none: dtype=auto would mean "
-                "another precision there than here. Name it, as in dtype=bfloat16"
+                f"{word.lstrip('+')} asks for workers with GPUs, and this machine has none. dtype=auto would mean one "
+                "precision there and another one here. Name the precision, as in dtype=bfloat16"
             )
 
 

@@ -68,7 +68,7 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "<s>one two" in out and "\x1b" not in out
     assert out.count("file/p, example line-") == 1  # limit=1
-    assert "--- once that is compressed:\nHow many?\n" in out
+    assert "--- read after the compression:\nHow many?\n" in out
     assert out.endswith("--- at most 3 new tokens; references: 'four'\n\n")
     assert main([*arguments, "limit=2", "max_length=8", "--json"]) == 0
     first, second = json.loads(capsys.readouterr().out)["examples"]
@@ -77,7 +77,7 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
     arguments = ["data", "show", "kv_retrieval", "records=5", "contexts=1", "questions=2"]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert out.count("--- a question of the compressed context:\nKey:") == 2 and "--- at most 100 new" not in out
+    assert out.count("--- a question on the compressed context:\nKey:") == 2 and "--- at most 100 new" not in out
     assert main([*arguments, "--json"]) == 0
     (record,) = json.loads(capsys.readouterr().out)["examples"]
     assert [len(turn["answers"]) for turn in record["turns"]] == [1, 1]
@@ -98,8 +98,8 @@ def test_show_prints_what_the_model_reads(tmp_path, capsys):
         ("fetch own data.root={tmp}/x", "has no list of files to fetch"),
         ("fetch demo", "needs a data folder"),
         ("fetch demo data.root=", "is empty"),
-        ("fetch demo root={tmp}", "data takes data.root=FOLDER"),
-        ("fetch demo data.root={tmp}/conf/dataset/demo.yaml", "cannot be made"),
+        ("fetch demo root={tmp}", "data fetch takes data.root=FOLDER"),
+        ("fetch demo data.root={tmp}/conf/dataset/demo.yaml", "cannot be created"),
         ("status data.root={tmp}/nowhere", "is not a folder"),
         ("status demoo", "Did you mean demo"),
     ],

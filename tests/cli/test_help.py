@@ -62,7 +62,7 @@ def test_the_keys_begin_with_those_that_most_runs_use(capsys):
     keys = re.findall(r"^(\w+): ", text, re.MULTILINE)
     assert keys[:6] == ["method", "kv_ratio", "kv_size", "ratio", "dataset", "model"]
     assert keys.index("limit") < keys.index("per")
-    assert "share of the prompt's tokens that is kept" in text and "share of the channels that is removed" in text
+    assert "share of the prompt's tokens that is kept" in text and "share of the key channels that is removed" in text
 
 
 @pytest.mark.parametrize("topic", ["keys", "snapkv", "h2o", "needle", "qhitter", "uncomp-group"])

@@ -84,7 +84,7 @@ def test_show_of_nothing_says_what_to_run(tmp_path, capsys):
     assert main(["show", "method=pyramidkv", f"results={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert said == (
-        f"nothing measured yet for method=pyramidkv results={tmp_path}; run:\n"
+        f"nothing measured yet for method=pyramidkv results={tmp_path}. Measure it:\n"
         f"kvbench run method=pyramidkv results={tmp_path}\n"
     )
 

@@ -227,7 +227,7 @@ def test_what_is_measured_now_is_left_alone_or_refused(store, capsys):
         "busy": [cell_id("done")],
     }
     assert main(["clean", f"results={store.root}", cells("done"), "--yes"]) == 1
-    assert f"{cells('done')}: shard 3 of it is being measured now; stop that run first" in capsys.readouterr().err
+    assert f"{cells('done')}: shard 3 of it is being measured now. Stop that run first" in capsys.readouterr().err
     assert main(["clean", f"results={store.root}"]) == 0
     assert f"left alone {cell_id('done')}: it is being measured now" in capsys.readouterr().out
     writer.append(sample(9))

@@ -223,7 +223,7 @@ def test_bytes_of_all_methods_leave_out_what_has_no_meaning(capsys):
     words = ["bench", "memory", "model=deepseek-v3", "n=512", "--formula"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "snapkv" in printed and "Left out, as this model's cache gives them no meaning" in printed
+    assert "snapkv" in printed and "Left out, because they cannot work on this model's cache" in printed
     assert main([*words, "method=kivi"]) == 2
     assert "method kivi is not possible on this model" in capsys.readouterr().err
 

@@ -122,7 +122,7 @@ def test_answers_are_scored_as_kvpress_scores_them_and_score_reads_them_again(tm
     captured = capsys.readouterr()
     (listed,) = json.loads(captured.out)["folders"]
     assert listed["tasks"] == ["niah_multivalue", "qa_1"] and listed["n"] == 4
-    assert "1 folders hold 2 of RULER's 13 tasks" in captured.err and "a part of their data set" in captured.err
+    assert "only 2 of RULER's 13 tasks: 1 of 1" in captured.err and "only a part of their data set" in captured.err
     (folder,) = (tmp_path / "out").iterdir()
     assert folder.name.startswith("ruler@2025__4096__") and folder.name.endswith("__0.88__fraction0.004")
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -162,7 +162,7 @@ def test_what_cannot_be_one_folder_each_is_told(tmp_path, capsys):
     store = ResultStore(tmp_path / "results")
     store.root.mkdir()
     assert main(["export", "kvpress", f"results={store.root}"]) == 2
-    assert "holds no measured answers that are chosen here" in capsys.readouterr().err
+    assert "has no measured answers that fit the filters" in capsys.readouterr().err
     assert main(["export", "helm"]) == 2
     assert "unknown format helm of export" in capsys.readouterr().err
     measure(store, PlainCell(), range(2))  # imported answers have no chain
@@ -206,7 +206,7 @@ def test_folders_with_other_numbers_of_rulers_tasks_are_told_by_the_range(tmp_pa
         ruler(store, task, [("a", ["a"])])
     ruler(store, "vt", [("a", ["a"])], stages=(("h2o", {"kv_ratio": 0.5}),))
     assert main(["export", "kvpress", f"results={store.root}", f"output={tmp_path / 'out'}"]) == 0
-    assert "2 folders hold 1–3 of RULER's 13 tasks: their mean is no RULER score" in capsys.readouterr().err
+    assert "with only 1–3 of RULER's 13 tasks: 2 of 2. Their means are no RULER scores" in capsys.readouterr().err
 
 
 def test_where_nothing_is_chosen_an_earlier_file_stays(tmp_path, capsys):
@@ -214,7 +214,7 @@ def test_where_nothing_is_chosen_an_earlier_file_stays(tmp_path, capsys):
     ruler(store, "vt", [("a", ["a"])])
     output.write_text("the results of last week\n")
     assert main(["export", "jsonl", f"results={store.root}", "method=h2o", f"output={output}"]) == 2
-    assert f"no measured answers that are chosen here (kvbench list runs); {output} is left" in (
+    assert f"no measured answers that fit the filters. `kvbench list runs` lists all results. {output} is left" in (
         capsys.readouterr().err
     )
     assert output.read_text() == "the results of last week\n"

@@ -286,7 +286,7 @@ def test_a_damaged_cell_costs_itself_alone_until_it_is_set_aside(damage, tmp_pat
         assert ("snapkv kv_ratio=0.25 on tiny/needle is left out: " in err) == (verb == "run")
     assert main(["run", *arguments, "method=snapkv,h2o"]) == 1
     (end,) = (line for line in capsys.readouterr().err.splitlines() if "of the results" in line)
-    assert "1 of the results could not be read" in end and "clean --yes sets damaged ones aside" in end
+    assert "1 of the results could not be read" in end and "clean --yes` moves damaged results away" in end
     assert main(["show", damaged, f"results={tmp_path}"]) == 2
     assert f"{name} cannot be read" in capsys.readouterr().err
     assert main(["run", *arguments, "method=snapkv", "--plan"]) == 0
