@@ -118,14 +118,14 @@ def _warn_of_parts(runs: Sequence[Run]) -> None:
     partial_runs = [run for run in runs if run.fraction < 1]
     if partial_runs:
         say(
-            f"folders with only a part of their data set: {len(partial_runs)} of {len(runs)}. kvpress's leaderboard leaves "
-            "them out"
+            f"folders with only a part of their data set: {len(partial_runs)} of {len(runs)}. kvpress's leaderboard "
+            "leaves them out"
         )
     # RULER's score is the mean of all its tasks
     short_runs = [run for run in runs if run.is_ruler and len(run.tasks) < len(export_kvpress.RULER)]
     if short_runs:
         counts = range_text([len(run.tasks) for run in short_runs])
         say(
-            f"folders with only {counts} of RULER's 13 tasks: {len(short_runs)} of {len(runs)}. Their means are no RULER "
-            "scores"
+            f"folders with only {counts} of RULER's 13 tasks: {len(short_runs)} of {len(runs)}. Their means are no "
+            "RULER scores"
         )

@@ -40,7 +40,9 @@ ModelRecord = TypedDict(
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("action", choices=ACTIONS, help="list (or status): list models. fetch: download a model")
-    parser.add_argument("overrides", nargs="*", metavar="model | from=FILE", help="names of models")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="model | from=FILE", help="names of models. fetch also takes from=FILE"
+    )
 
 
 def main(args: argparse.Namespace) -> int:
