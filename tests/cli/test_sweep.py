@@ -91,7 +91,7 @@ def test_a_shard_that_fails_says_how_to_go_on_and_the_rest_follows(tmp_path, mon
         return original(prepared, *args, **options)
 
     monkeypatch.setattr(experiment, "measure", measure)
-    with pytest.raises(KvbenchError, match=r"RuntimeError: worker died.*run the same command again") as caught:
+    with pytest.raises(KvbenchError, match=r"RuntimeError: worker died.*Run the same command again") as caught:
         sweep.run_shards(request, complete)
     assert not isinstance(caught.value, UsageError)
     monkeypatch.setattr(experiment, "measure", original)
