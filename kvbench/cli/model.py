@@ -198,7 +198,7 @@ def _check_request(
     if wheel is not None:
         # several models, or a model from the hub, could not all come out of one wheel
         if len(names) > 1 or names[0] not in packages:
-            raise UsageError(f"from={wheel} goes with one model that comes in a wheel, one of {', '.join(packages)}")
+            raise UsageError(f"from={wheel} needs exactly one model that comes in a wheel: {', '.join(packages)}")
         if not Path(wheel).expanduser().is_file():
             raise UsageError(f"from={wheel}: there is no such file, or it is a folder. Name a wheel or a .gguf file")
     for name in names:

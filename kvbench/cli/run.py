@@ -59,8 +59,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--multirun",
         action="store_true",
-        help="divide the examples into parts (shards=N or shard=0,1,...), and measure each part in a process of a "
-        "Hydra launcher",
+        help="divide the examples into parts (shards=N or shard=0,1,...), and measure each part in its own process, "
+        "started by a Hydra launcher",
     )
     add_report_options(parser)
 

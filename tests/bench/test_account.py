@@ -222,7 +222,7 @@ def test_sizes_are_matched_at_each_prompt_length(capsys):
         ("dataset=tiny", "unknown key dataset of bench memory"),
         ("limit=3", "unknown key limit of bench memory"),
         ("paper=thonk", "Did you mean think"),
-        ("paper=think n=3", "a paper's figures have no options"),
+        ("paper=think n=3", "the numbers of papers have no options"),
         ("method=snapkw", "Did you mean snapkv"),
         ("model=owner/absent", "download=true"),
         ("model.shape={layers:3}", "a mapping with layers, query_heads"),

@@ -35,7 +35,7 @@ BAD = {
     "plot uncomp/fig1 layers=a": "layers=a is not possible: layer numbers",
     "plot uncomp/fig1 bits=3": "bits= is not possible with uncomp/fig1: qhitter/fig2, qhitter/fig3 take it",
     "plot qhitter/fig2 bits=5": "bits=5 is not possible: 1, 2, 3, 4 or 8",
-    "plot qhitter bits=4,2": "bits=4,2 is not possible: qhitter/fig3 shows one width",
+    "plot qhitter bits=4,2": "bits=4,2 is not possible: qhitter/fig3 shows one bit width",
     "plot uncomp/fig1 limit=0": "limit=0 is not possible",
     "plot uncomp/fig1 top=4 top=5": "top= is given 2 times",
     "plot uncomp/fig1 method=snapkv": "results/pareto take methods of your own",

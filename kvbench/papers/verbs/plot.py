@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
         _print_list(args.json)
         return 0
     elif not names:
-        raise UsageError("plot needs a figure, as in: kvbench plot uncomp/fig1 (all: plot list)")
+        raise UsageError("plot needs a figure, as in: kvbench plot uncomp/fig1 (`kvbench plot list` names all)")
     else:
         # with --json nothing but the records is printed, so no progress is shown
         records = _draw_figures(names, options, quiet=args.json, stored=args.stored)
@@ -131,7 +131,9 @@ def _draw_figures(names: list[str], options: dict[str, str], quiet: bool, stored
         raise UsageError("text= and dataset= are two ways to say what is read: give one of them")
     _check_figure_keys(figures, figure_keys)
     if stored and not of_results:
-        raise UsageError(f"--stored is not possible with {names[0]}: its data are not in the store, they are computed")
+        raise UsageError(
+            f"--stored is not possible with {names[0]}: its data are never stored, but computed by the model"
+        )
     models = split_list(options.get("model", ""))
     if len(models) > 1:
         raise UsageError(f"plot draws one model at a time, not {len(models)}: give model= one name")
@@ -184,7 +186,7 @@ def _check_figure_keys(figures: Sequence[Figure], figure_keys: Mapping[str, Any]
         default_bits = figure.knobs.get("bits") or ()
         if len(default_bits) == 1 and len(bits) > 1:
             text = ",".join(map(str, bits))
-            raise UsageError(f"bits={text} is not possible: {figure.id} shows one width, as bits=4")
+            raise UsageError(f"bits={text} is not possible: {figure.id} shows one bit width, as in bits=4")
 
 
 def _takes_key(figure: Figure, key: str) -> bool:
@@ -217,7 +219,7 @@ def _draw_results(
             source.measure(quiet=quiet)
         data = figure.compute(source)
         if data.empty:
-            raise UsageError(f"{figure.id}: nothing of it is in {results}; leave out --stored to measure it")
+            raise UsageError(f"{results} has no data of {figure.id}. Leave out --stored to measure them")
         # a figure without sweeps is computed by formulas, for no model
         model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
         facts = source.facts()
@@ -307,7 +309,7 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
     if wrong:
         raise UsageError(
-            f"--from-csv draws what the file says, and takes only results=FOLDER or output=FOLDER, not {wrong[0]}"
+            f"--from-csv draws the figure that the file names. Beside it, give only results= or output=, not {wrong[0]}"
         )
     from kvbench.papers.figures import place, registry
     from kvbench.papers.figures.figure import facts_of, read_csv
@@ -330,7 +332,7 @@ def _print_list(as_json: bool) -> None:
     for entry in entries:
         print(f"{entry['id']:<14} {entry['about']}")
         takes = ", ".join(f"{key}=" for key in entry["takes"])
-        print(f"{'':14} takes {takes or 'what run takes: model=, limit=, ...'}")
+        print(f"{'':14} takes {takes or 'the keys of run: model=, limit=, ...'}")
 
 
 def _record_figure(figure: Figure, paths: Sequence[Path], finding: str) -> FigureRecord:

@@ -35,7 +35,9 @@ def main(args: argparse.Namespace) -> int:
     """
     options = parse_pairs(args.overrides, "output=report.html samples=1")
     if args.json and "output" in options:
-        raise UsageError(f"output={options['output']} is not possible with --json, which prints and writes no page")
+        raise UsageError(
+            f"output={options['output']} is not possible with --json, which prints the report and writes no page"
+        )
     output = Path(options.pop("output", "report.html"))
     if output.is_dir():
         raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")

@@ -70,7 +70,7 @@ def print_tables(options: dict[str, str], args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1, ensure_ascii=False))
     has_failed |= any(map(_has_failed_cells, views))
     if has_failed:
-        say("some results were refused or failed; the reasons stand below the table")
+        say("some results were refused or failed. The reasons stand below the table")
     return int(has_failed)
 
 
@@ -116,7 +116,7 @@ def _measure_table(table: TableSpec, model: str, overrides: Sequence[str], args:
         elif table.measurable:
             print(f"{table.id}: nothing to measure")
         else:
-            print(f"{table.id}: nothing to measure, its numbers are no scores")
+            print(f"{table.id}: nothing to measure, because its numbers are not scores")
         for reason in grid.list_reasons_for_absence(ours):
             print(fill(reason, 100, initial_indent="  ", subsequent_indent="    "))
         return 0
@@ -154,7 +154,7 @@ def _time_table(table: TableSpec, model: str, options: Mapping[str, str], args: 
         if not timings.is_table_key(key):
             keys = ", ".join(f"{name}=" for name in timings.KEYS)
             raise UsageError(
-                f"{key}={value} is not possible here: {table.id} is timed, not scored; it takes model=, results=, "
+                f"{key}={value} is not possible here: {table.id} is timed, not scored. It takes model=, results=, "
                 f"{keys}"
             )
         if key == "results":

@@ -68,7 +68,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", help="model that made the answers, the same as model=")
     parser.add_argument("--method", help="method that made the answers, the same as method=")
-    parser.add_argument("--store", action="store_true", help="store each dataset as a result; needs model= and method=")
+    parser.add_argument(
+        "--store", action="store_true", help="store each dataset as a result (needs model= and method=)"
+    )
     parser.add_argument("--timing", action="store_true", help="add the seconds of each dataset to the table")
     add_format_option(parser)
 
@@ -92,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
         model=options.model, method=options.method, setting=options.setting, prompt=options.prompt
     )
     if args.store and not (source.model and source.method):
-        raise UsageError("--store needs model=NAME method=NAME: what made these answers")
+        raise UsageError("--store needs model=NAME method=NAME: the model and method that made these answers")
     files, errors = _read_predictions(imports.find_files(Path(args.path)), options)
     read_at = time.perf_counter()
     scored = [scoring.score_file(predictions, name) for predictions, name in files]
@@ -184,7 +186,7 @@ def _print_distances(divergences: Sequence[ImportedDistance], options: ScoreOpti
         # without model=, the model that the first file names stands for all
         model = options.model or divergences[0].model
         if not model:
-            raise UsageError("--store needs model=NAME: whose divergences these are")
+            raise UsageError("--store needs model=NAME: the model that has these divergences")
         cells = distances.store_cells(ResultStore(Path(options.results).expanduser()), divergences, model)
         notes.append(f"Imported as {len(cells)} results below {options.results}/cells (kvbench list runs).")
     if args.json:

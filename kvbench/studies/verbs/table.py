@@ -27,7 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
     parser.add_argument("--stored", action="store_true", help="measure nothing, show stored results")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
-    parser.add_argument("--trace", nargs=2, metavar=("ROW", "COL"), help="list the stored answers behind one number")
+    parser.add_argument(
+        "--trace",
+        nargs=2,
+        metavar=("ROW", "COL"),
+        help="list the stored answers behind the number in this row and column",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,7 +73,9 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     from kvbench.studies import own_tables
 
     if args.trace:
-        raise UsageError(f"--trace is for papers' tables, and {name} is none: kvbench show ID prints stored answers")
+        raise UsageError(
+            f"--trace is for papers' tables, and {name} is not one. `kvbench show ID` prints stored answers"
+        )
     model = options.pop("model", "") or "tiny"
     runs = own_tables.prepare(name, model, options)
     if args.plan:
@@ -85,7 +92,7 @@ def _print_own_table(name: str, options: dict[str, str], args: argparse.Namespac
     for report in reports:
         statuses |= {cell.status for cell in report.cells}
     if not args.json and statuses <= {"missing"}:
-        print(f"nothing of table {name} is measured yet in {reports[0].results}; leave out --stored to measure it")
+        print(f"nothing of table {name} is measured yet in {reports[0].results}. Leave out --stored to measure it")
         return 0
     table = own_tables.read_own_table(name, runs, reports)
     if args.json:

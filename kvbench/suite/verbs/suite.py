@@ -30,12 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("suite", nargs="?", default="", help="name of the suite, for example retain-v1-mini")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="method=, edition=, output=, ...")
-    parser.add_argument("--plan", action="store_true", help="show what would be measured and how long, and stop")
+    parser.add_argument(
+        "--plan", action="store_true", help="show what would be measured and how long it takes, and stop"
+    )
     parser.add_argument("--stored", action="store_true", help="measure nothing, make the card from stored results")
     parser.add_argument(
         "--lock",
         action="store_true",
-        help="write the suite's lock (hashes of prompts and settings) again: a changed lock is another suite",
+        help="write the suite's lock (hashes of prompts and settings) again. A changed lock makes another suite",
     )
 
 
@@ -78,7 +80,9 @@ def main(args: argparse.Namespace) -> int:
             return status
         if shard:
             _check_shard(run)
-            print("This shard is measured. When all are, the same command without shard= and shards= makes the card.")
+            print(
+                "This shard is measured. Once all shards are, run the command without shard= and shards= to make the card."
+            )
             return 0
     folder = Path(output) if output else _choose_folder(run, settings)
     return _finish_suite(whole, folder, division, contributor, as_json=args.json)
@@ -120,7 +124,7 @@ def _check_shard(run: SuiteRun) -> None:
     for part_run in run.parts:
         left += sum(todo.answers_to_do for todo in part_run.plan.todo())
     if left:
-        raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above; repeat the command")
+        raise KvbenchError(f"{left} answers of this shard are missing, for the reasons above. Repeat the command")
 
 
 def _describe_plan(run: SuiteRun) -> Iterator[str]:
@@ -205,7 +209,7 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
     if problems:
         indented = "\n".join(f"  {problem}" for problem in problems)
         raise KvbenchError(
-            f"{run.suite.name}: controls are below the negative one, so nothing here is a measurement:\n{indented}"
+            f"{run.suite.name}: controls score below the negative control, so the scores cannot be trusted:\n{indented}"
         )
     samples_by_row: dict[tuple[str, int | None], Mapping[str, PartSamples]] = {("full", None): full}
     samples_by_row |= {(row.name, row.budget): row.parts for row in samples}
@@ -218,7 +222,7 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
     print(card.write_card(run.suite, scored, "text"), end="")
     left_out = sorted({row.name for row in run.rows} - {entry.name for entry in scored})
     if left_out:
-        print(f"Not measured in every part, and so without a row: {', '.join(left_out)}.")
+        print(f"Left out of the card, because a part is not measured: {', '.join(left_out)}.")
     print(f"Card, rows and samples: {folder} ({folders.CARD}, {folders.PICTURE}, {folders.RESULTS}, {folders.SAMPLES})")
     print(f"Anybody can check them: kvbench verify {folder}")
     return 0

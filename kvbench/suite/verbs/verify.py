@@ -13,7 +13,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-texts",
         action="store_true",
-        help="do not score answers again if the datasets are not on this machine, check everything else",
+        help="if the datasets are not on this machine, check everything except the scores of answers",
     )
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="a folder that `kvbench suite` wrote")
 
