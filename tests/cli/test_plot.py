@@ -130,7 +130,7 @@ def test_other_models_read_wikitext_and_say_so_without_it(tmp_path, capsys, monk
 
 def test_a_figure_of_which_nothing_is_stored_makes_no_folder(tmp_path, capsys):
     assert main(["plot", "results/pareto", "--stored", f"results={tmp_path / 'emp' / 'x'}"]) == 2
-    assert "results/pareto: nothing of it is in" in capsys.readouterr().err
+    assert "results/pareto: no data of this figure in" in capsys.readouterr().err
     assert not (tmp_path / "emp").exists()
 
 

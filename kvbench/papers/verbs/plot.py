@@ -219,7 +219,7 @@ def _draw_results(
             source.measure(quiet=quiet)
         data = figure.compute(source)
         if data.empty:
-            raise UsageError(f"{results} has no data of {figure.id}. Leave out --stored to measure them")
+            raise UsageError(f"{figure.id}: no data of this figure in {results}. Leave out --stored to measure them")
         # a figure without sweeps is computed by formulas, for no model
         model = options.get("model", stand_ins.MODEL) if figure.sweeps else ""
         facts = source.facts()
@@ -309,7 +309,7 @@ def _redraw(path: Path, names: Sequence[str], options: Mapping[str, str]) -> Fig
     wrong += [f"{key}={value}" for key, value in options.items() if key not in ("results", "output")]
     if wrong:
         raise UsageError(
-            f"--from-csv draws the figure that the file names. Beside it, give only results= or output=, not {wrong[0]}"
+            f"--from-csv draws the figure in the file. It takes only results=FOLDER or output=FOLDER, not {wrong[0]}"
         )
     from kvbench.papers.figures import place, registry
     from kvbench.papers.figures.figure import facts_of, read_csv

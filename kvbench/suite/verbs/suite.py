@@ -81,7 +81,7 @@ def main(args: argparse.Namespace) -> int:
         if shard:
             _check_shard(run)
             print(
-                "This shard is measured. Once all shards are, run the command without shard= and shards= to make the card."
+                "This shard is measured. After the last shard, run the command without shard= and shards= for the card."
             )
             return 0
     folder = Path(output) if output else _choose_folder(run, settings)

@@ -300,7 +300,7 @@ BAD = {
     "plot vatp/fig3 text=x": "text= is not possible with vatp/fig3",
     "plot vatp/fig3 method=snapkv": "take methods of your own",
     "plot vatp/fig3 limit=0": "limit=0 is not possible",
-    "plot vatp/fig3 --stored results={tmp}": "nothing of it is in",
+    "plot vatp/fig3 --stored results={tmp}": "no data of this figure in",
     "plot uncomp/fig1 --stored": "--stored is not possible with uncomp/fig1",
     "plot qhitter/fig7 dataset=tiny": "dataset=tiny is not possible with qhitter/fig7",
     "plot think/fig3b results={tmp} model=tiny": "model= is not possible with think/fig3b: it is computed",
