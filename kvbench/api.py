@@ -77,13 +77,13 @@ def prefill(
     input_ids: one unpadded prompt, [n] or [1, n].
     methods: the entries. Each is a string such as ``"snapkv+think"``, a dict such as
     ``{"method": "snapkv", "kv_size": 512}``, or a Chain.
-    preset: a paper of conf/preset, whose options and ``per`` replace the plain defaults. The paper's prompt format is
-    not applied. Values that a preset sets for one model are found by the model's hub id.
-    tokenizer: for methods that add words of their own (``kvzip instruction=plain``).
+    preset: a preset of conf/preset, such as ``"think"``. Its options and ``per`` replace the plain defaults. Its prompt
+    format is not applied. If the preset has values for one model, the model is recognised by its hub id.
+    tokenizer: needed by methods that add words of their own (``kvzip instruction=plain``).
     knobs: options for all entries that have them: ``kv_ratio=0.5`` (share of tokens kept), ``ratio=0.4`` (share of
     channels removed), ``per="query_head"``, ``**{"snapkv.window": 16}``. An option that no entry has is an error.
 
-    The model's own attention setting is restored.
+    ``prefill`` sets an attention function of kvbench in the model, and restores the model's own at the end.
     """
     if isinstance(methods, str) or not isinstance(methods, Sequence):
         raise UsageError(f"methods={methods!r} is not possible: a list of entries, as ['full', 'snapkv+think']")
@@ -147,12 +147,12 @@ def generate(
 ) -> list[list[int]]:
     """Return greedy continuations, one list of token ids per cache, in order.
 
-    max_new_tokens: the most tokens of a continuation.
-    eos_token_id: the id, or ids, of end-of-sequence tokens; None to generate all ``max_new_tokens``.
+    max_new_tokens: the largest number of tokens in a continuation.
+    eos_token_id: the id, or ids, of end-of-sequence tokens. With None, all ``max_new_tokens`` are generated.
 
-    A continuation starts with the token that the prompt's prefill predicts. It ends with an end-of-sequence token if
-    one is generated, as with ``model.generate``. Caches of methods that leave the model unchanged run as rows of one
-    batch. The caches are not changed and can be used again.
+    A continuation starts with the token that the prompt's prefill predicts. If an end-of-sequence token is generated,
+    the continuation ends with this token, as with ``model.generate``. All caches are answered in one batch, except
+    those of methods that change the model, such as Palu. The caches are not changed and can be used again.
     """
     new_tokens = read_token_count("max_new_tokens", max_new_tokens)
     if not isinstance(caches, Sequence) or not all(isinstance(entry, PromptCache) for entry in caches):
@@ -203,15 +203,18 @@ def calibrate(
     preset: str | None = None,
     **knobs: Any,
 ) -> Chain:
-    """Return the method bound to its calibration of this model over a text, as an entry for ``prefill``.
+    """Measure the statistics of this model that the method needs, and return the method with them.
+
+    The result is an entry for ``prefill``.
 
     method: an entry as in ``prefill``.
-    folder: the folder of calibrations. One is computed at the first call and stored there.
-    text: your file. Without it WikiText-2's train split is read, and for the tiny model its own corpus.
-    data: the data folder with WikiText-2. Without it the environment variable KVBENCH_DATA names the folder.
-    preset: a preset as in ``prefill``.
-    knobs: options of the method, such as ``samples`` and ``tokens``. A Chain has its options already, and ``knobs``
-    beside it are refused.
+    folder: the folder of calibrations. The first call stores the statistics there, and later calls read them.
+    text: a text file from which the statistics are measured. By default this is WikiText-2's train split, and for the
+    tiny model its own corpus.
+    data: the data folder with WikiText-2. By default, the environment variable KVBENCH_DATA names it.
+    preset: as in ``prefill``.
+    knobs: options of the method, such as ``samples`` and ``tokens``. They are not possible if ``method`` is a Chain,
+    which has its options already.
 
     Raises UsageError if a stored file is damaged or of another model.
     """
@@ -238,8 +241,8 @@ def calibrate(
 def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Sequence[int]) -> PromptCache:
     """Return a new cache that has also read ``input_ids``, for example a later question.
 
-    The appended tokens are kept exact. If the method packs or evicts while decoding, it treats them as tokens of an
-    answer.
+    The new tokens are stored uncompressed. The exceptions are methods that quantise or drop tokens while decoding: they
+    treat the new tokens as tokens of an answer.
     """
     if not isinstance(cache, PromptCache):
         raise UsageError(f"cache={cache!r} is not possible: one of those that prefill returned")
@@ -255,11 +258,12 @@ def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Seque
 def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **knobs: Any) -> TransformersCache:
     """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, cache=cache)``.
 
-    transformers before 5.24 calls this argument ``past_key_values``; either name may be given with any release. The
+    transformers before 5.24 calls this argument ``past_key_values``. You can use either name with any release. The
     prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. To
-    continue the conversation, call ``generate`` again with the whole text so far and the new turn behind it.
+    continue the conversation, call ``generate`` again with the whole text so far, followed by the new turn.
 
-    Until the cache is closed, the model's ``generate`` looks for it. ``with kvbench.cache(...) as cache`` closes it.
+    An open cache replaces the model's ``generate``, and closing it brings the model's own back. ``with
+    kvbench.cache(...) as cache`` closes the cache at the end of the block.
 
     The arguments are those of ``prefill``. The cache raises UsageError for batches, beams, assisted decoding, another
     model, and another prompt.

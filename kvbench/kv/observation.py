@@ -21,11 +21,11 @@ Result = TypeVar("Result")
 class Needs:
     """The parts of a layer that a stage needs.
 
-    last_q, first_q: how many of the last, and of the first, queries.
-    colsums: True for the attention that each token received from all queries, the column sums of the attention matrix.
+    last_q, first_q: how many of the last queries, and how many of the first queries.
+    colsums: True for the column sums of the attention matrix: the attention that each token received from all queries.
     hidden: True for the input of the attention module.
-    colsums_bits: for each of these bit widths, column sums over keys that are quantised per token.
-    call: True for the attention module and its call.
+    colsums_bits: bit widths, such as {2}. For each width, column sums computed with keys that are quantised per token.
+    call: True for the attention module and the keyword arguments of its call.
     """
 
     last_q: int = 0
@@ -74,13 +74,13 @@ class AttentionCall:
 class Observation:
     """One layer of one prefill, as every method sees it. Fields that no stage needs are None.
 
-    layer, n_layers: the layer's number among the layers that methods compress, and how many these are.
-    n: the number of tokens that this layer read. A stage that drops hidden states makes it less than the prompt's
-    ``length``; budgets refer to ``length``. ``positions`` then names the tokens read, and all fields follow their
-    order.
-    scale: the factor of q.k, 1.0 where the model scales its queries itself.
-    prompt: the CRC-32 of the token ids. It makes random draws differ between prompts, but never between runs.
-    partial: True if ``last_q`` may hold fewer queries than a stage asks for, because older queries' tokens are gone.
+    layer, n_layers: the layer's number, from 0, among the layers that methods compress, and the number of these layers.
+    n: the number of tokens that this layer read. If a stage drops hidden states, ``n`` is less than ``length``, the
+    number of the prompt's tokens. ``positions`` then has the positions of the n tokens, and all fields follow their
+    order. Budgets always refer to ``length``.
+    scale: the factor by which q.k is multiplied. It is 1.0 if the model scales its queries itself.
+    prompt: the CRC-32 of the token ids, for random draws. It makes them differ between prompts, but not between runs.
+    partial: True while decoding, when ``last_q`` may have fewer queries than a stage asks for.
     """
 
     layer: int

@@ -173,17 +173,18 @@ class Segment:
 class LayerCache:
     """One layer of one prompt's cache, without a batch axis.
 
-    segments: the compressed tokens first and any dense tail last.
+    segments: the compressed tokens. If there are uncompressed newest tokens, they are the last segment.
     seen: the number of tokens read so far. The next token has this position.
-    heads: the number of heads for which tokens are stored: Hk, or Hq under ``per=query_head``.
-    query_heads: Hq.
-    weight: the layer's weight in a division of one budget over all layers; None: the layer takes no part.
-    decided: how many of the prompt's tokens each stored head keeps. Stages whose count depends on the data record it.
-    prompt: the prompt's length at compression; 0: ``seen``. Budgets refer to it for the whole generation.
-    copy_from: for each query head, the head whose attention output it takes; None: all take their own.
-    window: marks a local layer. It holds only the last ``window`` tokens read, and no method compresses it.
-    chunked: True if tokens of a local layer attend their own chunk of ``window`` tokens, not the last ``window`` ones.
-    observed: the last queries and other data for a method that chooses again while decoding; None for other methods.
+    heads: the number of heads for which tokens are stored: the KV heads, or the query heads with ``per=query_head``.
+    query_heads: the number of query heads.
+    weight: the layer's weight if one budget is divided over all layers. None: the layer has no part in the division.
+    decided: how many of the prompt's tokens each stored head keeps, if the data decide this number.
+    prompt: the number of the prompt's tokens, to which budgets refer. 0: it equals ``seen``.
+    copy_from: for each query head, the head whose attention output it takes. None: all take their own.
+    window: for a local layer: the number of last tokens that it holds. No method compresses such a layer.
+    chunked: for a local layer. True: a token attends to its own chunk of ``window`` tokens. False: it attends to the
+        last ``window`` tokens.
+    observed: the last queries and other data, for a method that chooses again while decoding. None: other methods.
     """
 
     segments: tuple[Segment, ...]
@@ -218,7 +219,7 @@ class LayerCache:
         return tokens
 
     def kept_positions(self) -> list[Tensor]:
-        """Return the original positions of the tokens held, one ascending int32 tensor per stored head."""
+        """Return the positions in the text of the tokens held: one ascending int32 tensor for each stored head."""
         heads = self.stored_heads
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:

@@ -244,8 +244,8 @@ def load_model(
     the Hugging Face hub.
     device: ``auto`` (the first CUDA device, else the CPU), ``cpu``, ``cuda`` or ``cuda:1``.
     dtype: a dtype of PyTorch or its name. ``auto`` is float32 on a CPU and the checkpoint's own dtype on a GPU.
-    knobs: other options of a model, the fields of ModelConfig. With ``download=True`` a hub id that is not in the local
-    cache is fetched.
+    knobs: other options of a model, as in conf/model/hf.yaml. For example, ``download=True`` fetches a hub id that is
+    not in the local cache.
 
     Raises UsageError with the reason if the model cannot be loaded, MissingModel if it is not on this machine, and
     KvbenchError if it does not fit into memory.

@@ -164,11 +164,11 @@ def read_cell(store: ResultStore, cell_id: str) -> StoredCell:
 
 
 def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
-    """Return the results below a results folder as a DataFrame, a row each, with the values of ``list runs --json``.
+    """Return a DataFrame with one row for each result in the results folder ``folder``.
 
-    ``filters`` are the keys of ``list runs``: ``status``, ``model``, ``method``, ``dataset`` or ``cells``, each a name
-    or names with commas. Raises UsageError for another key or an unknown status, for a missing folder, and if pandas is
-    missing.
+    Its columns are the values of ``list runs --json``. ``filters`` choose results by the keys of ``list runs``:
+    ``status``, ``model``, ``method``, ``dataset`` or ``cells``. A filter is one name, or several names separated by
+    commas. Raises UsageError for another key or an unknown status, for a missing folder, and if pandas is missing.
     """
     require("pandas", "kvbench.results")
     import pandas as pd

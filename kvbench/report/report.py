@@ -19,7 +19,7 @@ class Report(ReportData):
     """The measurements of a run, as ``compare`` returns them. It can be shown as Markdown, pandas or a figure."""
 
     def record(self) -> dict[str, object]:
-        """Return the report as ``--json`` prints it, with the verdict on each method."""
+        """Return the report as ``run --json`` prints it, with the verdict on each method."""
         record = super().record()
         record["verdicts"] = [asdict(judged) for judged in verdict.judge_methods(self)]
         return record
@@ -32,7 +32,10 @@ class Report(ReportData):
         return render.render_report(self, "md", render.Detail(intervals=intervals, notes=notes))
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a row per method and task, with the columns of ``--format csv``. Raises UsageError without pandas."""
+        """Return a DataFrame with a row per method and task. Its columns are those of ``run --format csv``.
+
+        Raises UsageError without pandas.
+        """
         require("pandas", "to_pandas")
         import pandas as pd
 

@@ -62,12 +62,12 @@ def compare(
     cache's own answer.
 
     An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with options of its own
-    (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain of your own stages. ``settings`` are the keys of `run`:
-    ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``, ``metric="rouge_l"``
-    (of rows), ``max_new_tokens=64``, ``prompt="chat"``.
+    (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain, which you build from your own classes. ``settings`` are the
+    keys of `run`: ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``,
+    ``max_new_tokens=64``, ``prompt="chat"``. If ``data`` are rows, ``metric="rouge_l"`` chooses their score.
 
-    Answers are stored below ``results`` as those of `run` are. The same call again measures what is missing. Raises
-    UsageError naming the key and the value of a setting that is not possible.
+    Answers are stored below ``results``, as `run` stores them. If you repeat the call, only missing answers are
+    measured. Raises UsageError if a setting is not possible. The error names its key and value.
     """
     _check_methods(methods)
     _check_settings(settings, results)

@@ -90,15 +90,17 @@ class TokenSelector(Stage):
 class Selector(TokenSelector):
     """A stage that keeps a budget of tokens, chosen by a score. All such stages have these options:
 
-    kv_size: tokens kept per stored head, window and sinks included. It is larger than sinks and window together.
-    kv_ratio: fraction of the prompt kept, floor(kv_ratio * n) tokens. It is 0.25 if neither option is given.
-    kv_round: True rounds that product to the nearest number of tokens (halves to even) instead of down.
-    decode_budget: tokens held per stored head while decoding. The selector chooses again among all cached tokens, old
-    and new. Without this option only the prompt is compressed, unless the selector evicts by itself.
-    decode_ratio: the same budget as a share of all tokens so far, prompt and answer: ceil(ratio * tokens), at least 2.
-    decode_every: new tokens between two such choices.
+    kv_size: tokens kept per stored head, window and sinks included. It must be larger than sinks and window together.
+    kv_ratio: share of the prompt's n tokens that is kept, floor(kv_ratio * n) tokens. The default is 0.25, if kv_size
+    is not given.
+    kv_round: True rounds kv_ratio * n to the nearest whole number (halves to even) instead of down.
+    decode_budget: tokens to which each stored head is cut while decoding. The selector then chooses again among all
+    cached tokens, old and new. Without this option only the prompt is compressed, unless the selector evicts by itself.
+    decode_ratio: the same budget as a share of all tokens so far, prompt and answer: ceil(decode_ratio * tokens), at
+    least 2.
+    decode_every: new tokens between two cuts (default 128).
 
-    ``rounds_up`` is no option: True rounds kv_ratio * n up. ``while_decoding`` sets it for ``decode_ratio``.
+    ``rounds_up`` is not an option. True rounds kv_ratio * n up, and ``while_decoding`` sets it for ``decode_ratio``.
     """
 
     kv_size: int | None = None

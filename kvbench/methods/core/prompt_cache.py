@@ -21,20 +21,22 @@ SHOWN = ("kv_size", "kv_ratio", "ratio", "bits")
 class PromptCache:
     """The compressed layers of one prompt and the next token's logits [V], ready to generate from.
 
-    No function changes a cache, so that it can be used again. It cannot be pickled, since its method is code and it
-    belongs to a model object: keep the prompt's ids and the method, and prefill again.
+    V is the size of the vocabulary. No function changes a cache, so you can use it again. A cache cannot be pickled,
+    because its method is code and it belongs to a model object. To restore a cache later, keep the prompt's token ids
+    and the method, and call ``prefill`` again.
 
     chain: the method that compressed the prompt.
     prompt_tokens: the number of the prompt's tokens.
-    prefill_s: the seconds of the prompt's forward pass without compression, which all methods of that pass share.
+    prefill_s: the seconds of the prompt's forward pass without compression. Methods that share the pass have the same
+        number.
     compress_s: the seconds of this method alone, with the statistics that it needs.
-    layers: the layers that methods compress: those with keys, all but the local ones.
-    local: the caches of local layers, which attend a window of tokens, as the model itself holds them.
-    states: the states of the layers that hold a state in place of keys, or beside them. No method changes them.
-    long: whether the prompt was rotated as long texts are, in a model that rotates them otherwise (LongRoPE).
-    model: a weak reference to the model that read the prompt; None for a cache that names no model.
-    mismatch: in words, where stored keys and values differ from the prompt's; "" if nowhere. It was found during
-        compression, while the prompt's own keys and values were still in memory.
+    layers: the caches of the layers that methods compress: all layers with keys, except local layers.
+    local: the caches of local layers, in which a token attends only to a window of tokens. No method compresses them.
+    states: the states of layers that hold a state in place of keys, or beside them. No method changes them.
+    long: True if the prompt is so long that the model rotates keys by other frequencies (LongRoPE).
+    model: a weak reference to the model that read the prompt. None: the cache names no model.
+    mismatch: the first layer whose stored keys and values differ from the prompt's, in words. "": no layer differs. The
+        check was made during compression, while the prompt's own keys and values were still in memory.
     """
 
     layers: tuple[LayerCache, ...]
