@@ -23,7 +23,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("table", help="paper/number, a paper, all, formats or through_cache")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
-    parser.add_argument("--show", default="both", help="both, ours, published, or delta: ours minus published (default both)")
+    parser.add_argument(
+        "--show", default="both", help="both, ours, published, or delta: ours minus published (default both)"
+    )
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
     parser.add_argument("--stored", action="store_true", help="measure nothing, show stored results")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
