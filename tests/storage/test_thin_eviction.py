@@ -20,7 +20,7 @@ from kvbench.models.interface import attached, cache_shape
 
 pytestmark = pytest.mark.e2e("whole models decode beside a slow reference")
 
-N, NEW, SIZE = 34, 20, 16
+N, NEW, SIZE = 34, 14, 16
 PER = {"kv_head": 2, "query_head": 4}
 STORED = {
     "think": ({"ratio": 0.4}, {"keys": 10, "values": 16}),
