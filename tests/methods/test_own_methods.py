@@ -31,85 +31,63 @@ class Mine(Selector):
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs methods of one's own before an honest one: (exit status, cells by method, standard error)."""
-    folder = tmp_path / "methods"
-    folder.mkdir()
-    environment = {**os.environ, "KVBENCH_METHODS": str(folder)}
-
-    def ended(*more, **does):
-        for name, act in {**does, "good": "pass"}.items():
-            text = METHOD.format(does=act).replace("mine", name).replace("Mine", name.title())
-            (folder / f"{name}.py").write_text(text)
-        methods = ",".join([*does, "good"])
-        words = ["dataset=tiny/needle", "length=256", f"method={methods}", f"results={tmp_path / 'results'}", "--json"]
-        done = processes.run("run", *words, *(more or ["limit=2"]), env=environment)
-        cells = {row["method"].split()[0]: row["cells"][0] for row in json.loads(done.stdout)["rows"]}
-        return done.returncode, cells, done.stderr
-
-    return ended
-
-
-def test_what_the_store_writes_with_cannot_be_replaced(run):
-    status, cells, said = run(dumps="json.dumps = lambda *a, **k: '{}'", sha="hashlib.sha256 = hashlib.md5")
-    assert status == 1
-    for method, replaced in (("dumps", "json.dumps"), ("sha", "hashlib.sha256")):
-        assert cells[method]["status"] == "refused" and replaced in cells[method]["reason"]
-    assert cells["good"]["status"] == "measured" and cells["good"]["n"] == 2
-    assert "damaged" not in said
-
-
-def test_what_a_method_prints_and_sets_reaches_neither_the_output_nor_others(run):
-    """The fixture reads the output as JSON, and one method sets a default of torch."""
-    status, cells, said = run(prints="print('here I am')", sets="torch.set_default_dtype(torch.float64)")
-    assert status == 0 and cells["prints"]["n"] == cells["sets"]["n"] == cells["good"]["n"] == 2
-    assert "here I am" in said
-
-
-def test_a_method_that_counts_prompts_is_refused_at_the_end(run):
-    counts = """global prompts
+COUNTS = """global prompts
         prompts += obs.layer == 0
         if prompts > 5:
             return torch.arange(obs.n).float().expand(cache.heads, -1)"""
-    status, cells, _ = run("limit=6", counts=counts)
+DOES = {
+    "dumps": "json.dumps = lambda *a, **k: '{}'",
+    "sha": "hashlib.sha256 = hashlib.md5",
+    "prints": "print('here I am')",
+    "sets": "torch.set_default_dtype(torch.float64)",
+    "counts": COUNTS,
+    "leaves": "import os; os._exit(0)",
+    "good": "pass",
+}
+"""What each method of one run does when it is asked for scores: the honest one comes last."""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """A run of all methods of DOES: (exit status, cells by method, standard error)."""
+    results, folder = tmp_path_factory.mktemp("results"), tmp_path_factory.mktemp("methods")
+    for name, act in DOES.items():
+        text = METHOD.format(does=act).replace("mine", name).replace("Mine", name.title())
+        (folder / f"{name}.py").write_text(text)
+    words = ["dataset=tiny/needle", "length=256", "limit=6", f"method={','.join(DOES)}", f"results={results}", "--json"]
+    done = processes.run("run", *words, env={**os.environ, "KVBENCH_METHODS": str(folder)})
+    cells = {row["method"].split()[0]: row["cells"][0] for row in json.loads(done.stdout)["rows"]}
+    return done.returncode, cells, done.stderr
+
+
+def test_what_the_store_writes_with_cannot_be_replaced(ended):
+    status, cells, said = ended
     assert status == 1
+    for method, replaced in (("dumps", "json.dumps"), ("sha", "hashlib.sha256")):
+        assert cells[method]["status"] == "refused" and replaced in cells[method]["reason"]
+    assert cells["good"]["status"] == "measured" and cells["good"]["n"] == 6
+    assert "damaged" not in said
+
+
+def test_what_a_method_prints_and_sets_reaches_neither_the_output_nor_others(ended):
+    """The fixture reads the output as JSON, and one method sets a default of torch."""
+    _, cells, said = ended
+    for method in ("prints", "sets", "good"):
+        assert cells[method]["status"] == "measured" and cells[method]["n"] == 6
+    assert "here I am" in said
+
+
+def test_a_method_that_counts_prompts_is_refused_at_the_end(ended):
+    _, cells, _ = ended
+    assert cells["counts"]["status"] == "refused"
     assert "computes it again at the end of the run: remember nothing between prompts" in cells["counts"]["reason"]
-    assert cells["good"]["n"] == 6
 
 
-LEAVES = """
-from dataclasses import dataclass
-import os
-from kvbench.methods.core.base import Selector
-
-@dataclass(frozen=True, kw_only=True)
-class Leaves(Selector):
-    id = "leaves"
-
-    def scores(self, cache, obs, capacity):
-        os._exit(0)
-"""
-
-
-def test_a_method_that_ends_the_process_fails_alone_and_is_named(tmp_path):
-    (tmp_path / "methods").mkdir()
-    (tmp_path / "methods" / "leaves.py").write_text(LEAVES)
-    command = [
-        "run",
-        "dataset=tiny/needle",
-        "length=256",
-        "limit=1",
-        "method=snapkv,leaves",
-        f"results={tmp_path}",
-        "--json",
-    ]
-    environment = {**os.environ, "KVBENCH_METHODS": str(tmp_path / "methods")}
-    run = processes.run(*command, env=environment)
-    assert run.returncode == 1
-    assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in run.stderr
-    statuses = [row["cells"][0]["status"] for row in json.loads(run.stdout)["rows"]]
-    assert statuses == ["measured", "measured", "failed"]
+def test_a_method_that_ends_the_process_fails_alone_and_is_named(ended):
+    _, cells, said = ended
+    assert "leaves kv_ratio=0.25 on tiny/needle failed: leaves would end the program" in said
+    assert [name for name, cell in cells.items() if cell["status"] == "failed"] == ["leaves"]
+    assert cells["full"]["status"] == "measured"
 
 
 ENDLESS = """
