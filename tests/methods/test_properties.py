@@ -87,14 +87,15 @@ def test_tokens_kept_are_those_declared_and_the_audit_passes(family, chain, per)
 
 @matrix(COMPANY_LAW)
 def test_company_in_prefill_and_batch_changes_nothing(family, chain, per):
-    """Every prompt is read alone, and one is answered alone: on Llama another in each kind."""
+    """Every prompt is read alone, and one is answered alone: on Llama another in each kind, elsewhere for one step."""
     model, prompts = build(family), prompts_of(family)
+    new = new_of(family) if family == "llama" else 2
     for p in prompts:
         shared, answer = together(family, per)[chain, p]
         (alone,) = prefill(model, prompt(*p), [configured(chain, SMALL)], per=per)
         assert held(alone) == held(shared)
         if p == prompts[PER.index(per) % len(prompts)]:
-            assert kvbench.generate(model, [alone], new_of(family)) == [answer]
+            assert kvbench.generate(model, [alone], new) == [answer[:new]]
 
 
 # spec 5, all evictors: the first token is that of the full cache (G2)

@@ -70,7 +70,7 @@ CHAINS = tuple(
 PER = ("kv_head", "query_head")
 
 SMALL = {"kv_size": 24, "window": 8, "recent": 6, "observed": 8, "ratio": 0.4, "T": 0.6, "group": 4, "residual": 8}
-SMALL = {**SMALL, "multiple": 8, "probes": 1, "share": 0.5}
+SMALL = {**SMALL, "multiple": 16, "probes": 1, "share": 0.5}
 NEUTRAL = {
     "kv_size": 10_000,
     "ratio": 0.0,
