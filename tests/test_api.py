@@ -3,6 +3,7 @@
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 import pytest
@@ -20,13 +21,40 @@ def reference(model, ids, new):
     return out[0, ids.shape[0] :].tolist()
 
 
+@cache
+def answered(family):
+    """Return (prompts, their full caches, the third's where its end is a question, all answers of one batch).
+
+    The last two answers are those of the third prompt with its end as a question, in one part and in two.
+    """
+    model = build(family)
+    texts = [prompt(n, seed) for n, seed in ((1, 0), (7, 1), (50, 2), (130, 3))]
+    whole = [kvbench.prefill(model, ids, ["full"])[0] for ids in texts]
+    (context,) = kvbench.prefill(model, texts[2][:35], ["full"])
+    bytes_before = context.nbytes()
+    requested = kvbench.extend(model, context, texts[2][35:])
+    twice = kvbench.extend(model, kvbench.extend(model, context, texts[2][35:40]), texts[2][40:])
+    assert context.nbytes() == bytes_before and context.seen == 35
+    answers = kvbench.generate(model, [*whole, requested, twice], 6)
+    assert kvbench.generate(model, [whole[2]], 6) == [answers[2]]
+    return texts, whole, requested, answers
+
+
+def best_tokens(model, ids, answer):
+    """Return the token that the bare model ranks first in each place of an answer, of one pass over the whole text."""
+    with torch.no_grad():
+        logits = model(torch.cat([ids, torch.tensor(answer[:-1])])[None], use_cache=False).logits
+    return logits[0, len(ids) - 1 :].argmax(-1).tolist()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_full_equals_generate(family):
     model = build(family)
-    for n, seed in ((1, 0), (7, 1), (50, 2), (130, 3)):
-        ids = prompt(n, seed)
-        (cache,) = kvbench.prefill(model, ids, ["full"])
-        assert kvbench.generate(model, [cache], 6) == [reference(model, ids, 6)]
+    texts, _, _, answers = answered(family)
+    assert answers[2] == reference(model, texts[2], 6)
+    # an answer each of whose tokens is ranked first after those before it is what generate returns, without its steps
+    for ids, answer in zip(texts, answers, strict=False):
+        assert answer == best_tokens(model, ids, answer)
 
 
 @pytest.mark.parametrize("family", PLAIN)
@@ -36,23 +64,18 @@ def test_rows_of_one_batch_equal_rows_alone_and_caches_are_reusable(family):
     caches = []
     for n, seed, methods in ((90, 1, ["full", both]), (61, 2, ["think", snapkv]), (40, 3, ["full", both])):
         caches += kvbench.prefill(model, prompt(n, seed), methods, recent=8)
-    together = kvbench.generate(model, caches, 6)
-    alone = [kvbench.generate(model, [c], 6)[0] for c in caches]
+    together = kvbench.generate(model, caches, 4)
+    alone = [kvbench.generate(model, [c], 4)[0] for c in caches]
     assert together == alone
     assert kvbench.generate(model, caches, 2) == [answer[:2] for answer in together]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_extend_reads_a_question_as_the_full_prompt_does(family):
-    model, ids = build(family), prompt(60, 5)
-    (full_cache,) = kvbench.prefill(model, ids, ["full"])
-    (context,) = kvbench.prefill(model, ids[:45], ["full"])
-    before = context.nbytes()
-    requested = kvbench.extend(model, context, ids[45:])
-    assert context.nbytes() == before and context.seen == 45 and requested.seen == 60
-    torch.testing.assert_close(requested.logits, full_cache.logits, atol=1e-4, rtol=1e-4)
-    twice = kvbench.extend(model, kvbench.extend(model, context, ids[45:50]), ids[50:])
-    assert kvbench.generate(model, [requested, twice], 6) == [reference(model, ids, 6)] * 2
+    _, whole, requested, answers = answered(family)
+    assert requested.seen == 50
+    torch.testing.assert_close(requested.logits, whole[2].logits, atol=1e-4, rtol=1e-4)
+    assert answers[4:] == [answers[2]] * 2  # which test_full_equals_generate compares with generate
 
 
 def test_extend_on_a_compressed_cache_keeps_the_appended_text_whole():
