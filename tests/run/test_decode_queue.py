@@ -3,6 +3,7 @@
 import weakref
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -29,18 +30,17 @@ OUT_OF_MEMORY = (
 )
 
 
-def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head"):
-    """A row per chain and prompt, answers of 1 to 9 tokens; every fifth is drawn, every seventh can stop early."""
+def rows_of(family, chains, prompts=((70, 1), (47, 2)), per="kv_head", most=9):
+    """A row per chain and prompt, of 1 to ``most`` tokens; every fifth is drawn, every seventh can stop early."""
     model, rows = build(family), []
     for p in prompts:
-        for chain, cache in zip(
-            chains, prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per), strict=True
-        ):
+        caches = prefill(model, prompt(*p), [configured(c, SMALL) for c in chains], per)
+        for chain, held in zip(chains, caches, strict=True):
             i = len(rows)
             stop = frozenset(range(3, 128, 4)) if i % 7 == 0 else frozenset()
-            ending = Ending(1 + 5 * i % 9, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
-            measured = audit(cache, cache_shape(model))
-            rows.append(QueuedRow(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), cache, measured, 0, ending))
+            ending = Ending(1 + 5 * i % most, stop, temperature=0.8 if i % 5 == 0 else 0.0, top_p=0.9, seed=i)
+            measured = audit(held, cache_shape(model))
+            rows.append(QueuedRow(SimpleNamespace(id=chain), SimpleNamespace(id=str(p)), held, measured, 0, ending))
     return model, rows
 
 
@@ -61,11 +61,12 @@ def drained(queue):
 
 @pytest.mark.parametrize(("family", "per"), [*((f, "kv_head") for f in WHOLE + LOCALS), ("qwen2", "query_head")])
 def test_rows_that_enter_and_leave_answer_as_alone(family, per, monkeypatch):
-    """All chains on Llama, of two prompts; every third of one prompt elsewhere."""
-    prompts, chains, most = ((70, 1), (47, 2)), CHAINS, 24
+    """All chains on Llama, of two prompts; every third of one prompt elsewhere, and answers of fewer tokens."""
+    prompts, chains, most, longest = ((70, 1), (47, 2)), CHAINS, 24, 9
     if family != "llama":
         prompts, chains, most = prompts[FAMILIES.index(family) % 2 :][:1], CHAINS[FAMILIES.index(family) % 3 :: 3], 10
-    model, rows = rows_of(family, [c for c in chains if supported(c, family)], prompts, per)
+        longest = 4
+    model, rows = rows_of(family, [c for c in chains if supported(c, family)], prompts, per, longest)
     queue, entries = DecodeQueue(model, most, ROOMY), []
     original = batch.DecodeBatch._step_rows
     monkeypatch.setattr(
@@ -91,6 +92,13 @@ def some_rows():
     return rows_of("llama", ["snapkv", "h2o", "think", "streamingllm", "kivi", "snapkv+think"])
 
 
+@cache
+def answers_alone():
+    """Return the answer of each of ``some_rows`` alone; asked for before anything is broken."""
+    model, rows = some_rows()
+    return [alone(model, row) for row in rows]
+
+
 def test_the_limit_of_bytes_holds_and_one_row_always_runs():
     model, rows = some_rows()
     for most in (2 * max(r.cost for r in rows), 1):
@@ -103,7 +111,7 @@ def test_the_limit_of_bytes_holds_and_one_row_always_runs():
         while len(queue):
             collected.update(queue.advance())
             assert sum(r.cost for r in queue.running) <= most or len(queue.running) <= 1
-        assert {row: answer.tokens for row, answer in collected.items()} == {row: alone(model, row) for row in rows}
+        assert [collected[row].tokens for row in rows] == answers_alone() and len(collected) == len(rows)
 
 
 @pytest.mark.parametrize("chain", CHAINS)
@@ -127,7 +135,7 @@ def test_a_caches_shapes_pass_the_checks_of_its_answer(chain):
 @pytest.mark.parametrize("error", [None, OUT_OF_MEMORY[0], ValueError("one of them breaks it")], ids=str)
 def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, steps, capsys):
     model, rows = some_rows()
-    want, remade, alive = [alone(model, row) for row in rows], [], []
+    want, remade, alive = answers_alone(), [], []
     caches = {(r.cell.id, r.example.id): deepcopy(r.cache) for r in rows}
     # those of think are alone in their format, of 70 and of 47 tokens: the batch attends the cache itself
     watched = [weakref.ref(s.segments[0].v) for r in rows if r.cell.id != "think" for s in r.cache.layers]
@@ -157,7 +165,7 @@ def test_caches_are_given_up_to_the_batch_and_made_again_where_it_fails(error, s
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
 def test_out_of_memory_halves_the_batch_and_every_row_answers_once(error, steps, capsys):
     model, rows = some_rows()
-    want = [alone(model, row) for row in rows]
+    want = answers_alone()
     steps.rows.clear()
 
     def fail(rows):
@@ -199,7 +207,7 @@ def alone_limits(row):
 
 def test_only_the_row_that_breaks_its_batch_has_failed(monkeypatch):
     model, rows = some_rows()
-    want, original = [alone(model, row) for row in rows], batch.build
+    want, original = answers_alone(), batch.build
     bad = next(r for r in rows if r.cell.id == "think" and r.ending.limit > 2)
 
     def build_batch(m, caches, *a):
