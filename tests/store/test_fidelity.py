@@ -21,6 +21,12 @@ from kvbench.tasks.base import LoadContext
 from kvbench.tasks.metrics import stats
 
 
+@pytest.fixture(autouse=True)
+def few_tiny_texts(monkeypatch):
+    """There are 12 texts of the tiny model: no more than that many windows are read, and all would be tokenised."""
+    monkeypatch.setattr(texts, "TINY_DOCUMENTS", 12)
+
+
 def text(kl, same="1", log_ratio=0.0):
     return TextFidelity(tuple(kl), (same * len(kl))[: len(kl)], log_ratio, 0.01 * len(kl), 2.0 * len(kl), 1e-9)
 
