@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
@@ -241,15 +242,22 @@ def _make_tiny_texts(_files: Files) -> Documents:
 
     No file is read, but every function in TEXTS has this argument.
     """
-    names = list(tiny.TASKS)
-    # every prompt has an index of its own, so that none occurs twice
     for document in range(TINY_DOCUMENTS):
-        sentences = []
-        for i in range(TINY_SENTENCES):
-            index = document * TINY_SENTENCES + i
-            example = tiny.make_example(names[i % len(names)], TINY_PROMPT, index)
-            sentences.append(f"{example.prompt} {example.answers[0]}.")
-        yield f"{document:03d}", " ".join(sentences)
+        yield f"{document:03d}", _make_tiny_text(document)
+
+
+# cached, since a suite asks for the same texts once for every plan of it
+@lru_cache(maxsize=TINY_DOCUMENTS)
+def _make_tiny_text(document: int) -> str:
+    """Return one of the tiny model's documents by its number."""
+    names = list(tiny.TASKS)
+    sentences = []
+    for i in range(TINY_SENTENCES):
+        # every prompt has an index of its own, so that none occurs twice
+        index = document * TINY_SENTENCES + i
+        example = tiny.make_example(names[i % len(names)], TINY_PROMPT, index)
+        sentences.append(f"{example.prompt} {example.answers[0]}.")
+    return " ".join(sentences)
 
 
 def _read_wikitext_articles(files: Files) -> Documents:

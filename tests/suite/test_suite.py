@@ -15,12 +15,29 @@ from kvbench.cli.main import main
 from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.resolve import resolve
 from kvbench.models import load
-from kvbench.plan import config
+from kvbench.plan import cells, config
 from kvbench.suite import definition, rows
 from kvbench.suite.definition import METHOD
 from kvbench.suite.verify import verify_folder
 
 pytestmark = pytest.mark.e2e("measures a suite")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tasks_loaded_once():
+    """Every plan of the suite's quick edition has the same texts: they are made and cut once for this file."""
+    loaded = {}
+    load_tasks = cells.load_tasks
+
+    def load_once(*arguments, tokenizer, **options):
+        key = repr((arguments, options["query_aware"], options["data"]))
+        if key not in loaded:
+            loaded[key] = load_tasks(*arguments, tokenizer=tokenizer, **options)
+        return loaded[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cells, "load_tasks", load_once)
+        yield
 
 
 @pytest.fixture(scope="module")
