@@ -24,7 +24,7 @@ def test_every_method_runs_where_the_model_is(name):
     """Every method on Llama, and every sixth on OPT, which rotates no keys."""
     chains = methods_on(name)
     # those that change what the model computes are apart
-    model = copy.deepcopy(family(name))
+    model = copy.deepcopy(family(name, num_hidden_layers=2))
     want = answered(model, chains)
     moved(model)
     with pretended():
