@@ -135,7 +135,7 @@ def test_a_sharded_folder_with_a_chat_template_runs_longbench_end_to_end(family,
     data = tmp_path / "data" / "longbench"
     data.mkdir(parents=True)
     (data / "dataset2prompt.json").write_text(json.dumps({"qasper": "Read: {context}\nQuestion: {input}\nAnswer:"}))
-    (data / "dataset2maxlen.json").write_text(json.dumps({"qasper": 8}))
+    (data / "dataset2maxlen.json").write_text(json.dumps({"qasper": 3}))
     rows = [
         {"_id": str(i), "input": "what is it?", "context": "it is a cold river. " * 30, "answers": ["a river"],
          "length": 150, "all_classes": None, "dataset": "qasper", "language": "en"}

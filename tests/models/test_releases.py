@@ -117,7 +117,7 @@ def test_the_oldest_releases_are_the_lower_bounds_of_the_core_packages(capsys):
 
 @pytest.mark.e2e("a run of its own")
 def test_a_first_run_warns_of_nothing(tmp_path):
-    arguments = ["limit=1", "length=256", "method=snapkv", f"results={tmp_path}"]
+    arguments = ["limit=1", "length=256", "dataset.tiny.examples=1", "method=snapkv", f"results={tmp_path}"]
     command = ["-W", "always::FutureWarning", "-m", "kvbench", "run", *arguments]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
