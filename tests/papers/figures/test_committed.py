@@ -1,6 +1,7 @@
 """The committed figures: drawn again from their CSV alone, and told on results' pages with the CSV's own numbers."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import matplotlib as mpl
@@ -24,19 +25,26 @@ def name(path):
     return path.relative_to(RESULTS).with_suffix("").as_posix()
 
 
+@cache
+def finding(path):
+    """The figure's id, the text of its CSV and what its data say."""
+    figure, text = read_csv(path)
+    return figure, text, registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text))
+
+
 def numbers(text):
     return [m.replace(",", "") for m in NUMBER.findall(text)]
 
 
 @pytest.mark.parametrize("path", CSVS, ids=map(name, CSVS))
 def test_every_csv_has_its_pictures_and_says_what_it_is_from(path):
-    figure, text = read_csv(path)
+    figure, text, message = finding(path)
     assert path == next(f for f in FOLDERS.values() if f in path.parents) / f"{figure}.csv"
     assert path.with_suffix(".png").exists() and path.with_suffix(".svg").exists()
     model = next(m for m, f in FOLDERS.items() if f in path.parents)
     facts = facts_of(text)
     assert figure == "think/fig3b" or model in facts.get("model", facts.get("runs")), "another model's"
-    assert registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text)).endswith(".")
+    assert message.endswith(".")
 
 
 @pytest.mark.skipif(
@@ -83,7 +91,7 @@ def test_numbers_of_the_table_are_those_of_the_csv(column):
             missing += [f"{figures[0]}: {n}, and no CSV" for n in numbers(cell)]
         message = ""
         for path in paths:
-            figure, text = read_csv(path)
-            message += registry.FIGURES[figure].finding(registry.FIGURES[figure].parse(text)) + str(facts_of(text))
+            _, text, told = finding(path)
+            message += told + str(facts_of(text))
         missing += [f"{figures[0]}: {n} is not in: {message}" for n in numbers(cell) if n not in numbers(message)]
     assert not missing

@@ -78,7 +78,7 @@ def test_windows_of_one_document_are_one_draw():
 @pytest.fixture(scope="module")
 def eight(folder):
     """A short sweep of two methods over eight texts, measured."""
-    words = ["dataset=fidelity/tiny", "length=64", "forced=80", "limit=8", "method=snapkv,kivi", "kv_ratio=0.25"]
+    words = ["dataset=fidelity/tiny", "length=64", "forced=40", "limit=8", "method=snapkv,kivi", "kv_ratio=0.25"]
     source = measured.prepare(registry.FIGURES["fidelity/positions"], keys.parse_pairs([*words, f"results={folder}"]))
     source.measure(quiet=True)
     return source
@@ -90,19 +90,19 @@ def kl_of(source, series):
 
 
 def test_a_running_mean_has_the_interval_of_its_own_positions(eight, monkeypatch):
-    monkeypatch.setattr(fidelity, "SMOOTH_LONG", 10)
+    monkeypatch.setattr(fidelity, "SMOOTH_LONG", 5)
     monkeypatch.setattr(fidelity, "RUNNING", 4)
     data = registry.FIGURES["fidelity/answers"].compute(eight)
     series = data["series"].iloc[0]
     kl = kl_of(eight, series)
-    row = data[(data["series"] == series) & (data["position"] == 25.5)].iloc[0]
-    # 79 positions are eight runs of ten: a mean is over two, this run and the one before it
-    around = np.array([(sum(x[10:30]), 20) for x in kl])
-    assert row["running"] == pytest.approx(around[:, 0].sum() / 160)
+    row = data[(data["series"] == series) & (data["position"] == 13.0)].iloc[0]
+    # 39 positions are eight runs of five: a mean is over two, this run and the one before it
+    around = np.array([(sum(x[5:15]), 10) for x in kl])
+    assert row["running"] == pytest.approx(around[:, 0].sum() / 80)
     assert (row["low"], row["high"]) == pytest.approx(stats.ratio_interval(around))
-    assert row["kl"] == pytest.approx(sum(sum(x[20:30]) for x in kl) / 80) and row["n"] == 8
+    assert row["kl"] == pytest.approx(sum(sum(x[10:15]) for x in kl) / 40) and row["n"] == 8
     shown = registry.FIGURES["fidelity/answers"].prepare(data)
-    assert set(shown["method"]) == {"snapkv", "kivi"} and set(shown["tokens"]) == {20}
+    assert set(shown["method"]) == {"snapkv", "kivi"} and set(shown["tokens"]) == {10}
 
 
 def test_a_layers_interval_is_over_prompts():

@@ -205,6 +205,7 @@ def test_a_needle_is_counted_from_silence():
     counted = figure.parse("# runs: Model m, float32; dataset needle phrasing=completion\n" + text)
     assert list(counted["found"]) == [0, 50]
     assert "an empty answer: 60.0. Found, % of the score above an empty answer's: full 25." in figure.finding(counted)
+    assert "1 prompt at each of 2 pairs of length and depth" in figure.finding(counted.assign(n=1))
     assert list(figure.parse("# runs: Model m, float32; dataset needle\n" + text)["found"]) == [60, 80]
 
 
@@ -220,11 +221,18 @@ def test_memory_of_think_by_hand():
     assert data["KIVI 2/2 + ThinK 0.4"] == pytest.approx(heads * (thin + values) / 2**20, rel=5e-3)
 
 
-def test_needle_maps_are_means_of_fields(tmp_path):
-    (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
+@pytest.fixture(scope="module")
+def needles(tmp_path_factory):
+    """Words of a small map of needles, with its text and its results in a folder."""
+    folder = tmp_path_factory.mktemp("needles")
+    (folder / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
+    sizes = ["lengths=128,192", "depths=0,100", "repeats=2", "limit=4"]
+    return [f"haystack={folder / 'essay.txt'}", *sizes, f"results={folder}"]
+
+
+def test_needle_maps_are_means_of_fields(needles):
     figure = registry.FIGURES["needle/heatmap"]
-    arguments = [f"haystack={tmp_path / 'essay.txt'}", "lengths=128,192", "depths=0,100", "repeats=2", "limit=4"]
-    prepared = prepare(figure, [*arguments, f"results={tmp_path}"])
+    prepared = prepare(figure, needles)
     prepared.measure(quiet=True)
     data = figure.compute(prepared)
     assert len(data) == 5 * 2 * 2 and set(data["n"]) == {2}
@@ -235,7 +243,6 @@ def test_needle_maps_are_means_of_fields(tmp_path):
             length = int(group.task.id.partition("/")[2])
             at = (data["series"] == point.series) & (data["length"] == length) & (data["depth"] == depth)
             assert data.loc[at, "score"].item() == pytest.approx(100 * fmean(scores))
-    figure.write(data, {}, tmp_path)
 
 
 def test_lines_and_words():
@@ -319,11 +326,9 @@ def test_bad_command_line(line, tmp_path, capsys, monkeypatch):
     assert BAD[line] in captured.err
 
 
-def test_options_of_a_figures_dataset(tmp_path, capsys):
-    (tmp_path / "essay.txt").write_text("The wind was cold by the river. It was a calm night in the village. " * 80)
-    options = ["lengths=128", "depths=0,100", "repeats=1", "limit=2", f"haystack={tmp_path / 'essay.txt'}"]
-    assert main(["plot", "needle/heatmap", *options, f"results={tmp_path}"]) == 0
-    assert "1 prompt at each of 2 pairs of length and depth" in " ".join(capsys.readouterr().out.split())
+def test_options_of_a_figures_dataset(needles, capsys):
+    assert main(["plot", "needle/heatmap", *needles]) == 0
+    assert "2 prompts at each of 4 pairs of length and depth" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_dataset_given_keeps_the_figures_own_options(tmp_path):
