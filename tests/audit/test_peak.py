@@ -164,7 +164,7 @@ def check_stored(model, rows, stored):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("per", ["kv_head", "query_head"])
 def test_bytes_behind_a_rows_tokens_are_those_declared(per, dtype):
-    model = build("llama", dtype)
+    model = build("llama", dtype, num_hidden_layers=2)
     rows = kvbench.prefill(model, prompt(33, 1), [ready(model, e, per) for e in STORED])
     stored = stored_by(model, rows, [Ending(1 + i % 13) for i in range(len(rows))])
     read = {i for i, s in enumerate(stored) if s is not None}

@@ -77,7 +77,7 @@ def test_a_prompt_in_pieces_is_observed_as_one_read_whole(family, dtype, plain, 
 
 @pytest.mark.parametrize("per", PER)
 def test_every_chain_keeps_what_it_keeps_of_a_prompt_read_whole(per):
-    model = build("llama")
+    model = build("llama", num_hidden_layers=2)
     chains = [ready(model, configured(c, SMALL), per) for c in CHAINS if supported(c, "llama")]
     prefix, first, others = SharedPrefix(model, SIZE), prompt(40, 1), []
     for n, seed in ((70, 2), (75, 3), (43, 4)):
