@@ -8,6 +8,7 @@ from support.families import FAMILIES, LOCALS, WITH_LATENTS, WITH_SHARING, build
 from support.runs import prepare
 
 import kvbench
+from kvbench.engine.decode import extend_caches
 from kvbench.models.releases import CACHE_NAME, named_cache
 from kvbench.models.traits import reads_one_by_one
 from kvbench.storage import attend
@@ -31,10 +32,10 @@ def test_logits_are_as_near_to_those_in_fp32_as_transformers_own(family, dtype):
     texts = torch.cat([prompts, more.expand(len(prompts), -1)], dim=1)
     with torch.no_grad():
         references, owns = (m(texts, use_cache=False).logits[:, [49, -1]] for m in (exact, model))
+    caches = [kvbench.prefill(model, ids, ["full"])[0] for ids in prompts]
     distances = []
-    for ids, reference, own in zip(prompts, references, owns, strict=True):
-        (cache,) = kvbench.prefill(model, ids, ["full"])
-        ours = torch.stack([cache.logits, kvbench.extend(model, cache, more).logits])
+    for cache, longer, reference, own in zip(caches, extend_caches(model, caches, more), references, owns, strict=True):
+        ours = torch.stack([cache.logits, longer.logits])
         distances.append(torch.stack([(t.float() - reference).norm(dim=-1) for t in (ours, own)]))
     # the median over texts: where rounding makes a token take another expert, logits jump
     of_ours, of_transformers = torch.cat(distances, dim=1).median(dim=1).values

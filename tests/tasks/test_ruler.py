@@ -309,13 +309,13 @@ def test_a_mean_is_called_rulers_only_with_all_tasks(tasks, lengths, heading):
 
 @pytest.mark.e2e("a run on the tiny model")
 def test_a_run_withholds_the_question(capsys, tmp_path):
-    arguments = ["dataset=ruler/niah_single_1", "lengths=1024", "examples=2", "kv_ratio=0.5", f"results={tmp_path}"]
+    arguments = ["dataset=ruler/niah_single_1", "lengths=768", "examples=2", "kv_ratio=0.5", f"results={tmp_path}"]
     assert main(["run", *arguments, "method=snapkv", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert "question withheld" in json.dumps(report)
     cells = [cell for row in report["rows"] for cell in row["cells"]]
     assert [c["status"] for c in cells] == ["measured"] * 2 and not any(c["query_aware"] for c in cells)
-    assert all(c["task"] == "ruler/niah_single_1/1024" and c["n"] == 2 for c in cells)
+    assert all(c["task"] == "ruler/niah_single_1/768" and c["n"] == 2 for c in cells)
     assert main(["run", arguments[0], "lengths=6000", "examples=1", "--plan"]) == 2
     assert "could cut what is asked for: lower lengths=" in capsys.readouterr().err
 
