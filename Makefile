@@ -120,7 +120,7 @@ test-newest test-oldest test-5.23: test-%: packages-%
 
 packages-newest packages-oldest packages-5.23: packages-%:
 	test -e .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --upgrade --upgrade-strategy eager \
 	  -e '.[dev,lm-eval]' '$(TORCH)' $(RELEASES_$*)
 
 test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-eval, in an environment of its own
@@ -128,7 +128,7 @@ test-peers: .venv-peers/.ready  ## the same tokens as kvpress and scores as lm-e
 
 .venv-peers/.ready: pyproject.toml
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev,peers,lm-eval]' '$(TORCH)'
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,peers,lm-eval]' '$(TORCH)'
 	@touch $@
 
 ##@ Benchmarks, with nothing else running
@@ -175,12 +175,13 @@ bench-shared: $(VENV)/.ready  ## a table beside a busy process, over the same al
 $(VENV)/.ready: pyproject.toml constraints.txt kernels/setup.py kernels/kvbench_kernels/packed.c
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11) <= v < (3, 14) else f"kvbench needs Python 3.11 to 3.13, {sys.executable} is {v.major}.{v.minor}: make run PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	@# the C functions are compiled while the other packages are fetched
+	@# the C functions are compiled while the other packages are fetched; Python compiles the modules that are imported,
+	@# and pip would compile all 20,000 files, which takes a minute
 	@if command -v $${CC:-cc} > /dev/null; then \
 	    $(PIP) wheel --no-deps --wheel-dir $(VENV)/wheels ./kernels & compiling=$$!; \
-	    $(PIP) install -c constraints.txt -e '.[dev]' && wait $$compiling && $(PIP) install $(VENV)/wheels/*.whl; \
+	    $(PIP) install --no-compile -c constraints.txt -e '.[dev]' && wait $$compiling && $(PIP) install --no-compile $(VENV)/wheels/*.whl; \
 	  else \
-	    $(PIP) install -c constraints.txt -e '.[dev]' && \
+	    $(PIP) install --no-compile -c constraints.txt -e '.[dev]' && \
 	    echo 'no C compiler: kvbench-kernels, which speeds up decoding on a CPU, is left out'; \
 	  fi
 	@touch $@
