@@ -80,7 +80,11 @@ class RowLayer(KvbenchLayer):
         self.sources += other.sources
 
     def attend(self, query: Tensor, scale: float, window: int | None) -> Tensor:
-        """Return the attention of all rows, format by format, and set ``attended`` if this is the layer's own query."""
+        """Return the attention of all rows (``KvbenchLayer.attend``), computed for one storage format after the other.
+
+        Sets ``attended`` at the first query after new tokens. Further queries come from later layers that share this
+        layer's keys and values.
+        """
         groups = []
         # a second query after the same tokens comes from a later layer that shares this layer's keys and values
         is_of_later_layer = self._answered

@@ -258,7 +258,8 @@ def append(cache: LayerCache, k: Tensor, v: Tensor) -> LayerCache:
     """Return the cache with T more tokens k, v [Hk, T, D] as a dense tail behind its other segments."""
     positions = torch.arange(cache.seen, cache.seen + k.shape[1], dtype=torch.int32, device=k.device)[None]
     tail = Segment(k, v, positions)
-    # heads that share logits share them in every segment, so the tail shares them as well
+    # heads that share logits share them in every segment, so the tail shares them as well. It gets a copy of the leads:
+    # the audit declares their bytes for each segment, and ``storage_bytes`` counts a tensor that two share only once
     leads_of_segments = [s.leads for s in cache.segments if s.leads is not None]
     if leads_of_segments:
         tail = share_keys(tail, leads_of_segments[0].clone())

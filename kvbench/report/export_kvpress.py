@@ -110,7 +110,7 @@ class Run:
 
     @property
     def press(self) -> str:
-        """The method's name in kvpress's registry, or else kvbench's name without ``:`` and ``+``."""
+        """The method's name in kvpress's registry, or else kvbench's, without ``kvpress:`` and with _ for : and +."""
         # the names of the stages make the method's name; a chain without stages is the full cache
         method = "+".join(stage["id"] for stage in self._stages()) or "full"
         registered_names = read_yaml(Path(registry.__file__).with_name("kvpress.yaml"))["registered"]

@@ -165,7 +165,9 @@ class GroupRun:
         return [c for c in cells if c.id not in self.refused and c.id not in self.failed]
 
     def read_prompt(self, example: Example, cells: Sequence[Cell], following: Work | None = None) -> None:
-        """Prefill one prompt for its cells and audit their caches. Queue them to be decoded, or score a text at once.
+        """Prefill one prompt for its cells, audit the caches and queue the answers. A text is scored at once instead.
+
+        A cell that cannot take the prompt is refused. An error of a cell takes it out of the run and is not raised.
 
         cells: the cells that need the example, at least one. All are of one task.
         following: the work that is read next, which may share this prompt's pass; None if there is none.

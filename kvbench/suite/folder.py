@@ -178,9 +178,10 @@ def read_rows(folder: Path) -> list[Line]:
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(text)
-            # every reader needs these keys: a line without one of them is damaged
-            needed = {key: row[key] for key in ("suite", "edition", "name", "role", "results")}
-            rows.append(row | needed)
+            # every reader needs these keys, and the lookup fails in a damaged line, which lacks one of them
+            for key in ("suite", "edition", "name", "role", "results"):
+                row[key]
+            rows.append(row)
         except (ValueError, KeyError, TypeError) as error:
             raise UsageError(f"{path}, line {number} is not a row of a suite: {error}") from None
     if not rows:

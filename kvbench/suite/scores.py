@@ -254,7 +254,10 @@ def compute_mean_divergence(sample: Sample) -> float:
 
 
 def score_part(row: Scores, chance: Scores, full: Scores, divergence: bool = False) -> PartScore:
-    """Compute a row's score in one part, over the prompts that the row, ``chance`` and ``full`` have.
+    """Compute a row's score in one part.
+
+    S, its interval and ``n`` rest on the prompts that the row, ``chance`` and ``full`` all have a score for. The means
+    ``raw``, ``full`` and ``chance`` are each over all scores given.
 
     row: the row's scores.
     chance: the scores of random tokens, which are S = 0.

@@ -287,7 +287,10 @@ def _choose_measure(record: ClaimRecord) -> tuple[str, MeasureRecord]:
 
 
 def _describe_briefly(record: ClaimRecord, count: int) -> str:
-    """Return a verdict in a few words. For an undecided claim, add how many examples would decide it."""
+    """Return a verdict in a few words. For an undecided claim, add how many examples would decide it, if it has fewer.
+
+    count: the number of examples behind the claim's mean difference.
+    """
     text = record["verdict"]
     if record["decided_by"] and len(record["measures"]) > 1:
         text += f" by {record['decided_by']}"

@@ -95,7 +95,8 @@ def find_repeats(book: Book) -> Iterator[Finding]:
 def collect_baselines(book: Book) -> dict[tuple[str, str], dict[str, Published]]:
     """Return the full cache's scores on each (model family, dataset) that several papers print.
 
-    The scores of one such pair are cells by the paper's name.
+    The scores of one such pair are cells by the paper's name. Only scores in per cent in numbered tables count, and of
+    a paper only the first.
     """
     cells: dict[tuple[str, str], dict[str, Published]] = {}
     for row in book.rows:

@@ -57,9 +57,10 @@ Record = dict[str, object]
 
 
 def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
-    """Return the table as text in one of FORMATS, with notes below it.
+    """Return the table as text, with a title above and notes below it. CSV has neither, and all numbers unrounded.
 
-    show: what its cells contain, one of grid.SHOWS.
+    style: one of FORMATS.
+    show: what its cells contain, one of grid.SHOWS. It does not change CSV.
     terminal: True to mark the best value of each block in bold. It only changes the format ``text``.
     """
     # CSV is for programs, so it has all numbers, unrounded, and no notes

@@ -97,7 +97,8 @@ class TableSpec:
     sources: the sources of settings that are not printed.
     workloads: the paper's knobs of a dataset (``needle``), or of a dataset in one model's rows
     (``needle/mistral-7b-instruct-v0.2``).
-    settings: further settings of all rows, by the dataset for which they hold. A row's own settings override them.
+    settings: further settings of all rows (``key=value;key=value``), by the dataset for which they hold. A row's own
+    settings override them.
     tasks: the task of the tiny suite that stands for a dataset.
     unlike: conditions of its scores that the paper leaves open.
     extended: whether its scores seem to come from LongBench-E.

@@ -66,9 +66,12 @@ def attend(
     tail: tuple[Tensor, Tensor],
     scale: float,
 ) -> Tensor | None:
-    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail [B, Hk, t, D].
+    """Return attention [B, Hq, T, D] of query [B, Hq, T, D] over exact segments and a dense tail.
 
     Returns None if no kernel serves these tensors.
+
+    tail: keys and values [B, Hk, t, D] of the newest tokens. The last T are the query's own, and it sees no later ones.
+    scale: the factor of q.k.
     """
     # a run is a segment or the tail; the run that stores the fewest heads has the most queries for each of its heads
     fewest_heads = tail[0].shape[1]
