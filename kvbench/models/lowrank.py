@@ -262,14 +262,16 @@ class LatentLift:
 
 def lifts(model: PreTrainedModel) -> list[LatentLift]:
     """Return the map from latents to keys and values of each layer, or [] if the model's projections are its own."""
-    # low-rank methods run only on models with one rotary module, or without any
-    rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
-    turn = KeyRotation(rotary)
-    layer_lifts = []
+    projections: list[tuple[LowRank, LowRank]] = []
     for attention in attention_modules(model):
         # GPT-NeoX's low-rank projections are inside its fused projection (see ``Fused``)
         holder = getattr(attention, "query_key_value", attention)
         k, v = getattr(holder, "k_proj", None), getattr(holder, "v_proj", None)
         if isinstance(k, LowRank) and isinstance(v, LowRank):
-            layer_lifts.append(LatentLift(k, v, turn, heads=_count_kv_heads(model)))
-    return layer_lifts
+            projections.append((k, v))
+    if not projections:
+        return []
+    # low-rank methods run only on models with one rotary module, or without any
+    rotary = next((module for module in model.modules() if hasattr(module, "inv_freq")), None)
+    turn = KeyRotation(rotary)
+    return [LatentLift(k, v, turn, heads=_count_kv_heads(model)) for k, v in projections]
