@@ -154,7 +154,7 @@ def test_heads_over_threads_have_the_same_bits(monkeypatch):
     ids=lambda entry: entry["method"],
 )
 def test_attention_of_rows_of_several_lengths_is_that_of_pytorch(method, monkeypatch):
-    model, served, text = build("llama", num_hidden_layers=2), [], prompt(26, 4)
+    model, served, text = build("llama", num_hidden_layers=2), [], prompt(18, 4)
     own = on_cpu.attend
     monkeypatch.setattr(on_cpu, "attend", lambda *given: served.append(own(*given)) or served[-1])
     logits = {}
