@@ -121,13 +121,16 @@ def test_out_of_memory_in_prefill_and_decode_loses_and_doubles_nothing(tmp_path,
         assert len(ids) == len(set(ids)) == 2
 
 
-@pytest.mark.parametrize("failing", [3, 9])
+@pytest.mark.parametrize("failing", [3, 6])
 def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, steps):
-    """Columns share the ids of examples: two datasets, and one whose question is in view or withheld."""
+    """Columns share the ids of examples: two datasets, and one whose question is in view or withheld.
+
+    Each dataset takes four steps.
+    """
     arguments = [
         "dataset=tiny/needle,tiny/multikey",
         "length=160",
-        "examples=3",
+        "examples=2",
         "method=snapkv",
         "query_aware=true,false",
     ]
@@ -140,7 +143,7 @@ def test_rows_that_begin_again_read_their_own_prompt(failing, tmp_path, capsys, 
 
     steps.before = fail_once
     assert run_json(capsys, *arguments, f"results={tmp_path / 'b'}")[0] == 0
-    assert metrics_of(tmp_path / "b") == want
+    assert len(steps.rows) > failing and metrics_of(tmp_path / "b") == want
 
 
 def test_prompts_that_cannot_be_read_again_beside_others_wait_for_those(tmp_path, capsys, monkeypatch, queues, steps):

@@ -100,7 +100,7 @@ for name in sys.argv[2:]:
 
 
 def test_a_process_holds_what_is_accounted():
-    names, sizes = ("full", "kivi 2 bits"), "--caches 12 --tokens 2048"
+    names, sizes = ("full", "kivi 2 bits"), "--caches 6 --tokens 2048"
     environment = {**os.environ, **resident.ALLOCATOR, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", EACH_FORKED, sizes, *names]
     out = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
