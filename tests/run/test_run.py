@@ -148,7 +148,7 @@ def test_progress_prints_plain_lines_off_a_terminal(capsys):
 @pytest.mark.parametrize("dataset", ["tiny/needle", "needle"])
 def test_withheld_question_is_read_after_compression(dataset, tmp_path, capsys):
     (tmp_path / "essay.txt").write_text("The river was cold. We walked home. " * 80)
-    size = [f"haystack={tmp_path}", "lengths=256", "repeats=1"] if dataset == "needle" else ["length=160", "examples=4"]
+    size = [f"haystack={tmp_path}", "lengths=256", "repeats=1"] if dataset == "needle" else ["length=160", "examples=2"]
     arguments = [f"dataset={dataset}", *size, "method=snapkv", f"results={tmp_path}"]
     aware = run_json(capsys, *arguments)[1]
     agnostic = run_json(capsys, *arguments, "query_aware=false")[1]
