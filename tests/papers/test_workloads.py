@@ -213,15 +213,18 @@ def test_every_table_and_claim_is_measured(paper, folder, few_data, tmp_path, mo
 @pytest.mark.parametrize("paper", claims.papers_with_claims())
 def test_every_claim_finds_its_pairs(paper, folder, data, tmp_path):
     chosen = [c for c in claims.load(paper) if c.test != "elsewhere"]
-    tables = [prepared(side, folder, data, tmp_path, "limit=1") for side in claims.make_tables_of_sides(chosen)]
+    tables = []
+    for side in claims.make_tables_of_sides(chosen):
+        depths = ["depths=50"] if any(column.dataset == "needle" for column in side.scores) else []
+        tables.append(prepared(side, folder, data, tmp_path, "limit=1", *depths))
     for claim in chosen:
         by_points = read_evidence(claim, tables)[claims.POINTS]
         assert len(by_points.cells) >= 2 or by_points.reason, claim.id
 
 
-def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, data, tmp_path):
+def test_a_difference_to_scores_made_under_other_conditions_is_marked(folder, few_data, tmp_path):
     """VATP's scores fit LongBench-E, and a prompt that the user chose is not the paper's: both had a bare Δ."""
-    few = [f"model.path={folder}", f"data.root={data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
+    few = [f"model.path={folder}", f"data.root={few_data}", f"results={tmp_path}", "limit=1", "max_new_tokens=2"]
     ours = our_table.prepare(table("vatp/2"), "llama2-7b-chat", few)
     experiment.measure(ours.run, quiet=True)
     notes = " ".join(page.render(build_view(ours)).split())
