@@ -80,7 +80,7 @@ def test_logits_with_sinks_are_nearer_the_truth_than_transformers_own(dtype):
 @pytest.mark.e2e("whole answers")
 def test_full_answers_as_model_generate_in_bf16_alone_and_in_a_batch(tmp_path):
     model, tokenizer = kvbench.load_model("tiny", dtype="bfloat16")
-    arguments = ["dataset=tiny/hop,tiny/labels", "length=256", "examples=4", "method=full", f"results={tmp_path}"]
+    arguments = ["dataset=tiny/hop,tiny/labels", "length=256", "examples=3", "method=full", f"results={tmp_path}"]
     groups = prepare(*arguments).groups
     prompts = [tokenizer(e.prompt, return_tensors="pt").input_ids for g in groups for e in g.examples]
     new = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
