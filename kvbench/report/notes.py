@@ -208,4 +208,4 @@ def note_lengths(rows: Sequence[ReportRow]) -> list[str]:
             lengths.append(f"{row.method} {tokens:.1f} (at most {peak} held)")
     if not lengths:
         return []
-    return [f"Tokens of an answer, mean, and the most that a head held meanwhile: {', '.join(lengths)}."]
+    return [f"Mean number of tokens of an answer, and the most that a head held meanwhile: {', '.join(lengths)}."]
