@@ -401,7 +401,8 @@ def test_a_run_shows_divergence_over_a_long_answer_its_length_and_the_most_held(
     data = ["dataset=fidelity/tiny", "length=160", "forced=262", f"results={tmp_path}"]
     assert main(["run", *words, *data]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "Mean number of tokens of an answer, and the most that a head held meanwhile: full 262.0 (at most" in out
+    lengths = "Mean number of tokens of an answer, and the most that a head held meanwhile:"
+    assert f"{lengths} full 262.0 (at most 421 held), snapkv" in out
     assert out.count("262.0 (at most 80 held)") == 2
     assert main(["run", *words, *data, "--json"]) == 0
     _, *rows = json.loads(capsys.readouterr().out)["rows"]
