@@ -56,6 +56,14 @@ class Verification:
         """Verify one text file by what ``make`` returns."""
         self.add(name, lambda: path.exists() and path.read_text(encoding="utf-8") == make(), remedy)
 
+    def join(self, other: Verification) -> None:
+        """Add the findings of ``other``, behind these."""
+        self.same += other.same
+        for remedy, names in other.differing.items():
+            self.differing[remedy] += names
+        for reason, names in other.missing.items():
+            self.missing[reason] += names
+
     def close(self, without: Iterable[str]) -> int:
         """Print the verified, differing and unverified tables. Return the exit status.
 

@@ -60,12 +60,17 @@ def test_one_command_asks_every_script(capsys, monkeypatch):
         name = script.__name__
         monkeypatch.setattr(script, "verify", lambda found, name=name: found.add(name, lambda: True, ""))
     assert verify_tables.main([]) == 0
-    names = "tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_tables, paper_claims"
+    names = "tiny_table, format_tables, llamacpp_table, memory_2026, rounding, paper_claims, paper_tables"
     assert capsys.readouterr().out == f"verified: 7 as their samples give them: {names}\n"
     missing = MissingModel("model=m is not here", ["m"])
     monkeypatch.setattr(format_tables, "verify", lambda found: found.add("board", raising(missing), ""))
+    monkeypatch.setattr(paper_tables, "verify", lambda found: found.add("think/1", raising(missing), ""))
     assert verify_tables.main(["--without", ""]) == 1
     assert verify_tables.main(["--without", "model"]) == 0
+    assert "fetch m: board, think/1" in capsys.readouterr().err  # of both processes, one line
+    monkeypatch.setattr(paper_tables, "verify", lambda found: found.add("think/1", lambda: False, "make it"))
+    assert verify_tables.main(["--without", "model"]) == 1
+    assert "think/1 differs from its samples; make it" in capsys.readouterr().err
 
 
 @pytest.mark.e2e("runs make")
