@@ -43,19 +43,19 @@ PARTS = (
 
 def _verify(without: Sequence[str]) -> int:
     """Verify each part in a process of its own. Return the exit status."""
-    found = Verification()
+    findings = Verification()
     with ProcessPoolExecutor(len(PARTS), mp_context=get_context("fork")) as pool:
-        for found_in_part in pool.map(_verify_part, range(len(PARTS))):
-            found.join(found_in_part)
-    return found.close(without)
+        for findings_of_part in pool.map(_verify_part, range(len(PARTS))):
+            findings.join(findings_of_part)
+    return findings.close(without)
 
 
 def _verify_part(number: int) -> Verification:
     """Return the findings of one part's scripts."""
-    found = Verification()
+    findings = Verification()
     for script in PARTS[number]:
-        script.verify(found)
-    return found
+        script.verify(findings)
+    return findings
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ DOES = {
     "leaves": "import os; os._exit(0)",
     "good": "pass",
 }
-"""What each method of one run does when it is asked for scores: the honest one comes last."""
+"""The deed of each method of one run when it is asked for scores: the honest one comes last."""
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ parent.postMessage(JSON.stringify({
 
 
 def framed(folder, widths):
-    """What page.html posts from frames of these ``widths``, by width; a window of the browser is 500 at least."""
+    """The messages of page.html from frames of these ``widths``, by width; a window of the browser is 500 at least."""
     show = """const said = {};
     addEventListener('message', (e) => {
       for (const f of document.querySelectorAll('iframe')) if (f.contentWindow === e.source) said[f.width] = e.data;
@@ -147,8 +147,8 @@ def framed(folder, widths):
     flags += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder / 'user'}"]
     command = [BROWSER, *flags, "--virtual-time-budget=3000", "--dump-dom", f"file://{folder / 'frame.html'}"]
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    said = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
-    return {int(width): json.loads(text) for width, text in said.items()}
+    text_by_width = json.loads(html.unescape(re.search(r'<pre id="said">(.*?)</pre>', dom, re.DOTALL)[1]))
+    return {int(width): json.loads(text) for width, text in text_by_width.items()}
 
 
 CONTRAST = """
@@ -218,7 +218,7 @@ def test_a_long_path_makes_no_page_wider_than_the_screen(tmp_path):
 
 @pytest.fixture(scope="module")
 def probed(written, tmp_path_factory):
-    """What the page posts from a narrow and from a wide frame, by width."""
+    """The messages of the page from a narrow and from a wide frame, by width."""
     folder = tmp_path_factory.mktemp("frames")
     watch = "<script>window.errors = []; addEventListener('error', (e) => window.errors.push(e.message));</script>"
     watched = written.replace("<body", f"{watch}<body", 1)

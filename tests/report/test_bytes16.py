@@ -53,16 +53,16 @@ def rows(tmp_path_factory):
             # ThinK's ratio is that of both of its cases
             owner = "snapkv" if knob.startswith("kv_ratio") else method.partition("+")[2] or method
             words.append(f"{owner}.{knob}")
-    collected = {}
+    row_by_case = {}
     for dtype in ("float32", "bfloat16"):
         results = f"results={tmp_path_factory.mktemp('results')}"
         arguments = [*SMALL, f"method={','.join(names)}", *dict.fromkeys(words), f"dtype={dtype}", "limit=1", results]
         with redirect_stdout(io.StringIO()) as out:
             assert main(["run", *arguments, "--json"]) == 0
         full, *others = json.loads(out.getvalue())["rows"]
-        collected |= {(dtype, "full"): full}
-        collected |= {(dtype, case): row for case, row in zip((c for c in CASES if c != "full"), others, strict=True)}
-    return collected
+        row_by_case |= {(dtype, "full"): full}
+        row_by_case |= {(dtype, case): row for case, row in zip((c for c in CASES if c != "full"), others, strict=True)}
+    return row_by_case
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.e2e("runs benchmarks")
 
 @pytest.fixture(autouse=True)
 def no_collection(monkeypatch):
-    """What the tests' own process holds is not gone through: its growth is looked at roughly."""
+    """Collect no garbage of the tests' own process, whose growth is looked at roughly."""
     monkeypatch.setattr(memory, "gc", SimpleNamespace(collect=lambda: None))
 
 
