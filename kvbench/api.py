@@ -77,8 +77,8 @@ def prefill(
     input_ids: one unpadded prompt, [n] or [1, n].
     methods: the entries. Each is a string such as ``"snapkv+think"``, a dict such as
     ``{"method": "snapkv", "kv_size": 512}``, or a Chain.
-    preset: a preset of conf/preset, such as ``"think"``. Its options and ``per`` replace the plain defaults. Its prompt
-    format is not applied. If the preset has values for one model, the model is recognised by its hub id.
+    preset: a preset of conf/preset, such as ``"think"``. Its options, ``per`` included, replace the defaults. Its
+    prompt format is not applied. If the preset has other values for one model, the model is recognised by its hub id.
     tokenizer: needed by methods that add words of their own (``kvzip instruction=plain``).
     knobs: options for all entries that have them: ``kv_ratio=0.5`` (share of tokens kept), ``ratio=0.4`` (share of
     channels removed), ``per="query_head"``, ``**{"snapkv.window": 16}``. An option that no entry has is an error.
@@ -203,9 +203,9 @@ def calibrate(
     preset: str | None = None,
     **knobs: Any,
 ) -> Chain:
-    """Measure the statistics of this model that the method needs, and return the method with them.
+    """Measure the statistics of this model that the method needs, and return the method with these statistics.
 
-    The result is an entry for ``prefill``.
+    The returned method can stand in the list ``methods`` of ``prefill``.
 
     method: an entry as in ``prefill``.
     folder: the folder of calibrations. The first call stores the statistics there, and later calls read them.

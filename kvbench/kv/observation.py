@@ -24,7 +24,7 @@ class Needs:
     last_q, first_q: how many of the last queries, and how many of the first queries.
     colsums: True for the column sums of the attention matrix: the attention that each token received from all queries.
     hidden: True for the input of the attention module.
-    colsums_bits: bit widths, such as {2}. For each width, column sums computed with keys that are quantised per token.
+    colsums_bits: bit widths, such as {2}. For each width, the stage gets column sums over keys quantised per token.
     call: True for the attention module and the keyword arguments of its call.
     """
 
@@ -79,7 +79,7 @@ class Observation:
     number of the prompt's tokens. ``positions`` then has the positions of the n tokens, and all fields follow their
     order. Budgets always refer to ``length``.
     scale: the factor by which q.k is multiplied. It is 1.0 if the model scales its queries itself.
-    prompt: the CRC-32 of the token ids, for random draws. It makes them differ between prompts, but not between runs.
+    prompt: the CRC-32 of the token ids, a seed of random draws. Draws differ between prompts, but not between runs.
     partial: True while decoding, when ``last_q`` may have fewer queries than a stage asks for.
     """
 

@@ -178,7 +178,7 @@ class LayerCache:
     heads: the number of heads for which tokens are stored: the KV heads, or the query heads with ``per=query_head``.
     query_heads: the number of query heads.
     weight: the layer's weight if one budget is divided over all layers. None: the layer has no part in the division.
-    decided: how many of the prompt's tokens each stored head keeps, if the data decide this number.
+    decided: how many of the prompt's tokens each stored head keeps, if this number depends on the prompt's content.
     prompt: the number of the prompt's tokens, to which budgets refer. 0: it equals ``seen``.
     copy_from: for each query head, the head whose attention output it takes. None: all take their own.
     window: for a local layer: the number of last tokens that it holds. No method compresses such a layer.
@@ -219,7 +219,7 @@ class LayerCache:
         return tokens
 
     def kept_positions(self) -> list[Tensor]:
-        """Return the positions in the text of the tokens held: one ascending int32 tensor for each stored head."""
+        """Return the text positions of the stored tokens: one ascending int32 tensor for each stored head."""
         heads = self.stored_heads
         parts_by_head: list[list[Tensor]] = [[] for _ in range(heads)]
         for segment in self.segments:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """The measurements of a run, as ``compare`` returns them. It can be shown as Markdown, pandas or a figure."""
+    """The measurements of a run, as ``compare`` returns them. It can be shown as Markdown, DataFrame or figure."""
 
     def record(self) -> dict[str, object]:
         """Return the report as ``run --json`` prints it, with the verdict on each method."""

@@ -53,7 +53,7 @@ def compare(
     progress: bool = True,
     **settings: Any,
 ) -> Report:
-    """Measure ``methods`` and the full cache on the same prompts and return the report that `run` prints.
+    """Measure ``methods`` and the full cache on the same prompts and return the report that `kvbench run` prints.
 
     ``data`` is a dataset as `run` names it (``"tiny/needle"``, ``"longbench/qasper"``), a list of rows, or a
     datasets.Dataset of rows. A row is a mapping with ``answers`` (a text or a list) and ``prompt``. In place of
@@ -63,7 +63,7 @@ def compare(
 
     An entry of ``methods`` is a name as `run` takes it (``"snapkv+think"``), a dict with options of its own
     (``{"method": "snapkv", "kv_ratio": 0.5}``), or a Chain, which you build from your own classes. ``settings`` are the
-    keys of `run`: ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``,
+    options of `run`: ``kv_ratio=0.25`` (share of tokens kept), ``kv_size=[64, 128]`` (tokens kept), ``limit=20``,
     ``max_new_tokens=64``, ``prompt="chat"``. If ``data`` are rows, ``metric="rouge_l"`` chooses their score.
 
     Answers are stored below ``results``, as `run` stores them. If you repeat the call, only missing answers are

@@ -64,7 +64,7 @@ class Block:
 class Capacity:
     """A selector's budget for one prompt, in tokens. The first ``sinks`` and the last ``window`` are always kept.
 
-    shrunk: True if the budget had no room for sinks, window and one token more. Sinks and window are then cut.
+    shrunk: True if the budget had no room for sinks, window and one token more. Sinks and window are then smaller.
     """
 
     tokens: int

@@ -29,7 +29,7 @@ class PromptCache:
     prompt_tokens: the number of the prompt's tokens.
     prefill_s: the seconds of the prompt's forward pass without compression. Methods that share the pass have the same
         number.
-    compress_s: the seconds of this method alone, with the statistics that it needs.
+    compress_s: the seconds of this method's compression, with the attention statistics that the method needs.
     layers: the caches of the layers that methods compress: all layers with keys, except local layers.
     local: the caches of local layers, in which a token attends only to a window of tokens. No method compresses them.
     states: the states of layers that hold a state in place of keys, or beside them. No method changes them.
