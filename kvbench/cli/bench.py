@@ -15,7 +15,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=("memory", "time"), help="what to measure")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="methods, models and sizes")
     parser.add_argument(
-        "--formula", action="store_true", help="with memory: build no caches, print only formulas' bytes"
+        "--formula",
+        action="store_true",
+        help="with memory: build no caches, print only the bytes that a formula predicts",
     )
     parser.add_argument("--plan", action="store_true", help="with time: show what would be measured, and stop")
 

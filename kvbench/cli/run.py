@@ -52,7 +52,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     about = "show this help. --help keys: all keys. --help NAME: the options of a method or dataset"
     parser.add_argument("-h", "--help", action=Help, nargs="?", metavar="keys|NAME", help=about)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="what to measure, and its options")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="methods, data and model, and their options")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")
     parser.add_argument("--config", action="store_true", help="print the configuration with all values, and stop")
     parser.add_argument(

@@ -17,7 +17,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("what", help="think, refreekv, uncomp, vatp, qhitter, all, or one table such as think/7")
     parser.add_argument(
-        "--exact", action="store_true", help="list printed values that follow from others, not the findings"
+        "--exact", action="store_true", help="list the printed values that follow from others, in place of findings"
     )
     parser.add_argument("--format", choices=("text", "md"), default="text", help="text or Markdown (default text)")
 

@@ -37,7 +37,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lock",
         action="store_true",
-        help="write the suite's lock (hashes of prompts and settings) again. A changed lock makes another suite",
+        help="write the suite's lock (hashes of prompts and settings) again. "
+        "Results can be compared only under the same lock",
     )
 
 
