@@ -306,8 +306,9 @@ def with_full(cells: Sequence[Cell]) -> list[Cell]:
 def rounds(groups: Sequence[Group]) -> list[tuple[Group, ...]]:
     """Return the groups in rounds: first kvbench's own methods, then the methods with the same foreign classes.
 
-    kvbench's own answers are stored before foreign code is first asked in a run, so that it cannot change them. Each
-    round reads its prompts anew. Groups without cells in a round are left out.
+    kvbench's own answers are stored before foreign methods run, so that they cannot change them. Until then, a run has
+    only imported their files and asked them for budgets and bytes. Each round reads its prompts anew. Groups without
+    cells in a round are left out.
     """
     # the foreign classes that methods use together; a dictionary keeps their order
     class_sets: dict[tuple[str, ...], None] = {}

@@ -1,10 +1,10 @@
 """Walls around methods that are not kvbench's own, so that a mistake in one does not change the numbers of others.
 
-A run stores the answers of kvbench's own methods before such code first runs (``plan.cells.rounds``). The walls protect
-all that comes after it in the same process: other methods from outside, and later runs and calls. When such code
-returns, its traces are undone: PyTorch's settings, the state of random numbers, the streams, and replaced functions.
-A method that replaced a function is also refused. Random numbers are seeded before a method's code runs, so that they
-do not depend on the code before it.
+A run stores the answers of kvbench's own methods before any other method runs (``plan.cells.rounds``). Until then, the
+run only imports the files of other methods and asks these methods for budgets and bytes. The walls protect all that
+runs later in the same process. When such code returns, its traces are undone: PyTorch's settings, the state of random
+numbers, the streams, and replaced functions. A method that replaced a function is also refused. Random numbers are
+seeded before a method's code runs, so that they do not depend on the code before it.
 """
 
 from __future__ import annotations
