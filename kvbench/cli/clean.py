@@ -120,6 +120,7 @@ def _print_text(removals: Sequence[Removal], busy: Collection[str], folder: Path
     if removed:
         print(f"removed {total}")
     elif removals:
-        print(f"would remove {total}. Add --yes to remove it")
+        them = "them" if len(removals) > 1 else "it"
+        print(f"would remove {total}. Add --yes to remove {them}")
     else:
         print(f"would remove {total}")

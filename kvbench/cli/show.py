@@ -131,7 +131,11 @@ def _print_facts(
     """
     from kvbench.store.labels import explain_budgets
 
-    cell_settings = {key: value for key, value in settings.items() if value not in (None, {})}
+    cell_settings: dict[str, object] = {}
+    for key, value in settings.items():
+        if value not in (None, {}):
+            # users know knobs as options
+            cell_settings["options" if key == "knobs" else key] = value
     print(_wrap_text(_list_facts(cell_settings)))
     for note in explain_budgets([label]):
         print(_wrap_text(note))

@@ -54,8 +54,8 @@ class ReFreeKV(TokenSelector):
         is_fraction = isinstance(self.k, float) and 0 < self.k < 1
         allowed = "a whole number of queries, 1 or more, or a fraction of the prompt below 1"
         self.require("k", is_count or is_fraction, allowed)
-        self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "a knob of mode=eq1 only")
-        self.require("order", self.mode == "eq1" or self.order == "sinks_first", "a knob of mode=eq1 only")
+        self.require("reduce", self.mode == "eq1" or self.reduce == "mean_heads", "an option of mode=eq1 only")
+        self.require("order", self.mode == "eq1" or self.order == "sinks_first", "an option of mode=eq1 only")
         super().check()
 
     def check_layers(self, n_layers: int) -> None:

@@ -73,9 +73,9 @@ class UncompStage(HiddenPruner):
         self.require("starts", ascends_from_0, "an ascending list of layers that starts with 0")
         # YAML gives a list; a frozen dataclass can set its own fields only by object.__setattr__
         object.__setattr__(self, "starts", tuple(self.starts))
-        self.require("starts", not self.starts or self.schedule == "relative", "a knob of schedule=relative only")
+        self.require("starts", not self.starts or self.schedule == "relative", "an option of schedule=relative only")
         no_other_groups = self.epsilon is None or (self.schedule == "relative" and not self.starts)
-        self.require("epsilon", no_other_groups, "a knob of schedule=relative, given instead of starts")
+        self.require("epsilon", no_other_groups, "an option of schedule=relative, given instead of starts")
         self.require("least_size", self.least_size <= self.most, f"at most most={self.most}")
 
     def check_layers(self, n_layers: int) -> None:
