@@ -163,7 +163,9 @@ def _unpack_segment(segment: Segment, name: str) -> Segment:
     if codes is None:
         return segment
     if segment.lengths is not None or segment.key_channels is not None or segment.value_channels is not None:
-        raise UsageError(f"method {name} packs tokens of ragged heads or thin keys: its layers cannot be told apart")
+        raise UsageError(
+            f"method {name} quantises tokens of ragged heads or thin keys: its layers cannot be told apart"
+        )
     # packed tokens are the older ones, so they come first
     k = torch.cat([codes.k.dequantise(segment.k.dtype), segment.k], dim=1)
     v = torch.cat([codes.v.dequantise(segment.v.dtype), segment.v], dim=1)

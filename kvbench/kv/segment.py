@@ -107,7 +107,7 @@ class Segment:
         if self.codes is None:
             return self.k, self.v
         if self.k.shape[1] or self.v.shape[1]:
-            raise ValueError("some tokens of this segment are packed and some exact")
+            raise ValueError("some tokens of this segment are quantised and some exact")
         return self.codes.k, self.codes.v
 
     def holding(self, k: Values, v: Values) -> Segment:

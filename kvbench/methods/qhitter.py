@@ -52,7 +52,7 @@ class QHitter(EvictingSelector, Packer):
     """
 
     id: ClassVar[str] = "qhitter"
-    on_latents: ClassVar[str] = "it packs keys and values apart, and a latent is both at once"
+    on_latents: ClassVar[str] = "it quantises keys and values apart, and a latent is both at once"
     packs: ClassVar[bool] = True
     packs_after_step: ClassVar[bool] = False
 
@@ -75,7 +75,7 @@ class QHitter(EvictingSelector, Packer):
             fits = 0 < self.recent_ratio <= 1 - self.heavy_ratio
             self.require("recent_ratio", fits, "a fraction of the prompt, above 0, at most 1 together with heavy_ratio")
         super().check()
-        self.require("positions", not self.rolled, "true: rolled positions turn stored keys, which are packed here")
+        self.require("positions", not self.rolled, "true: rolled positions turn stored keys, which are quantised here")
 
     @property
     def attention_share(self) -> float:

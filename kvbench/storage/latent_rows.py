@@ -30,7 +30,7 @@ class LatentRows(Format):
     total: the number of tokens of each row.
     """
 
-    moves = "it packs tokens or keeps latents while decoding"
+    moves = "it quantises tokens or keeps latents while decoding"
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         # ``takes`` accepts only rows with a lift

@@ -41,7 +41,7 @@ class PackedRows(Format):
     alone: True if the tokens of one step are read and packed as if each came in a step of its own.
     """
 
-    moves = "it packs tokens or keeps latents while decoding"
+    moves = "it quantises tokens or keeps latents while decoding"
 
     def __init__(self, rows: Sequence[StoredRow], room: Room) -> None:
         # all rows have one coder and one masker (``key``), and ``takes`` accepts only rows with a coder

@@ -51,11 +51,11 @@ class Packer:
 
     def pack_keys(self, x: Tensor) -> Packed:
         """Return the keys x [..., L, C] packed."""
-        raise TypeError(f"{type(self).__name__} does not say how it packs keys")
+        raise TypeError(f"{type(self).__name__} does not say how it quantises keys")
 
     def pack_values(self, x: Tensor) -> Packed:
         """Return the values x [..., L, C] packed."""
-        raise TypeError(f"{type(self).__name__} does not say how it packs values")
+        raise TypeError(f"{type(self).__name__} does not say how it quantises values")
 
 
 @dataclass(frozen=True)

@@ -255,7 +255,7 @@ def test_a_recorded_step_is_a_row_of_its_own(tmp_path, capsys):
     assert len({r["key"] for r in rows.values()}) == 3 and "attention" not in rows["full step=graph"]["quantities"]
     printed = " ".join(capsys.readouterr().out.split())
     assert "full step=graph: recording the graph is part of build." in printed
-    assert "refused: kivi step=graph at 40+4x1" in printed and "packs tokens" in printed
+    assert "refused: kivi step=graph at 40+4x1" in printed and "quantises tokens" in printed
 
 
 def test_what_others_print_is_no_output_of_ours():

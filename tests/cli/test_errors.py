@@ -26,7 +26,7 @@ BAD = {
     "run method=KVzipPress": "it is method=kvzip here",
     "run ratio=1.2": "method.think.ratio=1.2 is not possible: a fraction",
     # the reason comes before any word on knobs that two of the stages own
-    "run method=h2o+quant+kivi bits=4": "owns its quantiser, which packs every token that it keeps; kivi has nothing",
+    "run method=h2o+quant+kivi bits=4": "itself quantises every token that it keeps; kivi has nothing",
     "run method=snapkv+h2o window=8": "combines snapkv and h2o, but each chooses which tokens stay",
     "run method=palu+asvd ratio=0.3": "combines palu and asvd, but each replaces the same projections",
     "run method=snapkv kv_size=0": "method.snapkv.kv_size=0 is not possible: a whole number of tokens above 32",

@@ -104,7 +104,7 @@ def dense(rows):
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        ("kivi", "packs tokens or keeps latents"),
+        ("kivi", "quantises tokens or keeps latents"),
         ("tova", "evicts while decoding"),
         ("twilight", "decides in each step what is attended"),
         ("chai", "heads share logits"),

@@ -144,11 +144,11 @@ def test_keys_stand_for_values_without_channels():
 
 REFUSED = {
     "think": "it removes channels of keys alone",
-    "kivi": "it packs keys and values by rules of their own",
-    "flexgen": "it packs keys and values by rules of their own",
+    "kivi": "it quantises keys and values by rules of their own",
+    "flexgen": "it quantises keys and values by rules of their own",
     "chai": "all heads read the same latents already",
     "h2o+vatp": "a token's value is another vector for each head",
-    "qhitter": "it packs keys and values apart",
+    "qhitter": "it quantises keys and values apart",
     "palu": "the model has low-rank keys and values of its own",
     "asvd": "the model has low-rank keys and values of its own",
     "expectedattention": "only a part of a latent is rotated",

@@ -167,7 +167,7 @@ def test_a_pair_is_refused_exactly_if_it_cannot_form_a_method(pair):
         with pytest.raises(UsageError, match="changes the scores of"):
             chain_of(written)
     elif any(getattr(stage_of(m), "packs", False) for m in pair) and {"prune", "quantise"} & set(roles):
-        with pytest.raises(UsageError, match="owns its quantiser"):
+        with pytest.raises(UsageError, match="itself quantises every token"):
             chain_of(written)
     elif "lowrank" in roles and {"prune", "quantise"} & set(roles):
         with pytest.raises(UsageError, match=r"stores (none|latents)"):

@@ -164,7 +164,7 @@ def test_unset_and_true_are_one_method(name):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_rolled_is_refused_where_stored_keys_are_packed(name):
-    with pytest.raises(UsageError, match=r"positions=('?)rolled\1.*packed"):
+    with pytest.raises(UsageError, match=r"positions=('?)rolled\1.*quantised"):
         chain_of(entry(name, positions="rolled"))
 
 

@@ -221,11 +221,11 @@ def test_llama_cpps_names_say_the_rotation():
         ({"method": "int4", "only": "keys", "values": "q8_0"}, "null where only=keys"),
         ({"method": "fp8", "values": "q9"}, "values='q9' is not possible"),
         ({"method": "q4_0", "group": 5}, "an even whole number of channels"),
-        ({"method": "tova+fp8", "decode": "exact"}, "keeps some tokens exact beside packed ones"),
-        ({"method": "tova+int4", "residual": 8}, "keeps some tokens exact beside packed ones"),
+        ({"method": "tova+fp8", "decode": "exact"}, "keeps some tokens exact beside quantised ones"),
+        ({"method": "tova+int4", "residual": 8}, "keeps some tokens exact beside quantised ones"),
         ({"method": "fp8+kivi"}, "a combination has at most one quantiser"),
         ({"method": "fp8", "exact_layers": [1], "code_prefill": True}, "false beside exact_layers"),
-        ({"method": "palu+fp8"}, "fp8 packs keys and values as attention reads them"),
+        ({"method": "palu+fp8"}, "fp8 quantises keys and values as attention reads them"),
     ],
 )
 def test_what_cannot_be_is_refused(entry, reason):

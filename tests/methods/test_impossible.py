@@ -77,7 +77,7 @@ LINES = {
     "method=qhitter bits=5": "method.qhitter.bits=5 is not possible: 8, 4, 3 or 2",
     "method=qhitter positions=rolled": "method.qhitter.positions='rolled' is not possible: true: rolled positions turn",
     "method=h2o+quant lam=0.5": "lam=0.5 is not possible: h2o+quant is qhitter with lam=1",
-    "method=h2o+quant+think": "h2o+quant) owns its quantiser",
+    "method=h2o+quant+think": "h2o+quant) itself quantises every token",
     "method=twilight p=1.5": "method.twilight.p=1.5 is not possible: a mass above 0 and at most 1",
     "method=scissorhands half_ratio=0.75": "half_ratio=0.75 is not possible: a fraction of the prompt, above 0 and at",
     "method=streamingllm kv_size=8 sinks=8": "method.streamingllm.kv_size=8 is not possible: a whole number of tokens "

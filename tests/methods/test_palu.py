@@ -264,7 +264,7 @@ def test_every_selector_that_evicts_after_the_prompt_stands_beside_it(method, kn
     [
         ("think+palu", "think removes channels of stored keys or values, and palu stores none"),
         ("l2+asvd", "l2 removes channels"),
-        ("palu+kivi", "kivi packs keys and values as attention reads them, and palu stores latents"),
+        ("palu+kivi", "kivi quantises keys and values as attention reads them, and palu stores latents"),
         ("palu+asvd", "palu and asvd, but each replaces the same projections"),
         ("tova+palu", "tova evicts tokens while decoding as set here"),
         ("cake+palu", "cake evicts tokens while decoding as set here"),

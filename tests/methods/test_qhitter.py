@@ -313,14 +313,14 @@ def test_only_column_sums_are_asked_for():
 @pytest.mark.parametrize("other", ["think", "l1", "kivi", "flexgen"])
 @pytest.mark.parametrize("method", ["qhitter", "h2o+quant"])
 def test_nothing_else_can_pack_or_prune_its_tokens(method, other):
-    with pytest.raises(UsageError, match=rf"qhitter.* owns its quantiser.*{other}"):
+    with pytest.raises(UsageError, match=rf"qhitter.* itself quantises every token.*{other}"):
         chain_of(f"{method}+{other}")
 
 
 @pytest.mark.parametrize(
     ("method", "why"),
     [
-        ("h2o+kivi", "kivi packs tokens together"),
+        ("h2o+kivi", "kivi quantises tokens together"),
         ("h2o+think+flexgen", "think then leaves new tokens whole"),
         ("h2o+twilight", "masks caches"),
     ],

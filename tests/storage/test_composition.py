@@ -43,15 +43,15 @@ def test_any_order_is_sorted_to_select_prune_quantise(stages):
 
 
 REFUSED = {
-    "kivi+flexgen": "each packs the same values: a combination has at most one quantiser",
-    "snapkv+think+flexgen+kivi": "combines flexgen and kivi, but each packs",
+    "kivi+flexgen": "each quantises the same values: a combination has at most one quantiser",
+    "snapkv+think+flexgen+kivi": "combines flexgen and kivi, but each quantises",
     "think+thinkv": "each chooses which key channels stay: a combination has at most one",
     "thinkv+l2+kivi": "combines thinkv and l2, but each chooses which key channels stay",
-    "tova+kivi": "tova evicts tokens while decoding as set here, and kivi packs tokens together, of which some",
+    "tova+kivi": "tova evicts tokens while decoding as set here, and kivi quantises tokens together, of which some",
     "flexgen+streamingllm+qhitter": "combines streamingllm and qhitter",
-    "tova+thinkv+kivi": "tova evicts tokens while decoding as set here, and kivi packs tokens together",
+    "tova+thinkv+kivi": "tova evicts tokens while decoding as set here, and kivi quantises tokens together",
     "think+flexgen+tova": "tova evicts tokens while decoding as set here; think then leaves new tokens whole",
-    "h2o+quant+think": "qhitter (with lam=1: h2o+quant) owns its quantiser",
+    "h2o+quant+think": "qhitter (with lam=1: h2o+quant) itself quantises every token",
     "vatp+kivi": "vatp changes a selector's scores and needs one beside it",
     "kivi+kivi": "names kivi twice",
     "full+kivi": "full keeps everything as it is and is written alone",

@@ -203,6 +203,6 @@ def test_what_cannot_be_is_refused_with_the_reason():
         chain_of({"method": "l2+streamingllm", "mode": "rolled"})
     with pytest.raises(UsageError, match=r"positions=rolled turns stored keys .* without some of the channels"):
         chain_of({"method": "tova+think", "positions": "rolled"})
-    with pytest.raises(UsageError, match="flexgen would have to pack them at another width"):
+    with pytest.raises(UsageError, match="flexgen would have to quantise them at another width"):
         chain_of({"method": "think+h2o+flexgen", "variant": "orig"})
     assert chain_of({"method": "think+tova"}).name == "tova+think"

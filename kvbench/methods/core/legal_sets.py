@@ -17,7 +17,7 @@ AT_MOST_ONE: tuple[tuple[Role, str], ...] = (
     ("selector", "each chooses which tokens stay: a combination has at most one selector"),
     ("prune", "each chooses which key channels stay: a combination has at most one pruning method"),
     ("mask", "each decides what a step attends: a combination has at most one mask"),
-    ("quantise", "each packs the same values: a combination has at most one quantiser"),
+    ("quantise", "each quantises the same values: a combination has at most one quantiser"),
     ("hidden", "each decides which tokens later layers read: a combination has at most one such method"),
 )
 """Roles that a chain has at most once, each with the reason."""
@@ -86,7 +86,7 @@ def _owns_its_quantiser(owner: Stage, other: Stage) -> str:
         # the user may have written the alias
         name += " (with lam=1: h2o+quant)"
     return (
-        f"{name} owns its quantiser, which packs every token that it keeps; {other.id} has nothing left to store: use "
+        f"{name} itself quantises every token that it keeps; {other.id} has nothing left to store: use "
         f"h2o+{other.id}, or {name} alone"
     )
 
@@ -115,8 +115,8 @@ def _latents_have_no_channels(lowrank: Stage, pruner: Stage) -> str:
 def _latents_are_not_packed(lowrank: Stage, quantiser: Stage) -> str:
     """Return the reason against a quantiser beside latents."""
     return (
-        f"{quantiser.id} packs keys and values as attention reads them, and {lowrank.id} stores latents from before "
-        "rotation; leave out one of them"
+        f"{quantiser.id} quantises keys and values as attention reads them, and {lowrank.id} stores latents from "
+        "before rotation; leave out one of them"
     )
 
 
@@ -141,7 +141,7 @@ def _evicts_partly_exact(selector: Stage, quantiser: Stage) -> str:
     """Return the reason against eviction where some tokens are exact and others packed."""
     return (
         f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} as set here keeps some tokens "
-        f"exact beside packed ones: leave out method.{quantiser.id}.decode=exact, residual and exact_layers, or "
+        f"exact beside quantised ones: leave out method.{quantiser.id}.decode=exact, residual and exact_layers, or "
         f"{_EVICT_AFTER_PROMPT}"
     )
 
@@ -149,8 +149,8 @@ def _evicts_partly_exact(selector: Stage, quantiser: Stage) -> str:
 def _evicts_packed_groups(selector: Stage, quantiser: Stage) -> str:
     """Return the reason against the eviction of single tokens that are packed together with others."""
     return (
-        f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} packs tokens together, of which "
-        f"some leave before the others; {_EVICT_AFTER_PROMPT}"
+        f"{selector.id} evicts tokens while decoding as set here, and {quantiser.id} quantises tokens together, of "
+        f"which some leave before the others; {_EVICT_AFTER_PROMPT}"
     )
 
 
@@ -159,7 +159,7 @@ def _rolls_packed_keys(selector: Stage, quantiser: Stage) -> str:
     knob = _name_rolling_knob(selector)
     return (
         f"method.{selector.id}.{knob} turns stored keys to new positions at every step, and {quantiser.id} stores them "
-        f"packed: leave out {knob}"
+        f"quantised: leave out {knob}"
     )
 
 
@@ -175,7 +175,7 @@ def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
     """Return the reason against eviction while decoding beside both a pruner and a quantiser."""
     return (
         f"{selector.id} evicts tokens while decoding as set here; {pruner.id} then leaves new tokens whole, and "
-        f"{quantiser.id} would have to pack them at another width: leave out {pruner.id} or {quantiser.id}, or "
+        f"{quantiser.id} would have to quantise them at another width: leave out {pruner.id} or {quantiser.id}, or "
         f"{_EVICT_AFTER_PROMPT}"
     )
 
@@ -183,8 +183,8 @@ def _evicts_two_widths(selector: Stage, quantiser: Stage, pruner: Stage) -> str:
 def _prunes_exact_half(pruner: Stage, quantiser: Stage) -> str:
     """Return the reason against a pruner beside a quantiser that packs only keys or only values."""
     return (
-        f"{pruner.id} drops channels of what {quantiser.id} packs, and {_name_only_knob(quantiser)} leaves half of the "
-        "cache exact: leave out one of the two"
+        f"{pruner.id} drops channels of what {quantiser.id} quantises, and {_name_only_knob(quantiser)} leaves half of "
+        "the cache exact: leave out one of the two"
     )
 
 

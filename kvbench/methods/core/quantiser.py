@@ -48,7 +48,7 @@ class Quantiser(Stage, Packer):
     """
 
     role: ClassVar[Role] = "quantise"
-    on_latents: ClassVar[str] = "it packs keys and values by rules of their own, and a latent is both at once"
+    on_latents: ClassVar[str] = "it quantises keys and values by rules of their own, and a latent is both at once"
     by_token: ClassVar[bool] = False
     grows: ClassVar[bool] = True
 
@@ -60,11 +60,11 @@ class Quantiser(Stage, Packer):
 
     def key_bytes(self, tokens: int, channels: int) -> int:
         """Return the bytes that ``tokens`` packed keys of one head take, each with ``channels`` channels."""
-        raise TypeError(f"{type(self).__name__} does not say what packed keys cost")
+        raise TypeError(f"{type(self).__name__} does not say how many bytes quantised keys take")
 
     def value_bytes(self, tokens: int, channels: int) -> int:
         """Return the bytes that ``tokens`` packed values of one head take, each with ``channels`` channels."""
-        raise TypeError(f"{type(self).__name__} does not say what packed values cost")
+        raise TypeError(f"{type(self).__name__} does not say how many bytes quantised values take")
 
     def frozen_bytes(self, half: Literal["k", "v"]) -> int:
         """Return the bytes, per head, of the scales of keys or of values that the prompt fixes for all tokens."""
