@@ -115,8 +115,8 @@ def _latents_have_no_channels(lowrank: Stage, pruner: Stage) -> str:
 def _latents_are_not_packed(lowrank: Stage, quantiser: Stage) -> str:
     """Return the reason against a quantiser beside latents."""
     return (
-        f"{quantiser.id} quantises keys and values as attention reads them, and {lowrank.id} stores latents from "
-        "before rotation; leave out one of them"
+        f"{quantiser.id} quantises keys and values as attention reads them, and {lowrank.id} stores latents "
+        "from before the rotary embedding; leave out one of them"
     )
 
 
