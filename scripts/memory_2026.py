@@ -191,7 +191,7 @@ def page() -> str:
         "`tests/audit`). None of these checkpoints was run. Bytes say nothing about scores.\n"
         "- DeepSeek-V3 and Kimi-Linear hold one latent a token and layer for all heads. DeepSeek's 576 numbers stand "
         "for 40,960 of its heads' keys and values, so its cache is small without any method. A dash means that KIVI "
-        "does not apply: it packs keys and values by different rules, and a latent is both at once.\n"
+        "does not apply: it quantises keys and values by different rules, and a latent is both at once.\n"
         "- Shapes: `conf/model`.\n"
     )
     return "\n".join(parts)
