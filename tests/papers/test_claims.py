@@ -142,15 +142,15 @@ def test_a_verdict_that_another_scaling_does_not_share_is_fragile():
     assert verdict(up, other={"t": [-3.0] * 10}).mean_unscaled == pytest.approx(-3)
 
 
-def test_one_example_asked_in_three_ways_is_one_pair(tmp_path, monkeypatch):
+def test_one_example_asked_in_three_ways_is_one_pair(tmp_path):
     """MDQA asks each question with the answer in three places: three equal pairs rejected a true null too often."""
-    monkeypatch.setitem(evidence.READ, claims.POINTS, lambda store, group, cell: cell)
+    numbers = SimpleNamespace(read=lambda measure, group, cell: cell)
     group = SimpleNamespace(
         examples=[SimpleNamespace(id="a"), SimpleNamespace(id="b")], task=SimpleNamespace(metric="f1")
     )
     sides = ({"a": 1.0, "b": 0.5}, {"a": 0.5, "b": 0.5}), ({"a": 0.0}, {"a": 1.0})
     actual = evidence.pair_differences(
-        None, [evidence.Comparison(group, (pair,)) for pair in sides], "better", claims.POINTS
+        numbers, [evidence.Comparison(group, (pair,)) for pair in sides], "better", claims.POINTS
     )
     assert actual.tolist() == [[-0.25], [0.0]]
 

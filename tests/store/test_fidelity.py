@@ -214,7 +214,7 @@ def test_through_the_cache_every_token_is_read_as_stored_and_selection_is_refuse
 
 def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     def sample(**texts):
-        return SimpleNamespace(fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
+        return SimpleNamespace(score=None, fidelity={kind: text(kl) for kind, kl in texts.items()} or None)
 
     stored = {
         "near": {"a": sample(greedy=[0.1, 0.3], reference=[5.0]), "b": sample(reference=[0.5]), "c": sample()},
@@ -226,14 +226,14 @@ def test_claims_are_told_by_divergence_and_likelihood_beside_points():
     comparison = evidence.Comparison(group, ((near, far),))
 
     def differences(test, measure):
-        return evidence.pair_differences(store, [comparison], test, measure).tolist()
+        return evidence.pair_differences(evidence.NumberReader(store), [comparison], test, measure).tolist()
 
     # of a loss in nats, one at most; of a gain each prompt counts alike, whatever its size
     assert differences("no_worse", claims.DIVERGENCE) == [[pytest.approx(0.8)], [pytest.approx(-0.1)]]
     assert differences("better", claims.DIVERGENCE) == [[pytest.approx(2.8 / 3.2)], [pytest.approx(-0.1 / 0.9)]]
     # nats lost on the reference, per token: only b has one behind both
-    stored["near"]["b"] = SimpleNamespace(fidelity={"reference": replace(text([0.5, 0.1]), log_ratio=0.6)})
-    stored["far"]["b"] = SimpleNamespace(fidelity={"reference": replace(text([0.4, 0.2]), log_ratio=-0.2)})
+    stored["near"]["b"] = SimpleNamespace(score=None, fidelity={"reference": replace(text([0.5, 0.1]), log_ratio=0.6)})
+    stored["far"]["b"] = SimpleNamespace(score=None, fidelity={"reference": replace(text([0.4, 0.2]), log_ratio=-0.2)})
     assert differences("better", claims.LIKELIHOOD) == [[pytest.approx(-0.1 - 0.3)]]
     stored["near"]["b"].fidelity["reference"] = stored["far"]["b"].fidelity["reference"] = text([0.0])
     assert differences("better", claims.DIVERGENCE)[1] == [0]  # both at the floor

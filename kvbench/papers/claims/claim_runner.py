@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from kvbench.papers.claims import claims
 from kvbench.papers.claims.claims import MEASURES, POINTS, Evidence, Verdict
-from kvbench.papers.claims.evidence import read_evidence
+from kvbench.papers.claims.evidence import NumberReader, read_evidence
 from kvbench.papers.claims.ledger import ClaimRecord, Ledger, MeasureRecord
 from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import join_runs
@@ -84,13 +84,19 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
     evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     unscaled_evidence_of: dict[str, dict[str, Evidence]] = {measure: {} for measure in measures}
     tested = [claim for claim in all_claims if claim.test != "elsewhere"]
+    numbers_of: dict[str, NumberReader | None] = {}
+    for paper, our_tables in prepared.items():
+        # a paper's tables have one store, and its claims share many cells
+        runs = _list_runs({paper: our_tables})
+        numbers_of[paper] = NumberReader(runs[0].store) if runs else None
     for claim in tested:
         our_tables = prepared[claim.paper]
-        for measure, evidence in read_evidence(claim, our_tables, measures).items():
+        numbers = numbers_of[claim.paper]
+        for measure, evidence in read_evidence(claim, our_tables, measures, numbers=numbers).items():
             evidence_of[measure][claim.id] = evidence
         # only the tiny model has prompts so short that windows are scaled
         if model == stand_ins.MODEL:
-            unscaled = read_evidence(claim, our_tables, measures, windows_as_printed=True)
+            unscaled = read_evidence(claim, our_tables, measures, windows_as_printed=True, numbers=numbers)
             for measure, evidence in unscaled.items():
                 unscaled_evidence_of[measure][claim.id] = evidence
     outcomes = {}

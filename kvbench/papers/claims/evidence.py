@@ -21,12 +21,13 @@ from kvbench.papers.claims.claims import (
     Evidence,
     keep_printed_windows,
 )
-from kvbench.papers.measured.our_table import OurTable, TableLine, stored_scores
+from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.plan import advice
 from kvbench.plan.cells import Group
 from kvbench.report.unchanged import is_unchanged
 from kvbench.store.cell import Cell
 from kvbench.store.labels import label_cell
+from kvbench.store.results import Sample
 from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics import metric, stats
@@ -36,6 +37,41 @@ SHORT = 128
 
 A longer reference is one of many good texts, so its likelihood says little about what the model can write.
 """
+
+
+class NumberReader:
+    """The numbers of a store's cells by measure, and which cells are unchanged by compression. Both are kept.
+
+    The samples are not kept, since many claims compare the same cells and all of their samples would fill memory.
+
+    store: the store that is read. Samples that are stored later do not show in what was read before.
+    """
+
+    def __init__(self, store: ResultStore) -> None:
+        """Begin without numbers."""
+        self.store = store
+        self._numbers: dict[str, dict[str, dict[str, float]]] = {}
+        self._unchanged: dict[tuple[str, tuple[str, ...]], bool] = {}
+
+    def read(self, measure: str, group: Group, cell: Cell) -> dict[str, float]:
+        """Return the numbers of a cell by one measure, by example id, in the order of the group's examples."""
+        if cell.id not in self._numbers:
+            samples = self.store.samples(cell.id)
+            self._numbers[cell.id] = {name: take(samples) for name, take in TAKE.items()}
+        numbers = self._numbers[cell.id][measure]
+        # the store may hold examples of a larger run
+        return {example.id: numbers[example.id] for example in group.examples if example.id in numbers}
+
+    def is_unchanged(self, group: Group, cell: Cell) -> bool:
+        """Return True if a cell's method compressed nothing on the group's examples."""
+        ids = tuple(example.id for example in group.examples)
+        if (cell.id, ids) not in self._unchanged:
+            # a sample reader keeps all samples that it read, so each cell gets one of its own
+            reader = SampleReader(self.store)
+            stored = reader.read(cell.id)
+            samples = {example_id: stored[example_id] for example_id in ids if example_id in stored}
+            self._unchanged[cell.id, ids] = is_unchanged(cell, samples, reader)
+        return self._unchanged[cell.id, ids]
 
 
 @dataclass(frozen=True)
@@ -52,11 +88,11 @@ class Comparison:
     group: Group
     pairs: tuple[tuple[Cell, Cell], ...]
 
-    def at_floor(self, store: ResultStore) -> bool:
+    def at_floor(self, numbers: NumberReader) -> bool:
         """Return True if the model fails on this task even with the full cache."""
         # the run of a table measures the full cache in every group; its chain has no stages
         full = next(cell for cell in self.group.cells if cell.chain.is_full)
-        return advice.at_floor(self.group.task, list(stored_scores(store, self.group, full).values()))
+        return advice.at_floor(self.group.task, list(numbers.read(POINTS, self.group, full).values()))
 
     @property
     def short(self) -> bool:
@@ -76,7 +112,7 @@ class _Sides:
     """
 
     claim: Claim
-    store: ResultStore
+    numbers: NumberReader
     comparisons_of: Mapping[str, Sequence[Comparison]]
     unchanged: Mapping[str, Sequence[str]]
     absent: Sequence[str]
@@ -89,7 +125,7 @@ class _Sides:
         decidable: list[str] = []
         for dataset, comparisons in self.comparisons_of.items():
             # scores say nothing if the full cache fails, but likelihoods and divergences still do
-            if measure == POINTS and all(comparison.at_floor(self.store) for comparison in comparisons):
+            if measure == POINTS and all(comparison.at_floor(self.numbers) for comparison in comparisons):
                 floors.append(dataset)
             # a long reference is one of many good texts: its likelihood does not tell whether the model can write one
             elif measure == LIKELIHOOD and not all(comparison.short for comparison in comparisons):
@@ -101,7 +137,7 @@ class _Sides:
         differences: dict[str, Differences] = {}
         waiting: list[str] = []
         for dataset in decidable:
-            paired = pair_differences(self.store, self.comparisons_of[dataset], self.claim.test, measure)
+            paired = pair_differences(self.numbers, self.comparisons_of[dataset], self.claim.test, measure)
             if len(paired):
                 differences[dataset] = paired
             else:
@@ -151,13 +187,18 @@ def _count_examples(comparisons: Iterable[Comparison]) -> int:
 
 
 def read_evidence(
-    claim: Claim, tables: Iterable[OurTable], measures: Sequence[str] = MEASURES, windows_as_printed: bool = False
+    claim: Claim,
+    tables: Iterable[OurTable],
+    measures: Sequence[str] = MEASURES,
+    windows_as_printed: bool = False,
+    numbers: NumberReader | None = None,
 ) -> dict[str, Evidence]:
     """Return the evidence for a claim by measure: paired differences, or the reason why there are none.
 
     tables: the measured tables of the claim's paper.
     windows_as_printed: True for the rows that run with the paper's own windows in place of scaled ones. Only the tiny
     model's tables have such rows.
+    numbers: the reader of the tables' store, if the caller reads evidence for several claims.
     """
     # claims.make_tables_of_sides makes one table for each choice of datasets, so the claim's table is among them
     ours = next(table for table in tables if _list_datasets(table) == set(claim.columns))
@@ -177,6 +218,8 @@ def read_evidence(
         reason = reason or "; ".join(dict.fromkeys(ours.absent.values()))
         return dict.fromkeys(measures, Evidence(reason=reason))
     store = ours.run.store
+    if numbers is None:
+        numbers = NumberReader(store)
     comparisons_of = _compare_rows(ours, pairs)
     for cell_pair in _list_cell_pairs(comparisons_of):
         for cell in cell_pair:
@@ -187,11 +230,11 @@ def read_evidence(
     # whether a side compressed anything is the same for all measures, so it is read once
     unchanged = {}
     for dataset, comparisons in comparisons_of.items():
-        labels = _list_unchanged_sides(comparisons, store)
+        labels = _list_unchanged_sides(comparisons, numbers)
         if labels:
             unchanged[dataset] = labels
     absent = _list_missing_datasets(ours, pairs)
-    sides = _Sides(claim, store, comparisons_of, unchanged=unchanged, absent=absent)
+    sides = _Sides(claim, numbers, comparisons_of, unchanged=unchanged, absent=absent)
     return {measure: sides.read_evidence(measure) for measure in measures}
 
 
@@ -235,7 +278,7 @@ def _list_cell_pairs(comparisons_of: Mapping[str, Sequence[Comparison]]) -> list
     return pairs
 
 
-def _list_unchanged_sides(comparisons: Sequence[Comparison], store: ResultStore) -> list[str]:
+def _list_unchanged_sides(comparisons: Sequence[Comparison], numbers: NumberReader) -> list[str]:
     """Return the labels of the methods that compressed nothing in some comparison of one dataset, each once.
 
     comparisons: the dataset's comparisons, one for each way of asking its examples.
@@ -248,12 +291,7 @@ def _list_unchanged_sides(comparisons: Sequence[Comparison], store: ResultStore)
                 sides[cell.id] = (comparison.group, cell)
     labels: dict[str, None] = {}
     for group, cell in sides.values():
-        # a reader keeps all samples that it read, so each cell gets a reader of its own
-        reader = SampleReader(store)
-        # the store may hold examples of a larger run
-        ids = {example.id for example in group.examples}
-        samples = {example_id: sample for example_id, sample in reader.read(cell.id).items() if example_id in ids}
-        if is_unchanged(cell, samples, reader):
+        if numbers.is_unchanged(group, cell):
             labels[label_cell(cell.identity)] = None
     return list(labels)
 
@@ -270,43 +308,46 @@ def _list_missing_datasets(ours: OurTable, pairs: Sequence[tuple[TableLine, Tabl
     return list(reasons)
 
 
-def read_divergences(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def _take_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
+    """Return a cell's scores by example, without answers that could not be scored."""
+    return {example: sample.score for example, sample in samples.items() if sample.score is not None}
+
+
+def _take_divergences(samples: Mapping[str, Sample]) -> dict[str, float]:
     """Return, by example, a cell's mean divergence from the full cache in nats a token; its rounding floor if higher.
 
     The divergence is on the full cache's own answer if that was compared, else on the reference answer.
     """
-    samples = store.samples(cell.id)
     means = {}
-    for example in group.examples:
+    for example, sample in samples.items():
         # each name has the texts whose tokens were compared with the full cache's predictions
-        texts = samples[example.id].fidelity if example.id in samples else None
+        texts = sample.fidelity
         if texts:
             text = texts.get("greedy") or texts["reference"]
             # two divergences below the floor of the arithmetic cannot be told apart
-            means[example.id] = max(float(np.mean(text.kl)), text.floor)
+            means[example] = max(float(np.mean(text.kl)), text.floor)
     return means
 
 
-def read_nats_lost(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def _take_nats_lost(samples: Mapping[str, Sample]) -> dict[str, float]:
     """Return, by example, the log-likelihood that the reference answer loses by compression, in nats a token.
 
     It is ``(ln p(answer) - ln q(answer)) / tokens``, with p behind the full cache and q behind the compressed one.
     """
-    samples = store.samples(cell.id)
     lost = {}
-    for example in group.examples:
-        texts = samples[example.id].fidelity if example.id in samples else None
+    for example, sample in samples.items():
+        texts = sample.fidelity
         # an empty reference has no tokens to compare
         if texts and "reference" in texts:
             text = texts["reference"]
             # kl has one number for each token
             tokens = len(text.kl)
-            lost[example.id] = text.log_ratio / tokens
+            lost[example] = text.log_ratio / tokens
     return lost
 
 
-READ = {POINTS: stored_scores, LIKELIHOOD: read_nats_lost, DIVERGENCE: read_divergences}
-"""By measure, the function that returns the numbers of a cell by example id."""
+TAKE = {POINTS: _take_scores, LIKELIHOOD: _take_nats_lost, DIVERGENCE: _take_divergences}
+"""By measure, the function that takes the numbers of a cell from its samples, by example id."""
 
 
 def compare_nearness(test: str, first: float, second: float) -> float:
@@ -326,7 +367,7 @@ def compare_nearness(test: str, first: float, second: float) -> float:
     return min(1.0, second) - min(1.0, first)
 
 
-def pair_differences(store: ResultStore, comparisons: Sequence[Comparison], test: str, measure: str) -> Differences:
+def pair_differences(numbers: NumberReader, comparisons: Sequence[Comparison], test: str, measure: str) -> Differences:
     """Return one dataset's differences between the two sides of each pair, example by example: [examples, pairs].
 
     A difference is above 0 if the first side of a pair is the better one. It is in scores out of 1, in nats a token of
@@ -337,7 +378,6 @@ def pair_differences(store: ResultStore, comparisons: Sequence[Comparison], test
     test: the claim's test, one of TESTS.
     measure: one of MEASURES.
     """
-    read_numbers = READ[measure]
     differences_by_example: dict[str, list[list[float]]] = {}
     for comparison in comparisons:
         group = comparison.group
@@ -346,8 +386,8 @@ def pair_differences(store: ResultStore, comparisons: Sequence[Comparison], test
         # one entry for each pair of the claim: the values of its two sides by example id
         values_by_pair = []
         for first_cell, second_cell in comparison.pairs:
-            first_values = read_numbers(store, group, first_cell)
-            second_values = read_numbers(store, group, second_cell)
+            first_values = numbers.read(measure, group, first_cell)
+            second_values = numbers.read(measure, group, second_cell)
             values_by_pair.append((first_values, second_values))
         for example in group.examples:
             if not all(example.id in first and example.id in second for first, second in values_by_pair):

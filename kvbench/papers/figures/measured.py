@@ -177,18 +177,20 @@ class SweepRun:
         """Return the results of a point's cells, without refused cells and those that have no answer."""
         results = []
         for group, cell in cells:
-            means = report_cell(group, cell, SampleReader(self.run.store)).summary
+            # a reader keeps all samples that it read, so each cell gets a reader of its own
+            reader = SampleReader(self.run.store)
+            means = report_cell(group, cell, reader).summary
             if means is not None:
-                scores = stored_scores(self.run.store, group, cell)
-                results.append(_TaskResult(group, means, self._pair_with_full(group, cell), scores))
+                scores = stored_scores(reader, group, cell)
+                results.append(_TaskResult(group, means, self._pair_with_full(group, cell, reader), scores))
         return results
 
-    def _pair_with_full(self, group: Group, cell: Cell) -> stats.Pairs:
+    def _pair_with_full(self, group: Group, cell: Cell, reader: SampleReader) -> stats.Pairs:
         """Return the scores [n, 2] of a cell and of the full cache, over the examples of this run that both have."""
         # a run without the full cache compares the cell with itself, so all shares are 100 %
         full_cell = next((candidate for candidate in group.cells if candidate.chain.is_full), cell)
-        scores = stored_scores(self.run.store, group, cell)
-        full_scores = stored_scores(self.run.store, group, full_cell)
+        scores = stored_scores(reader, group, cell)
+        full_scores = stored_scores(reader, group, full_cell)
         pairs = [(score, full_scores[example]) for example, score in scores.items() if example in full_scores]
         # without pairs the array still needs its two columns
         return np.array(pairs, dtype=float).reshape(-1, 2)

@@ -21,6 +21,7 @@ from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.plan import presets
 from kvbench.plan.advice import at_floor
 from kvbench.report.data import CellResult
+from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.metrics import metric, stats
 
@@ -128,6 +129,7 @@ class _OurScore:
     floor: whether the full cache is at the floor in one of the column's tasks.
     full: the full cache's score.
     share: the score in per cent of the full cache's. It has no value at the floor.
+    empty: how many of the full cache's answers are empty.
     """
 
     result: CellResult
@@ -135,6 +137,7 @@ class _OurScore:
     floor: bool
     share: stats.Share
     full: float | None
+    empty: int
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,14 @@ def build_view(ours: OurTable) -> View:
     # a budget is shown below its score; a table that prints only budgets shows them as columns
     columns = tuple(column for column in table.columns if column.quantity != BUDGET) or table.columns
     score_by_cells: dict[tuple[str, ...], _OurScore] = {}
-    entries_by_line: list[list[_ColumnEntry]] = []
-    for line in ours.lines:
-        entries = []
-        for column in columns:
-            score = _read_score(ours, line, column, score_by_cells)
-            entries.append(_ColumnEntry(column, _build_score_cell(ours, line, column, score, recomputed), score))
-        entries_by_line.append(entries)
+    entries_by_line: list[list[_ColumnEntry]] = [[] for _ in ours.lines]
+    # column by column, so that the samples of one dataset are in memory at a time: a reader keeps all that it has read
+    for column in columns:
+        reader = None if ours.run is None else SampleReader(ours.run.store)
+        for line, entries in zip(ours.lines, entries_by_line, strict=True):
+            score = _read_score(ours, line, column, score_by_cells, reader)
+            cell = _build_score_cell(ours, line, column, score, recomputed)
+            entries.append(_ColumnEntry(column, cell, score))
     means = _choose_mean_columns(ours, entries_by_line)
     rows = []
     # only after all cells are read is it known whether a second average is needed
@@ -239,12 +243,17 @@ def _convert_to_percent(ratio: float | None) -> float | None:
 
 
 def _read_score(
-    ours: OurTable, line: TableLine, column: Column, score_by_cells: dict[tuple[str, ...], _OurScore]
+    ours: OurTable,
+    line: TableLine,
+    column: Column,
+    score_by_cells: dict[tuple[str, ...], _OurScore],
+    reader: SampleReader | None,
 ) -> _OurScore | None:
     """Return a line's measured score in a column; None if the column shows no scores.
 
     score_by_cells: the scores read so far, by the ids of their results. New scores are added, since several lines can
     show the same results.
+    reader: the reader of the run's samples; None if there is no run.
     """
     if column.quantity != SCORE:
         return None
@@ -254,7 +263,7 @@ def _read_score(
     if cells and ids in score_by_cells:
         return score_by_cells[ids]
     full_cells = ours.find_full_cells(line, column)
-    pairs = _pair_scores(ours, cells, full_cells)
+    pairs = _pair_scores(cells, full_cells, reader)
     # the full cache's scores on the examples that the method answered, too
     full_scores = pairs[:, 1]
     groups = [group for group, _ in full_cells]
@@ -269,13 +278,20 @@ def _read_score(
         # the tasks of one dataset have one metric
         first_group = groups[0]
         full_score = metric(first_group.task.metric).show(float(full_scores.mean()))
-    score = _OurScore(ours.read_result(line, column), pairs, floor, share=share, full=full_score)
+    score = _OurScore(
+        ours.read_result(line, column, reader),
+        pairs,
+        floor,
+        share=share,
+        full=full_score,
+        empty=_count_empty(full_cells, reader),
+    )
     if cells:
         score_by_cells[ids] = score
     return score
 
 
-def _pair_scores(ours: OurTable, cells: Parts, full_cells: Parts) -> stats.Pairs:
+def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -> stats.Pairs:
     """Return the scores [n, 2] of a method and of the full cache, on the n examples that both have answered.
 
     cells, full_cells: the results of the method and of the full cache, task by task. Without ``cells``, n is 0.
@@ -283,10 +299,10 @@ def _pair_scores(ours: OurTable, cells: Parts, full_cells: Parts) -> stats.Pairs
     scores_by_example: dict[str, list[tuple[float, float]]] = {}
     if cells:
         # cells come from the run's groups
-        assert ours.run is not None
+        assert reader is not None
         for (group, cell), (_, full_cell) in zip(cells, full_cells, strict=True):
-            own_scores = stored_scores(ours.run.store, group, cell)
-            full_scores = stored_scores(ours.run.store, group, full_cell)
+            own_scores = stored_scores(reader, group, cell)
+            full_scores = stored_scores(reader, group, full_cell)
             for example_id in sorted(own_scores.keys() & full_scores.keys()):
                 pair = (own_scores[example_id], full_scores[example_id])
                 scores_by_example.setdefault(example_id, []).append(pair)
@@ -349,7 +365,7 @@ def _build_score_cell(
         cell=result.cell,
         unchanged=result.unchanged,
         stand_in=ours.stand_in,
-        empty=_count_empty(ours, line, column),
+        empty=score.empty,
         wide=ours.stand_in and _is_wide(line, score.share),
         budget=kept_percent,
     )
@@ -367,13 +383,14 @@ def _is_wide(line: TableLine, share: stats.Share) -> bool:
     return high - low > WIDE
 
 
-def _count_empty(ours: OurTable, line: TableLine, column: Column) -> int:
-    """Return how many of the full cache's answers are empty, over the prompts of a line in a column."""
-    if ours.run is None:
+def _count_empty(full_cells: Parts, reader: SampleReader | None) -> int:
+    """Return how many of the full cache's answers are empty, over the prompts of its cells in a column."""
+    # without a run there are no cells
+    if reader is None:
         return 0
     count = 0
-    for group, cell in ours.find_full_cells(line, column):
-        samples = ours.run.store.samples(cell.id)
+    for group, cell in full_cells:
+        samples = reader.read(cell.id)
         for example in group.examples:
             # a text that is scored by its likelihood has no answer of the model's own
             if example.id not in samples or example.scored is not None:

@@ -39,7 +39,6 @@ from kvbench.report.of_run import report_cell
 from kvbench.report.summary import summarise
 from kvbench.store.cell import Cell
 from kvbench.store.sample_reader import SampleReader
-from kvbench.store.store import ResultStore
 from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
@@ -130,10 +129,12 @@ class OurTable:
             return ""
         return self.absent.get(workload, "")
 
-    def read_result(self, line: TableLine, column: Column) -> CellResult:
+    def read_result(self, line: TableLine, column: Column, reader: SampleReader | None = None) -> CellResult:
         """Return a line's stored result in a column. If the dataset has several tasks, their examples are pooled.
 
         A line that is not measured has a result with a status (refused, failed, missing) and its reason.
+
+        reader: the reader of the run's samples, if the caller reads some of them, too.
         """
         # a table names its columns itself, so its results name no task; a line without cells has no id either
         if line.refused:
@@ -144,7 +145,8 @@ class OurTable:
             return CellResult(task="", cell="", status="missing", reason=reason)
         # cells come from the run's groups
         assert self.run is not None
-        reader = SampleReader(self.run.store)
+        if reader is None:
+            reader = SampleReader(self.run.store)
         results = [report_cell(group, cell, reader) for group, cell in cells]
         for result in results:
             # one task without a number leaves none for the dataset
@@ -177,9 +179,9 @@ def _pool_results(cells: Parts, results: Sequence[CellResult], reader: SampleRea
     return CellResult(task="", cell=ids, status="measured", summary=pooled, unchanged=unchanged)
 
 
-def stored_scores(store: ResultStore, group: Group, cell: Cell) -> dict[str, float]:
+def stored_scores(reader: SampleReader, group: Group, cell: Cell) -> dict[str, float]:
     """Return the stored scores of a cell by example id, in the order of the group's examples."""
-    samples = store.samples(cell.id)
+    samples = reader.read(cell.id)
     score_by_example = {}
     for example in group.examples:
         # an example may have no answer yet, or an answer that could not be scored
