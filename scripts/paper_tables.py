@@ -32,6 +32,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec, workloads
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.papers.timed import measuring, timings
+from kvbench.plan.inputs import Inputs
 from kvbench.run import experiment
 from kvbench.store import archive
 from kvbench.store.store import ResultStore
@@ -117,11 +118,14 @@ def cost(ours: OurTable) -> str:
     )
 
 
-def prepare(table: TableSpec, goal: Target, results: str, *more: str) -> OurTable:
-    """Return the table's run with its results in ``results``. A timed table's results are the committed ones."""
+def prepare(table: TableSpec, goal: Target, results: str, *more: str, inputs: Inputs | None = None) -> OurTable:
+    """Return the table's run with its results in ``results``. A timed table's results are the committed ones.
+
+    inputs: the tokenizers and tasks that other tables have read.
+    """
     if table.kind == timings.KIND:
         return our_table.make_timed_table(timings.read_timings(table, "", goal.root))
-    return shards.prepare(table, goal.model, results, *goal.arguments, *more)
+    return shards.prepare(table, goal.model, results, *goal.arguments, *more, inputs=inputs)
 
 
 def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) -> None:
@@ -174,8 +178,10 @@ def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: in
             write(table, goal, results)
 
 
-def same(table: TableSpec, goal: Target) -> bool:
+def same(table: TableSpec, goal: Target, inputs: Inputs) -> bool:
     """Tell whether samples or timed rows give the committed table and its entry in counts.csv.
+
+    inputs: the tokenizers and tasks that other tables have read.
 
     Raises MissingFiles if the table cannot be made here.
     """
@@ -188,13 +194,14 @@ def same(table: TableSpec, goal: Target) -> bool:
             committed.restore(table.paper, store, goal.packs, datasets)
         elif table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store)
-        ours = prepare(table, goal, folder)
-        verification.check(store, [ours.run] if ours.run is not None else [], goal.model)
+        ours = prepare(table, goal, folder, inputs=inputs)
+        verification.check(store, [ours.run] if ours.run is not None else [], goal.model, inputs)
         seen = build_view(ours)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal):
             # the page itself names the cells that were missing when it was written
-            verification.need_texts((w.name for w, why in ours.absent.items() if why not in page_text), goal.model)
+            absent = (w.name for w, why in ours.absent.items() if why not in page_text)
+            verification.need_texts(absent, goal.model, inputs)
             return False
         return not _counted(table) or coverage.read_counts(goal.folder).get(table.id) == coverage.count_cells(seen)
 
@@ -205,10 +212,11 @@ def verify(
     """Add to ``found`` whether samples give the tables of each model committed in ``root``."""
     for model in models or (stand_ins.MODEL, PRETRAINED):
         goal = target(model, root)
+        inputs = Inputs()
         for table in goal.tables(wanted):
             if goal.page(table).exists() or goal.model == stand_ins.MODEL:
                 remedy = f"python scripts/paper_tables.py --model {goal.model}"
-                found.add(str(goal.page(table).relative_to(root)), partial(same, table, goal), remedy)
+                found.add(str(goal.page(table).relative_to(root)), partial(same, table, goal, inputs), remedy)
 
 
 def _counted(table: TableSpec) -> bool:

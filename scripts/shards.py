@@ -28,6 +28,7 @@ from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
 from kvbench.plan.cells import Group
+from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 
@@ -49,9 +50,9 @@ def find(name: str, model: str) -> Sequence[TableSpec]:
     return claim_runner.make_tables_of_claims([paper], model) if first == claims.TABLE else table_spec.find_tables(name)
 
 
-def prepare(table: TableSpec, model: str, results: str, *more: str) -> OurTable:
-    """Return the table's run with its results in ``results``."""
-    return our_table.prepare(table, model, [f"results={results}", *more])
+def prepare(table: TableSpec, model: str, results: str, *more: str, inputs: Inputs | None = None) -> OurTable:
+    """Return the table's run with its results in ``results``. ``inputs`` holds what other tables have read."""
+    return our_table.prepare(table, model, [f"results={results}", *more], inputs)
 
 
 def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None) -> None:
@@ -84,7 +85,8 @@ def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
     free = memory.cache_limit(None, {torch.device("cpu"): 1.0}) / memory.GIB
     names, model, results, table_arguments = shard_tables
     options = (*table_arguments, f"shard={shard}", f"shards={shards}", "threads=1", f"memory={free / shards:.2f}")
-    runs = [prepare(t, model, results, *options).run for name in names for t in find(name, model)]
+    inputs = Inputs()
+    runs = [prepare(t, model, results, *options, inputs=inputs).run for name in names for t in find(name, model)]
     return join_runs(r for r in runs if r is not None)
 
 

@@ -12,17 +12,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 from kvbench.base.conf import entries
 from kvbench.base.errors import MissingData, MissingFiles, MissingModel, UsageError
 from kvbench.base.visible import say
 from kvbench.models import load
 from kvbench.plan import config
+from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import hash_identity
 from kvbench.store.store import ResultStore
-from kvbench.tasks.base import Tokenizer, load_tasks
 from kvbench.tasks.source import ENVIRONMENT
 
 KINDS = {"data": MissingData, "model": MissingModel}
@@ -98,15 +97,17 @@ class Contradiction(Exception):
     """The error for samples that cannot belong to the cell under which they are filed, with the reason."""
 
 
-def check(store: ResultStore, runs: Sequence[RunPlan], model: str) -> None:
+def check(store: ResultStore, runs: Sequence[RunPlan], model: str, inputs: Inputs | None = None) -> None:
     """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here.
+
+    inputs: the tokenizers and tasks read so far; None: there are none.
 
     Raise Contradiction for samples that are filed under another cell.
     """
     check_samples(store, runs)
     planned = {cell.id for run in runs for group in run.groups for cell in group.cells}
     records = [store.cell(cell) for cell in store.cells() if cell not in planned]
-    need_texts({str(record.identity["task"]) for record in records if record is not None}, model)
+    need_texts({str(record.identity["task"]) for record in records if record is not None}, model, inputs or Inputs())
 
 
 def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
@@ -139,17 +140,17 @@ def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
             )
 
 
-def need_texts(tasks: Iterable[str], model: str) -> None:
+def need_texts(tasks: Iterable[str], model: str, inputs: Inputs) -> None:
     """Raise MissingData if the texts of one of ``tasks`` (dataset/task) are not here."""
     names = sorted(tasks)
     if not names:
         return
     cfg = config.read([f"model={model}", "method=full", "dataset=tiny"])
-    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, load.locate(cfg.model)))
+    tokenizer = inputs.tokenizer(cfg.model, load.locate(cfg.model))
     for task in names:
         dataset, _, name = task.partition("/")
         try:
-            load_tasks(dataset, entries("dataset").get(dataset, {}), [name] if name else [], tokenizer)
+            inputs.tasks(dataset, entries("dataset").get(dataset, {}), [name] if name else [], tokenizer)
         except MissingData:
             raise
         except UsageError:  # the texts are here, but the examples made from them differ

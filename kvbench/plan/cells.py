@@ -13,10 +13,11 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.resolve import ChainConfig
 from kvbench.plan.config import THROUGH_CACHE, DatasetConfig, RunConfig
+from kvbench.plan.inputs import Inputs
 from kvbench.store.cell import Cell
 from kvbench.store.fidelity import fidelity_identity
 from kvbench.store.store import ResultStore
-from kvbench.tasks.base import UNCUT, Task, Tokenizer, load_tasks
+from kvbench.tasks.base import UNCUT, Task, Tokenizer
 from kvbench.tasks.encoding import encode_prompt
 from kvbench.tasks.metrics import check_installed, metric
 from kvbench.tasks.prompt import PromptPolicy, check_policy
@@ -59,6 +60,7 @@ def build_groups(
     context: int | None,
     n_layers: int,
     identify: Callable[[Chain], Mapping[str, object]] = Chain.identity,
+    inputs: Inputs | None = None,
 ) -> list[Group]:
     """Return a run's groups, one per task. Each begins with the full cache's cell unless ``baseline=false``.
 
@@ -67,13 +69,16 @@ def build_groups(
     n_layers: the number of layers that methods compress.
     identify: returns all facts that decide a chain's results: the chain's own identity, and its calibration's identity
         if it has one.
+    inputs: the tasks read so far; None: none.
 
     Raises UsageError for data and settings that do not fit each other, and if there is nothing to measure.
     """
     chains = with_baseline(cfg.chains, cfg.baseline)
     groups: list[Group] = []
+    if inputs is None:
+        inputs = Inputs()
     for dataset in cfg.datasets:
-        for task in _load_dataset(cfg, dataset, chains, tokenizer):
+        for task in _load_dataset(cfg, dataset, chains, tokenizer, inputs):
             check_installed(task.metric)
             task = _set_samples(task, cfg.sampling.samples_per_prompt)
             column = _name_column(task, dataset.label)
@@ -104,7 +109,7 @@ def build_groups(
 
 
 def _load_dataset(
-    cfg: RunConfig, dataset: DatasetConfig, chains: Sequence[ChainConfig], tokenizer: Tokenizer | None
+    cfg: RunConfig, dataset: DatasetConfig, chains: Sequence[ChainConfig], tokenizer: Tokenizer | None, inputs: Inputs
 ) -> Sequence[Task]:
     """Return the tasks of one dataset of the run, with their examples.
 
@@ -115,13 +120,13 @@ def _load_dataset(
         _check_through_cache(dataset.name, knobs, chains)
         # these windows have no prompt: only their first token is read at once
         knobs["windows"] = "llamacpp"
-    return load_tasks(
+    return inputs.tasks(
         dataset.name,
         knobs,
         dataset.tasks,
         tokenizer=tokenizer,
         data=cfg.data_root,
-        render=cfg.prompt.make_renderer(tokenizer),
+        policy=cfg.prompt,
         query_aware=dataset.query_aware,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -28,6 +28,7 @@ from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.estimate import Estimate, estimate, keeps_everything
+from kvbench.plan.inputs import Inputs
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellRecord, Sample
 from kvbench.store.store import ResultStore
@@ -336,19 +337,21 @@ def labels(group: Group) -> list[str]:
     return [cell.label for cell in group.cells]
 
 
-def prepare(cfg: RunConfig, reading: bool = False) -> RunPlan:
+def prepare(cfg: RunConfig, reading: bool = False, inputs: Inputs | None = None) -> RunPlan:
     """Return the plan of a run, after all checks that need no weights. Raises UsageError naming key and value.
 
     reading: True if nothing will be written, so that the results folder need not be writable.
+    inputs: the tokenizers and tasks that the caller's other plans have read; None: there are none.
     """
+    if inputs is None:
+        inputs = Inputs()
     store = ResultStore(Path(cfg.results).expanduser())
     if not reading:
         store.check()
     # refuse a missing device before anything is read
     load.resolve_device(cfg.device)
     source = load.locate(cfg.model)
-    tokenizer = cast(Tokenizer, load.load_tokenizer(cfg.model, source))
-    plan = plan_run(cfg, source, tokenizer, store)
+    plan = plan_run(cfg, source, inputs.tokenizer(cfg.model, source), store, inputs=inputs)
     if not reading:
         for cell in plan._list_cells():
             damage = store.damage(cell.id)
@@ -363,6 +366,7 @@ def plan_run(
     tokenizer: Tokenizer,
     store: ResultStore,
     model: PreTrainedModel | None = None,
+    inputs: Inputs | None = None,
 ) -> RunPlan:
     """Return the plan of a run on a checkpoint, or on a ``model`` that is loaded already.
 
@@ -384,7 +388,7 @@ def plan_run(
     with contained(", ".join(foreign_names), foreign=bool(foreign_names), seed=0, watched=False):
         cfg, matched = equal_memory.match_budgets(cfg, shape)
         check_model(cfg, source)
-        groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity)
+        groups = build_groups(cfg, identity, tokenizer, context, shape.layers, session.chain_identity, inputs)
     failed |= foreign.find_failures_on_prompts(cfg, groups, shape, tokenizer, context)
     cfg = _drop_methods(cfg, failed)
     # cells were made before methods were tried on prompts

@@ -15,7 +15,7 @@ from kvbench.cli.main import main
 from kvbench.kv.model_shape import from_config
 from kvbench.methods.core.resolve import resolve
 from kvbench.models import load
-from kvbench.plan import cells, config
+from kvbench.plan import config, inputs
 from kvbench.suite import definition, rows
 from kvbench.suite.definition import METHOD
 from kvbench.suite.verify import verify_folder
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e("measures a suite")
 def tasks_loaded_once():
     """Every plan of the suite's quick edition has the same texts: they are made and cut once for this file."""
     loaded = {}
-    load_tasks = cells.load_tasks
+    load_tasks = inputs.load_tasks
 
     def load_once(*arguments, tokenizer, **options):
         key = repr((arguments, options["query_aware"], options["data"]))
@@ -36,7 +36,7 @@ def tasks_loaded_once():
         return loaded[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cells, "load_tasks", load_once)
+        patch.setattr(inputs, "load_tasks", load_once)
         yield
 
 

@@ -15,6 +15,7 @@ from kvbench.papers.measured import our_table
 from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import stand_ins, table_spec
+from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 from kvbench.store.provenance import describe_local_changes
@@ -42,9 +43,11 @@ def prepare(papers: Sequence[str], model: str, arguments: Sequence[str]) -> dict
     arguments: options of ``kvbench run`` as the user typed them.
     """
     prepared = {}
+    # the tables of all papers have one model, and many read the same tasks
+    inputs = Inputs()
     for paper in papers:
         tables = make_tables_of_claims([paper], model)
-        prepared[paper] = [our_table.prepare(table, model, arguments) for table in tables]
+        prepared[paper] = [our_table.prepare(table, model, arguments, inputs) for table in tables]
     return prepared
 
 

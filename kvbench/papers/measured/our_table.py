@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
 
 import yaml
 
@@ -33,13 +32,13 @@ from kvbench.papers.timed.timings import Timings
 from kvbench.plan import presets, run_plan
 from kvbench.plan.cells import Group
 from kvbench.plan.config import RunConfig
+from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.report.data import CellResult
 from kvbench.report.of_run import report_cell
 from kvbench.report.summary import summarise
 from kvbench.store.cell import Cell
 from kvbench.store.sample_reader import SampleReader
-from kvbench.tasks.base import Tokenizer
 
 RESULTS = "results"
 """The results folder if the user names none."""
@@ -145,8 +144,7 @@ class OurTable:
             return CellResult(task="", cell="", status="missing", reason=reason)
         # cells come from the run's groups
         assert self.run is not None
-        if reader is None:
-            reader = SampleReader(self.run.store)
+        reader = reader or SampleReader(self.run.store)
         results = [report_cell(group, cell, reader) for group, cell in cells]
         for result in results:
             # one task without a number leaves none for the dataset
@@ -222,11 +220,12 @@ def make_timed_table(measured: Timings) -> OurTable:
     return OurTable(measured.table, measured.bench.model, measured.stand_in, lines=lines, run=None, timings=measured)
 
 
-def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> OurTable:
+def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = (), inputs: Inputs | None = None) -> OurTable:
     """Plan a paper's table on one model: return its lines, and the run that measures them, without measuring.
 
     model: an entry of conf/model, a folder or a hub id; '' for the tiny model.
     arguments: key=value arguments of ``run``, and ``longbench=`` (full, mini), the source of LongBench's columns.
+    inputs: the tokenizers and tasks that the caller's other tables have read; None: there are none.
 
     If the table prints numbers of the model, rows of other models are skipped. If it prints none, the model stands in
     for all of its models. The tiny model does so with tasks and budgets of its own.
@@ -246,11 +245,11 @@ def prepare(declared: TableSpec, model: str, arguments: Sequence[str] = ()) -> O
     # tables of facts, or of sizes, have no scores to compare with
     if not declared.measurable:
         return make_printed_table(declared, model, f"its numbers are no scores ({declared.kind})")
-    return _prepare_scores(declared, model, options)
+    return _prepare_scores(declared, model, options, inputs or Inputs())
 
 
-def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) -> OurTable:
-    """Plan a table of scores on ``model``, as ``prepare`` does.
+def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str], inputs: Inputs) -> OurTable:
+    """Plan a table of scores on ``model``, as ``prepare`` does with ``inputs``.
 
     options: the user's arguments by key. The key ``longbench`` is removed, since ``run`` does not have it.
     """
@@ -276,9 +275,9 @@ def _prepare_scores(declared: TableSpec, model: str, options: dict[str, str]) ->
         declared, lines = _make_tiny_table(declared, lines, size)
     elif size is not None:
         notes += _note_missing_layers(lines, size, tiny)
-    tokenizer = cast(Tokenizer, load.load_tokenizer(base.model, source))
     context = traits.context_length(source.config, base.model.context)
-    chooser = WorkloadChooser(declared, base, settings, tokenizer=tokenizer, context=context, small=tiny)
+    tokenizer = inputs.tokenizer(base.model, source)
+    chooser = WorkloadChooser(declared, base, settings, tokenizer, inputs=inputs, context=context, small=tiny)
     lines, absent, reading_notes = _choose_workloads(chooser, lines, family, stand_in)
     notes += reading_notes
     planned = OurTable(declared, model, stand_in, lines=lines, run=None, absent=absent, notes=tuple(notes))
@@ -392,7 +391,7 @@ def _plan_run(
         datasets.append(chooser.configure_dataset(replace(whole, parts=tuple(parts) or None), label))
     chain_configs = _label_chains(lines)
     # one run, so that every prompt is read once for all rows
-    run = run_plan.prepare(replace(chooser.cfg, chains=chain_configs, datasets=tuple(datasets)))
+    run = run_plan.prepare(replace(chooser.cfg, chains=chain_configs, datasets=tuple(datasets)), inputs=chooser.inputs)
     groups = []
     for group in run.groups:
         chains = _choose_chains_of_group(group, lines, label_of)

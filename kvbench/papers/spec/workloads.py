@@ -17,7 +17,8 @@ from kvbench.papers.spec.table_spec import DatasetKnob, TableRow, TableSpec
 from kvbench.plan import config
 from kvbench.plan.cells import Group
 from kvbench.plan.config import DatasetConfig, RunConfig
-from kvbench.tasks.base import Tokenizer, load_tasks
+from kvbench.plan.inputs import Inputs
+from kvbench.tasks.base import Tokenizer
 from kvbench.tasks.longbench import TASKS
 from kvbench.tasks.needle import PHRASINGS
 from kvbench.tasks.source import ENVIRONMENT, data_root
@@ -95,6 +96,7 @@ class WorkloadChooser:
     cfg: the run with every dataset that may be read.
     settings: the keys that the user typed, with their values.
     tokenizer: the model's tokenizer, since some datasets make prompts of a given number of tokens.
+    inputs: the tasks read so far.
     context: the model's context in tokens; None if it has no limit.
     small: True if the tiny suite's tasks are read in place of the datasets.
     """
@@ -103,6 +105,7 @@ class WorkloadChooser:
     cfg: RunConfig
     settings: Mapping[str, object]
     tokenizer: Tokenizer
+    inputs: Inputs
     context: int | None
     small: bool
 
@@ -223,7 +226,7 @@ class WorkloadChooser:
                 values = knobs.get(knob)
                 if isinstance(values, list):
                     knobs[knob] = values[:1]
-            load_tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
+            self.inputs.tasks(dataset.name, knobs, dataset.tasks, self.tokenizer, data=self.cfg.data_root)
         except MissingData as error:
             if data_root(self.cfg.data_root) is None:
                 # the same reason for all datasets, so that a reader meets it once
