@@ -90,6 +90,15 @@ class Estimate:
         return sum(self.cells[c.id] for c in cells)
 
 
+def count_longest(examples: Sequence[Example], prompt_tokens: Callable[[Example], int]) -> int:
+    """Return the tokens of the longest prompt among the examples that are largest in the data; 0 without examples.
+
+    prompt_tokens: returns the length in tokens of an example's prompt.
+    """
+    longest = sorted(examples, key=Example.size, reverse=True)[:LENGTHS_LOOKED_AT]
+    return max(map(prompt_tokens, longest), default=0)
+
+
 def estimate(
     group: Group,
     todo: Mapping[str, Sequence[Cell]],
@@ -112,8 +121,7 @@ def estimate(
     prompt_tokens: returns the length in tokens of an example's prompt.
     """
     examples = [e for e in group.examples if e.id in todo]
-    longest = sorted(examples, key=Example.size, reverse=True)[:LENGTHS_LOOKED_AT]
-    n = max(map(prompt_tokens, longest), default=0)
+    n = count_longest(examples, prompt_tokens)
     new = max((e.max_new_tokens for e in examples), default=0)
     cells: dict[str, Cell] = {}
     answers = 0

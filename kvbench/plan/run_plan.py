@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from kvbench.plan import equal_memory, foreign
 from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
-from kvbench.plan.estimate import Estimate, estimate, keeps_everything
+from kvbench.plan.estimate import Estimate, count_longest, estimate, keeps_everything
 from kvbench.plan.inputs import Inputs
 from kvbench.store.cell import Cell
 from kvbench.store.results import CellRecord, Sample
@@ -156,12 +157,23 @@ class RunPlan:
         except Exception:
             return None
 
+    def _count_tokens(self, group: Group, example: Example) -> int:
+        """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
+        if example.scored is not None:
+            return len(example.scored.ids)
+        encoded = self._encode(example, group)
+        if encoded is None:
+            return 0
+        return len(encoded)
+
     def _note_unreached_budgets(self) -> list[str]:
         """Return a note for each method whose budget exceeds every prompt of a task with its answer."""
         columns_by_label: dict[str, list[str]] = {}
         for group in self.groups:
             # the tokens of the longest prompt; 0 if no example is left to answer
-            n = self.estimate(group).prompt_tokens
+            remaining = self.left(group)
+            examples = [example for example in group.examples if example.id in remaining]
+            n = count_longest(examples, partial(self._count_tokens, group))
             answer = max((e.max_new_tokens for e in group.examples), default=0)
             for cell in group.cells:
                 if n and keeps_everything(cell.chain, n, answer):
@@ -217,15 +229,6 @@ class RunPlan:
         config, dtype = self.source.config, getattr(torch, self.dtype)
         device = load.resolve_device(self.cfg.device)
 
-        def count_tokens(example: Example) -> int:
-            """Return the length in tokens of an example's prompt; 0 if it cannot be encoded."""
-            if example.scored is not None:
-                return len(example.scored.ids)
-            encoded = self._encode(example, group)
-            if encoded is None:
-                return 0
-            return len(encoded)
-
         group = self.drop_damaged(group)
         return estimate(
             group,
@@ -235,7 +238,7 @@ class RunPlan:
             itemsize=dtype.itemsize,
             hidden_size=int(config.hidden_size),
             rows=self.cfg.batch_rows or default_rows(device),
-            prompt_tokens=count_tokens,
+            prompt_tokens=partial(self._count_tokens, group),
         )
 
     def samples(self, group: Group, cell: Cell) -> dict[str, Sample]:

@@ -133,7 +133,7 @@ class Sample:
             )
         # lines of older versions may lack these fields, and the record has no defaults for them
         known: dict[str, Any] = dict.fromkeys(("nominal", "payload_kv_head", "payload_query_head"))
-        known |= {name: line[name] for name in _list_fields(cls) if name in line}
+        known |= _select_known(cls, line)
         if "answers" in line:
             known["answers"] = tuple(line["answers"])
         if "fidelity" in line:
@@ -149,8 +149,8 @@ class Sample:
         if "draws" in line:
             known["draws"] = tuple(DrawnAnswer(**draw) for draw in line["draws"])
         # drop unknown fields of the timing; unknown fields of the sample itself are kept
-        timing = {name: line["timing"][name] for name in _list_fields(Timing) if name in line["timing"]}
-        return cls(**known | {"timing": Timing(**timing), "more": _select_unknown(cls, line)})
+        timing = Timing(**_select_known(Timing, line["timing"]))
+        return cls(**known | {"timing": timing, "more": _select_unknown(cls, line)})
 
     def record(self) -> dict[str, object]:
         """Return the sample as the JSON to store."""
@@ -199,7 +199,7 @@ class CellRecord:
         damaged = _list_damaged_fields(record)
         if damaged:
             raise ValueError(f"{', '.join(damaged)} of it is damaged")
-        known = {name: record[name] for name in _list_fields(cls) if name in record}
+        known = _select_known(cls, record)
         return cls(**known | {"provenance": tuple(record.get("provenance", ())), "more": _select_unknown(cls, record)})
 
     def record(self) -> dict[str, object]:
@@ -359,10 +359,16 @@ def _list_fields(cls: type[DataclassInstance]) -> list[str]:
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
+def _select_known(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a JSON record for which ``cls`` has a field."""
+    fields = cls.__dataclass_fields__
+    return {key: value for key, value in record.items() if key in fields and key != "more"}
+
+
 def _select_unknown(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, object]:
     """Return the entries of a JSON record for which ``cls`` has no field."""
-    names = _list_fields(cls)
-    return {key: value for key, value in record.items() if key not in names}
+    fields = cls.__dataclass_fields__
+    return {key: value for key, value in record.items() if key not in fields or key == "more"}
 
 
 def _list_damaged_fields(record: Record) -> list[str]:
