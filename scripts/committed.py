@@ -23,12 +23,17 @@ def samples_path(paper: str, task: str, folder: Path) -> Path:
     return folder / f"{paper}.{task.replace('/', '.').replace(' ', '_')}{END}"
 
 
-def restore(paper: str, store: ResultStore, folder: Path, datasets: Collection[str] = ()) -> None:
-    """Put a paper's samples, all or of some datasets, from ``folder`` into ``store`` if they are missing there."""
+def restore(
+    paper: str, store: ResultStore, folder: Path, datasets: Collection[str] = (), temporary: bool = False
+) -> None:
+    """Put a paper's samples, all or of some datasets, from ``folder`` into ``store`` if they are missing there.
+
+    ``temporary`` is True for a store that is thrown away.
+    """
     for path in sorted(folder.glob(f"{paper}.*{END}")):
         parts = path.name.removesuffix(END).split(".")[1:]
         if not datasets or any(part in datasets for part in parts):
-            archive.unpack(path, store)
+            archive.unpack(path, store, temporary=temporary)
 
 
 def pack(paper: str, runs: Iterable[RunPlan], store: ResultStore, folder: Path) -> None:

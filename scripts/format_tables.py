@@ -21,6 +21,7 @@ from kvbench.plan.run_plan import RunPlan
 from kvbench.report import of_run, writers
 from kvbench.run import experiment
 from kvbench.store import archive
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 from kvbench.studies import format_table, own_tables
 
@@ -71,9 +72,9 @@ def write(table: str, results: str, measure: bool) -> None:
 def same(table: str) -> bool:
     """Tell whether the samples give the committed table. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
-        archive.unpack(ROWS / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)))
+        archive.unpack(ROWS / f"{table}.samples.jsonl.gz", ResultStore(Path(folder)), temporary=True)
         runs = prepare(table, folder)
-        verification.check(runs[0].store, runs, runs[0].cfg.model.name)
+        verification.check(SampleReader(runs[0].store), runs, runs[0].cfg.model.name)
         return rendered(runs, table) == (ROWS / f"{table}.md").read_text(encoding="utf-8")
 
 

@@ -31,6 +31,7 @@ from kvbench.papers.spec import stand_ins
 from kvbench.report import writers
 from kvbench.run import experiment
 from kvbench.store import archive
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 
 
@@ -39,13 +40,16 @@ def samples(goal: Target) -> Path:
     return ledger.ledger_path(goal.model, goal.root, claims.papers_with_claims()).with_suffix(".samples.jsonl.gz")
 
 
-def restore(goal: Target, store: ResultStore) -> None:
-    """Put the committed samples of a ledger into ``store`` if they are missing there."""
+def restore(goal: Target, store: ResultStore, temporary: bool = False) -> None:
+    """Put the committed samples of a ledger into ``store`` if they are missing there.
+
+    ``temporary`` is True for a store that is thrown away.
+    """
     if goal.scored:
         for paper in claims.papers_with_claims():
-            committed.restore(paper, store, goal.packs)
+            committed.restore(paper, store, goal.packs, temporary=temporary)
     elif samples(goal).exists():
-        archive.unpack(samples(goal), store)
+        archive.unpack(samples(goal), store, temporary=temporary)
 
 
 def pack(goal: Target, prepared: Mapping[str, Sequence[OurTable]], store: ResultStore) -> None:
@@ -92,10 +96,10 @@ def same(goal: Target) -> bool:
     """Tell whether its samples give a committed ledger. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
-        restore(goal, store)
+        restore(goal, store, temporary=True)
         prepared = claim_runner.prepare(claims.papers_with_claims(), goal.model, [f"results={folder}", *goal.arguments])
         runs = [rows.run for some in prepared.values() for rows in some if rows.run is not None]
-        verification.check(store, runs, goal.model)
+        verification.check(SampleReader(store), runs, goal.model)
         path = ledger.ledger_path(goal.model, goal.root, claims.papers_with_claims())
         return bool(decided(goal, prepared) == json.loads(path.read_text(encoding="utf-8")))
 

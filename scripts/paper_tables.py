@@ -35,6 +35,7 @@ from kvbench.papers.timed import measuring, timings
 from kvbench.plan.inputs import Inputs
 from kvbench.run import experiment
 from kvbench.store import archive
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 
 PRETRAINED = "smollm2-135m-q4_1"
@@ -84,17 +85,17 @@ def target(model: str, root: Path) -> Target:
     return Target(model, root / "tables", ("kl=true",), scored=True)
 
 
-def rendered(seen: View, goal: Target) -> str:
-    """Return the table as Markdown, with the command that makes it."""
+def rendered(seen: View, goal: Target, reader: SampleReader) -> str:
+    """Return the table as Markdown, with the command that makes it. ``reader`` reads the samples of its run."""
     table = seen.ours.declared
     option = "" if goal.model == stand_ins.MODEL else f" --model {goal.model}"
     command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
     heading, _, body = page.render(seen, "md").partition("\n")
-    return f"{heading}\n\n`{command}{limit}`\n{body}{cost(seen.ours) if goal.scored else ''}"
+    return f"{heading}\n\n`{command}{limit}`\n{body}{cost(seen.ours, reader) if goal.scored else ''}"
 
 
-def cost(ours: OurTable) -> str:
+def cost(ours: OurTable, reader: SampleReader) -> str:
     """Return a line that says how long a table's answers took; '' if none was measured.
 
     The time to read a prompt counts once for all rows of the table.
@@ -105,7 +106,7 @@ def cost(ours: OurTable) -> str:
     rows = 0.0
     for group in ours.run.groups:
         for cell in group.cells:
-            for sample in ours.run.store.samples(cell.id).values():
+            for sample in reader.read(cell.id).values():
                 timing = sample.timing
                 reads[group.task.id, group.cells[0].identity["content"], sample.id] = timing.prefill_s
                 rows += timing.compress_s + timing.decode_s
@@ -143,7 +144,7 @@ def write(table: TableSpec, goal: Target, results: str, time_it: bool = True) ->
             archive.pack(ours.run.store, cells, goal.samples(table))
     seen = build_view(ours)
     goal.page(table).parent.mkdir(parents=True, exist_ok=True)
-    goal.page(table).write_text(rendered(seen, goal), encoding="utf-8")
+    goal.page(table).write_text(rendered(seen, goal, SampleReader(ResultStore(Path(results)))), encoding="utf-8")
     if _counted(table):
         coverage.write_counts(goal.folder, coverage.count_cells(seen))
 
@@ -191,14 +192,15 @@ def same(table: TableSpec, goal: Target, inputs: Inputs) -> bool:
             datasets = {c.dataset for c in table.scores}
             # a column's samples may be of the dataset that is read in place of its own
             datasets |= {workloads.INSTEAD[name][0] for name in datasets if name in workloads.INSTEAD}
-            committed.restore(table.paper, store, goal.packs, datasets)
+            committed.restore(table.paper, store, goal.packs, datasets, temporary=True)
         elif table.measurable and goal.samples(table).exists():
-            archive.unpack(goal.samples(table), store)
+            archive.unpack(goal.samples(table), store, temporary=True)
         ours = prepare(table, goal, folder, inputs=inputs)
-        verification.check(store, [ours.run] if ours.run is not None else [], goal.model, inputs)
-        seen = build_view(ours)
+        reader = SampleReader(store if ours.run is None else ours.run.store)
+        verification.check(reader, [ours.run] if ours.run is not None else [], goal.model, inputs)
+        seen = build_view(ours, reader)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
-        if page_text != rendered(seen, goal):
+        if page_text != rendered(seen, goal, reader):
             # the page itself names the cells that were missing when it was written
             absent = (w.name for w, why in ours.absent.items() if why not in page_text)
             verification.need_texts(absent, goal.model, inputs)

@@ -23,6 +23,7 @@ from kvbench.plan.run_plan import RunPlan
 from kvbench.report import of_run, render
 from kvbench.run import experiment
 from kvbench.store import archive
+from kvbench.store.sample_reader import SampleReader
 from kvbench.store.store import ResultStore
 
 ROWS = Path(__file__).resolve().parent.parent / "results"
@@ -136,9 +137,9 @@ def measure(table: str, results: str) -> None:
 def same(table: str) -> bool:
     """Tell whether the samples give the committed table. Raises MissingFiles if it cannot be made here."""
     with tempfile.TemporaryDirectory() as folder:
-        archive.unpack(path(table, ".samples.jsonl.gz"), ResultStore(Path(folder)))
+        archive.unpack(path(table, ".samples.jsonl.gz"), ResultStore(Path(folder)), temporary=True)
         prepared = prepare(table, folder)
-        verification.check(prepared.store, [prepared], prepared.cfg.model.name)
+        verification.check(SampleReader(prepared.store), [prepared], prepared.cfg.model.name)
         return rendered(prepared, table) == path(table, ".md").read_text(encoding="utf-8")
 
 

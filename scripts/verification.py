@@ -21,7 +21,7 @@ from kvbench.plan import config
 from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.store.cell import hash_identity
-from kvbench.store.store import ResultStore
+from kvbench.store.sample_reader import SampleReader
 from kvbench.tasks.source import ENVIRONMENT
 
 KINDS = {"data": MissingData, "model": MissingModel}
@@ -97,24 +97,26 @@ class Contradiction(Exception):
     """The error for samples that cannot belong to the cell under which they are filed, with the reason."""
 
 
-def check(store: ResultStore, runs: Sequence[RunPlan], model: str, inputs: Inputs | None = None) -> None:
-    """Raise MissingData if ``runs`` lack cells of ``store`` because the texts of their tasks are not here.
+def check(reader: SampleReader, runs: Sequence[RunPlan], model: str, inputs: Inputs | None = None) -> None:
+    """Raise MissingData if ``runs`` lack cells of the store because the texts of their tasks are not here.
 
     inputs: the tokenizers and tasks read so far; None: there are none.
 
     Raise Contradiction for samples that are filed under another cell.
     """
-    check_samples(store, runs)
+    store = reader.store
+    check_samples(reader, runs)
     planned = {cell.id for run in runs for group in run.groups for cell in group.cells}
     records = [store.cell(cell) for cell in store.cells() if cell not in planned]
     need_texts({str(record.identity["task"]) for record in records if record is not None}, model, inputs or Inputs())
 
 
-def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
+def check_samples(reader: SampleReader, runs: Iterable[RunPlan]) -> None:
     """Raise Contradiction if a cell's id is not its identity's, or its samples belong to another task or budget.
 
     Samples of two methods under one budget cannot be told apart, since a line does not name its method.
     """
+    store = reader.store
     for name in store.cells():
         record = store.cell(name)
         if record is not None and hash_identity(record.identity) != name:
@@ -123,7 +125,7 @@ def check_samples(store: ResultStore, runs: Iterable[RunPlan]) -> None:
     cells = {cell.id: cell for run in runs for group in run.groups for cell in group.cells}
     for cell in cells.values():
         task, references = cell.full.id, {e.id: tuple(e.answers) for e in cell.task.examples}
-        for name, sample in store.samples(cell.id).items():
+        for name, sample in reader.read(cell.id).items():
             budget, n = cell.chain.nominal(sample.n), lengths.setdefault((task, name), sample.n)
             if name not in references:
                 why = "is no example of its task"

@@ -33,10 +33,13 @@ def pack(store: ResultStore, cells: Iterable[str], path: Path) -> None:
                 out.write(_encode_line({"of": cell, "sample": line}))
 
 
-def unpack(path: Path, store: ResultStore, wanted: Collection[str] | None = None) -> dict[str, int]:
+def unpack(
+    path: Path, store: ResultStore, wanted: Collection[str] | None = None, temporary: bool = False
+) -> dict[str, int]:
     """Add the records and samples of ``path`` that ``store`` lacks. Return the number of added samples by cell id.
 
-    ``wanted`` holds the ids of the cells to add; None adds all. Raises UsageError if ``path`` is not a file of samples.
+    ``wanted`` holds the ids of the cells to add; None adds all. ``temporary`` is True for a store that is thrown away.
+    Raises UsageError if ``path`` is not a file of samples.
     """
     # both are by the id of the cell
     records = {}
@@ -55,7 +58,13 @@ def unpack(path: Path, store: ResultStore, wanted: Collection[str] | None = None
         if wanted is not None and cell not in wanted:
             continue
         if store.cell(cell) is None:
-            write_json(store.folder(cell) / "cell.json", record)
+            place = store.folder(cell) / "cell.json"
+            if temporary:
+                # nobody reads this file or needs it after a power cut: neither indent nor sync it
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+            else:
+                write_json(place, record)
         stored = store.lines(cell)
         # ``format_line`` adds a checksum; each stored line also names the cell's id, which the store's lines lack
         missing = [format_line(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]

@@ -84,7 +84,7 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
     # the samples go into a store of their own, so that results measured on this machine are not read in their place
     with tempfile.TemporaryDirectory() as temporary:
         store = ResultStore(Path(temporary))
-        archive.unpack(place / SAMPLES, store)
+        archive.unpack(place / SAMPLES, store, temporary=True)
         settings = {"results": temporary, "model": first["model"]}
         expected, groups = _plan_prompts(suite, settings, is_closed, without_texts, checked)
         samples = []

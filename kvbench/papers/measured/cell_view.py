@@ -149,8 +149,11 @@ class _ColumnEntry:
     score: _OurScore | None
 
 
-def build_view(ours: OurTable) -> View:
-    """Build the view of a table: all of its cells, from the paper's data and from the store or the timings."""
+def build_view(ours: OurTable, reader: SampleReader | None = None) -> View:
+    """Build the view of a table: all of its cells, from the paper's data and from the store or the timings.
+
+    reader: the reader of the run's samples, if the caller reads all of them, too; None: a dataset at a time is read.
+    """
     table = ours.declared
     # values that follow from others on the page need no model, and show whether the printed value is right
     recomputed: dict[Published, str] = {}
@@ -162,11 +165,13 @@ def build_view(ours: OurTable) -> View:
     columns = tuple(column for column in table.columns if column.quantity != BUDGET) or table.columns
     score_by_cells: dict[tuple[str, ...], _OurScore] = {}
     entries_by_line: list[list[_ColumnEntry]] = [[] for _ in ours.lines]
-    # column by column, so that the samples of one dataset are in memory at a time: a reader keeps all that it has read
     for column in columns:
-        reader = None if ours.run is None else SampleReader(ours.run.store)
+        column_reader = reader
+        if reader is None and ours.run is not None:
+            # a reader keeps all that it has read: with one for each column, one dataset is in memory at a time
+            column_reader = SampleReader(ours.run.store)
         for line, entries in zip(ours.lines, entries_by_line, strict=True):
-            score = _read_score(ours, line, column, score_by_cells, reader)
+            score = _read_score(ours, line, column, score_by_cells, column_reader)
             cell = _build_score_cell(ours, line, column, score, recomputed)
             entries.append(_ColumnEntry(column, cell, score))
     means = _choose_mean_columns(ours, entries_by_line)

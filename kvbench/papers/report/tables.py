@@ -88,7 +88,7 @@ def _build_committed_part(table: TableSpec, model: str, samples: Path, arguments
     # unpack the samples into a store of their own, since a report must not change the user's results
     with tempfile.TemporaryDirectory() as folder:
         store = ResultStore(Path(folder))
-        cells = list(archive.unpack(packed, store))
+        cells = list(archive.unpack(packed, store, temporary=True))
         answer_counts = [len(store.samples(cell)) for cell in cells]
         words = [f"results={folder}"]
         if model == stand_ins.MODEL:
