@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvbench.papers.forensics.finding import Finding
 from kvbench.papers.forensics.paper_audit import FAILS, HOLDS, NOTE, PARTLY, Statement
@@ -53,8 +54,12 @@ class Judged:
         )
 
 
-def judge_statements(book: Book) -> list[Judged]:
-    """Return every statement of the book's papers with its verdict, in order."""
+@lru_cache(maxsize=4)
+def judge_statements(book: Book) -> tuple[Judged, ...]:
+    """Return every statement of the book's papers with its verdict, in order.
+
+    The verdicts are cached, since an audit's page asks for them several times and they depend on the book alone.
+    """
     judgements = []
     for audit in PAPERS:
         # a paper's functions need the paper's cells
@@ -62,7 +67,7 @@ def judge_statements(book: Book) -> list[Judged]:
             for statement in audit.statements:
                 verdict, shown = statement.judge(PaperCells(book, audit.paper))
                 judgements.append(Judged(statement, verdict, shown))
-    return judgements
+    return tuple(judgements)
 
 
 def find_doubtful_statements(book: Book) -> Iterator[Finding]:
