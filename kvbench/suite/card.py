@@ -1,15 +1,10 @@
-"""The card of a suite: the means by method and budget, the table of parts, a picture, and a line a row to quote."""
+"""The text of a suite's card: the means by method and budget, the table of parts, and a line a row to quote."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-
-import numpy as np
 
 from kvbench.report import writers
-from kvbench.report.looks import looks_of
-from kvbench.report.style import canvas, heat, styled
 from kvbench.report.table import Table
 from kvbench.suite.definition import CHANCE, COMPARISON, KL, METHOD, QUICK, Suite
 from kvbench.suite.folder import PICTURE, Line
@@ -21,10 +16,6 @@ UNMEASURABLE = "—"
 """The text for a part that cannot be measured with the model, or that does not take the row."""
 FEWER_PARTS = "†"
 """The mark of a mean over fewer parts than the suite has."""
-CELL_WIDTH, CELL_HEIGHT = 0.3, 0.19
-"""The size of one score in the picture, in inches."""
-NAMES_WIDTH, TITLES_HEIGHT = 2.4, 0.9
-"""The space for names and the colour bar, and for titles and budgets, in inches."""
 FEW = 2
 """Up to this many methods have their lines above the table. More lines would push the table out of sight."""
 
@@ -80,7 +71,7 @@ def _list_absent_parts(suite: Suite, entry: RowScore) -> list[str]:
 
 def build_mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     """Return the table of means: a row for each method and control, a column for each budget."""
-    methods, controls = _list_methods_and_controls(scored)
+    methods, controls = list_methods_and_controls(scored)
     heads = ["mean"]
     heads += [f"at 1/{budget}" for budget in suite.budgets]
     rows = []
@@ -94,7 +85,7 @@ def build_mean_table(suite: Suite, scored: Sequence[RowScore]) -> Table:
     return Table(tuple(heads), tuple(rows), headings=headings)
 
 
-def _list_methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[str]]:
+def list_methods_and_controls(scored: Sequence[RowScore]) -> tuple[list[str], list[str]]:
     """Return (the user's methods, the controls), each in the order of their first rows.
 
     Random tokens are left out, since their score is 0 by definition.
@@ -255,7 +246,7 @@ def write_card(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
     A line to quote for each row of the user's methods stands above them. Those of more than FEW methods stand below,
     and only in Markdown.
     """
-    methods, _ = _list_methods_and_controls(scored)
+    methods, _ = list_methods_and_controls(scored)
     # the lines of one method stand together, and the methods in the order of their first rows
     lines = []
     for name in methods:
@@ -275,61 +266,6 @@ def write_card(suite: Suite, scored: Sequence[RowScore], style: str) -> str:
         picture = f"![S of each row by part and share of the bytes]({PICTURE})"
         return f"# {title}\n\n{picture}\n\n{writers.compose(tables, below, style, above=above)}"
     return writers.compose(tables, below, style, above=[title, *above])
-
-
-def draw_card(suite: Suite, scored: Sequence[RowScore], path: Path) -> None:
-    """Draw the card's picture into a file: a map of S for each measurable part, a row a method, a column a budget.
-
-    The methods stand in the order of the table of means, and the controls below them. Without a measurable part no
-    file is written.
-    """
-    methods, controls = _list_methods_and_controls(scored)
-    names = methods + controls
-    looks = looks_of(names)
-    parts = [part for part in suite.parts if _is_measured(part.name, scored)]
-    if not parts:
-        return
-    with styled():
-        width = NAMES_WIDTH + len(parts) * len(suite.budgets) * CELL_WIDTH
-        fig = canvas(width, TITLES_HEIGHT + len(names) * CELL_HEIGHT)
-        # one row of panels
-        (axes,) = fig.subplots(1, len(parts), sharey=True, squeeze=False)
-        budgets = [f"1/{budget}" for budget in suite.budgets]
-        for ax, part in zip(axes, parts, strict=True):
-            image = heat(ax, _fill_scores(part.name, names, suite, scored), names, budgets, "%.0f", vmin=0, vmax=100)
-            # ``heat`` leaves out names of a long list, but here each row is a method that a reader looks for
-            ax.set_yticks(range(len(names)), [looks[name].name for name in names])
-            # a gap between the methods and the controls below them
-            ax.axhline(len(methods) - 0.5, color="white", linewidth=3)
-            ax.set_title(part.name)
-        axes[len(parts) // 2].set_xlabel("share of the bytes")
-        # the ends of the bar are pointed: a row may be worse than random tokens, or better than the full cache
-        fig.colorbar(image, ax=axes, label="retained: random tokens 0, full cache 100", extend="both", pad=0.01)
-        fig.suptitle(f"{suite.name}: what a compressed cache retains", fontsize=9)
-        # 250 dpi: a telephone shows half of the pixels, and the names must be readable there, too. No software is named
-        # in the file, so that equal data give equal bytes
-        fig.savefig(path, dpi=250, metadata={"Software": None})
-
-
-def _is_measured(part: str, scored: Sequence[RowScore]) -> bool:
-    """Return True if a row has a score in the part."""
-    for entry in scored:
-        score = entry.parts.get(part)
-        if score is not None and score.retained is not None:
-            return True
-    return False
-
-
-def _fill_scores(part: str, names: Sequence[str], suite: Suite, scored: Sequence[RowScore]) -> np.ndarray:
-    """Return S of one part [names, the suite's budgets]; nan where nothing was measured or compressed."""
-    scores = np.full((len(names), len(suite.budgets)), np.nan)
-    for entry in scored:
-        score = entry.parts.get(part)
-        if score is None or score.retained is None or entry.nothing_compressed:
-            continue
-        if entry.name in names:
-            scores[names.index(entry.name), suite.budgets.index(entry.budget)] = score.retained
-    return scores
 
 
 def as_plain(suite: Suite, rows: Sequence[Line], notes_below: Sequence[str]) -> dict[str, object]:

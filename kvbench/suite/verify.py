@@ -1,8 +1,8 @@
 """Check a suite's folder: the numbers, the answers' scores, the controls, and the hashes of prompts and checkpoint.
 
-All numbers are computed again from the samples. A row names its results, and the identity of a result states the
-method, prompts and settings of its measurement. The methods' code is not run. Where it is not even here, as with a
-contributor's own method, a row's options and budget are taken on trust, within its bytes.
+All numbers are computed again from the samples, and the card is written again from them. A row names its results, and
+the identity of a result states the method, prompts and settings of its measurement. The methods' code is not run. If it
+is not even here, as with a contributor's own method, a row's options and budget are taken on trust, within its bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,12 +24,12 @@ from kvbench.store import archive
 from kvbench.store.cell import hash_identity
 from kvbench.store.results import Sample
 from kvbench.store.store import ResultStore
+from kvbench.suite import card, lock, plan
 from kvbench.suite import folder as folders
-from kvbench.suite import lock, plan
 from kvbench.suite.definition import KL, Suite, load
-from kvbench.suite.folder import CLOSED, SAMPLES, Line
+from kvbench.suite.folder import CARD, CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
-from kvbench.suite.scores import PartSamples, RowSamples, list_control_problems, score_rows
+from kvbench.suite.scores import PartSamples, RowSamples, RowScore, list_control_problems, score_rows
 from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
@@ -97,7 +98,8 @@ def verify_folder(place: Path, without_texts: bool = False) -> Checked:
             _check_methods(suite, rows, controls, settings=settings, store=store, checked=checked)
             _check_facts(rows, samples, store, checked)
         if not checked.problems:
-            _check_numbers(suite, rows, samples, checked)
+            scored = _check_numbers(suite, rows, samples, checked)
+            _check_card(place / CARD, card.write_card(suite, scored, "md"), checked)
     return checked
 
 
@@ -376,8 +378,8 @@ def _check_facts(
 
 def _check_numbers(
     suite: Suite, rows: Sequence[Line], samples: Sequence[Mapping[str, PartSamples]], checked: Checked
-) -> None:
-    """Compute every row again from its samples, and add each number that differs to the problems.
+) -> list[RowScore]:
+    """Compute every row again from its samples, add each number that differs to the problems, and return the rows.
 
     samples: the samples of each of ``rows``, by part.
     """
@@ -401,6 +403,23 @@ def _check_numbers(
                     f"{entry.name} at 1/{entry.budget}: {key} is {stored.get(key)}, samples give {value}"
                 )
     checked.problems += list_control_problems(scored)
+    return scored
+
+
+def _check_card(path: Path, expected: str, checked: Checked) -> None:
+    """Add to the problems the first line in which a card differs from the card ``expected`` by the samples."""
+    if not path.exists():
+        checked.problems.append(f"{CARD} is missing")
+        return
+    stored_lines = path.read_text(encoding="utf-8").splitlines()
+    for number, (stored, line) in enumerate(zip_longest(stored_lines, expected.splitlines(), fillvalue=""), start=1):
+        if stored != line:
+            # the words of a card may differ between releases of kvbench, and then its numbers cannot be compared
+            checked.problems.append(
+                f"{CARD}, line {number}: it says {stored!r}, and the samples give {line!r}. "
+                "If only words differ, `kvbench suite` with from= writes the card again"
+            )
+            return
 
 
 def _compare_values(value: Any, stored: Any) -> tuple[int, bool]:

@@ -10,7 +10,7 @@ from support.stored import sample
 from kvbench.base.errors import UsageError
 from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import Sample
-from kvbench.suite import card, scores
+from kvbench.suite import card, card_picture, scores
 from kvbench.suite.definition import CHANCE, CONTROL, KL, METHOD, NEGATIVE, SCORE, Control, Suite, SuitePart
 from kvbench.suite.scores import RowSamples
 from kvbench.tasks.metrics import stats
@@ -198,8 +198,10 @@ def test_the_picture_has_each_score_in_its_methods_row_and_budgets_column(tmp_pa
     rows.append(row("c", CONTROL, [0.2] * n, 4))
     two = suite(budgets=(2, 4))
     drawn = []
-    monkeypatch.setattr(card, "heat", lambda ax, values, *names, **keys: drawn.append(values) or ax.imshow(values))
-    card.draw_card(two, scores.score_rows(two, rows, full([1.0] * n)), tmp_path / "card.png")
+    monkeypatch.setattr(
+        card_picture, "heat", lambda ax, values, *names, **keys: drawn.append(values) or ax.imshow(values)
+    )
+    card_picture.draw_card(two, scores.score_rows(two, rows, full([1.0] * n)), tmp_path / "card.png")
     # S = (value - 0.2) / (1.0 - 0.2); the control was not measured at 1/2
     assert np.allclose(drawn[0], [[50, 25], [np.nan, 0]], equal_nan=True)
     assert (tmp_path / "card.png").stat().st_size > 1000

@@ -148,6 +148,20 @@ def test_a_changed_number_is_noticed(copied, capsys):
     assert "NOT verified, 1 problems" in out and f"snapkv at 1/{snapkv['budget']}: parts is" in out
 
 
+def test_a_changed_card_is_noticed(copied):
+    path = copied / "card.md"
+    text = path.read_text()
+    cell = re.search(r"^\| snapkv \| 1/\d+ \| \d+ \| (\S+)", text, re.MULTILINE)
+    path.write_text(text[: cell.start(1)] + "100" + text[cell.end(1) :])
+    (problem,) = verify_folder(copied).problems
+    line = text[: cell.start(1)].count("\n") + 1
+    assert (
+        problem.startswith(f"card.md, line {line}: it says '| snapkv") and repr(text.splitlines()[line - 1]) in problem
+    )
+    path.unlink()
+    assert verify_folder(copied).problems == ["card.md is missing"]
+
+
 def test_a_missing_control_is_noticed(copied):
     path = copied / "results.jsonl"
     kept = [line for line in path.read_text().splitlines() if json.loads(line)["name"] != "firsttokens"]

@@ -200,7 +200,7 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
 
     Raises KvbenchError if a control is worse than the negative one.
     """
-    from kvbench.suite import card, plan
+    from kvbench.suite import card, card_picture, plan
     from kvbench.suite import folder as folders
     from kvbench.suite.scores import list_control_problems, score_rows
 
@@ -216,7 +216,7 @@ def _finish_suite(run: SuiteRun, folder: Path, division: str, contributor: str, 
     samples_by_row |= {(row.name, row.budget): row.parts for row in samples}
     rows = folders.make_lines(run, scored, samples_by_row, division=division, contributor=contributor)
     folders.write_folder(folder, run, rows, card.write_card(run.suite, scored, "md"))
-    card.draw_card(run.suite, scored, folder / folders.PICTURE)
+    card_picture.draw_card(run.suite, scored, folder / folders.PICTURE)
     if as_json:
         print(json.dumps(card.as_plain(run.suite, rows, card.write_notes(run.suite, scored)), indent=1))
         return 0
