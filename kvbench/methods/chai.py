@@ -24,7 +24,7 @@ from kvbench.methods.core.recipe import CalibrationRun, Recipe
 OBSERVED = 5
 """The number of first tokens by which heads are compared (section 3)."""
 LONGEST = 64
-"""The most tokens of a calibration window. Only its first five tokens decide the clusters."""
+"""The most tokens of a calibration window. Only its first five tokens count."""
 # runs of numbers that several of the lists below share
 _MIDDLE = (24, 30, 24, 30, 28, 28, 32, 32)
 _END = (18, 18, 20, 28, 18, 18, 18, 20) + (18,) * 6 + (24, 32)
