@@ -67,8 +67,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: the number of each). runs takes filters: results=, status=, "
-        "model=, method=, dataset=",
+        help=f"{', '.join(KINDS)} (default: the number of each). kvpress lists that package's presses. runs takes "
+        "filters: results=, status=, model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results for runs and tables (default results)")
 

@@ -71,7 +71,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", action="store_true", help="store each dataset as a result (needs model= and method=)"
     )
-    parser.add_argument("--timing", action="store_true", help="add the seconds that scoring each dataset took")
+    parser.add_argument("--timing", action="store_true", help="also show the seconds that scoring each dataset took")
     add_format_option(parser)
 
 
