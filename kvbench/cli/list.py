@@ -67,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "kind",
         nargs="*",
-        help=f"{', '.join(KINDS)} (default: the number of each). kvpress lists that package's presses. runs takes "
+        help=f"{', '.join(KINDS)} (default: the number of each). kvpress lists that package's methods. runs takes "
         "filters: results=, status=, model=, method=, dataset=",
     )
     parser.add_argument("--results", help="folder of results for runs and tables (default results)")

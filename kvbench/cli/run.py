@@ -70,7 +70,7 @@ def add_report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--intervals",
         action="store_true",
-        help="show for every task the 95 %% interval and the difference to the full cache",
+        help="show for every task the score's 95 %% interval and its difference from the full cache's score",
     )
     parser.add_argument(
         "--notes", action="store_true", help="show what each method stores, and how the numbers were measured"
