@@ -61,6 +61,9 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
         "interval": means.get("ci"),
         "n": cell.status.n,
     }
+    # imported, or engine; kvbench's own results have no kind
+    if cell.record.kind is not None:
+        line["kind"] = cell.record.kind
     if cell.unchanged:
         line["nothing_compressed"] = True
     return line | {

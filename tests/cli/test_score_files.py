@@ -9,6 +9,8 @@ import pytest
 from support.predicted import PREDICTIONS, by_dataset, mean, row, run, write
 
 from kvbench.cli.main import main
+from kvbench.papers.report import page
+from kvbench.report import open_results
 from kvbench.store.store import ResultStore
 
 DAMAGED = {
@@ -156,6 +158,10 @@ def test_imported_cells_are_stored_once_and_shown_as_imported(capsys, tmp_path):
     assert main(["show", task["cell"], "--results", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "imported from" in shown and "payload" not in shown
+    exported = open_results.list_lines(store)
+    assert len(exported) == 14 and {line["kind"] for line in exported} == {"imported"}
+    text = page.ReportPage("tiny", [], [], [], [], [], exported, verdicts=[]).page()
+    assert text.count("complete, imported") == 14
 
 
 def test_another_answer_is_another_cell(capsys, tmp_path):

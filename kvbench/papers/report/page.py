@@ -334,6 +334,9 @@ def _format_run(run: Mapping[str, Any]) -> dict[str, object]:
     for key, number_format in RUN_FORMATS.items():
         if values.get(key) is not None:
             values[key] = number_format.format(values[key])
+    if run.get("kind"):
+        # readers must see which results kvbench did not measure itself
+        values["status"] = f"{values.get('status')}, {run['kind']}"
     if run.get("nothing_compressed"):
         # a score would look like that of a method that loses nothing
         values["score"] = UNCHANGED.replace("\n", " ")
