@@ -107,13 +107,16 @@ def read_lock(suite: Suite) -> Lock:
     return {"suite": content["suite"], "checkpoint": content["checkpoint"], "editions": content["editions"]}
 
 
-def list_differences(suite: Suite, run: SuiteRun) -> list[str]:
-    """Return a sentence for each difference between a planned suite and its lock; [] if they agree."""
+def list_differences(suite: Suite, run: SuiteRun, planned: Locked) -> list[str]:
+    """Return a sentence for each difference between a planned suite and its lock; [] if they agree.
+
+    planned: the hashes of ``run`` (``hash_run``), which take seconds to compute.
+    """
     lock = read_lock(suite)
     problems = []
     if run.plans[0].source.fingerprint != lock["checkpoint"]:
         problems.append(f"the checkpoint of {suite.model} is another one")
-    planned, locked = hash_run(run), lock["editions"][suite.edition]
+    locked = lock["editions"][suite.edition]
     # the planned parts in their order, then the parts that stand only in the lock
     for part in dict.fromkeys([*planned, *locked]):
         planned_columns, locked_columns = planned.get(part, {}), locked.get(part, {})

@@ -124,12 +124,13 @@ def _plan_prompts(
         if not without_texts or not is_closed:
             raise
         return lock.read_lock(suite)["editions"][suite.edition], {}
+    hashes = lock.hash_run(run)
     if is_closed:
-        checked.problems += lock.list_differences(suite, run)
+        checked.problems += lock.list_differences(suite, run, hashes)
     groups: dict[str, dict[str, Group]] = {}
     for part_run in run.parts:
         groups[part_run.part.name] = {group.column: group for group in part_run.plan.groups}
-    return lock.hash_run(run), groups
+    return hashes, groups
 
 
 def _read_row_samples(

@@ -23,7 +23,6 @@ TASK = {"protocol": "p", "prompts": {"e0": "h0"}}
 def test_each_difference_from_the_lock_is_a_sentence(planned, problems, monkeypatch):
     locked = {"suite": "s", "checkpoint": "c", "editions": {"quick": {"a": {"t": TASK}}}}
     monkeypatch.setattr(lock, "read_lock", lambda suite: locked)
-    monkeypatch.setattr(lock, "hash_run", lambda run: planned)
     plan = SimpleNamespace(source=SimpleNamespace(fingerprint="c"))
-    found = lock.list_differences(SimpleNamespace(model="tiny", edition="quick"), SimpleNamespace(plans=[plan]))
-    assert found == problems
+    suite = SimpleNamespace(model="tiny", edition="quick")
+    assert lock.list_differences(suite, SimpleNamespace(plans=[plan]), planned) == problems

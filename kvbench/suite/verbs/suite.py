@@ -176,7 +176,7 @@ def _choose_division(run: SuiteRun, settings: Mapping[str, object]) -> str:
 
     if "model" in settings:
         return OPEN
-    differences = lock.list_differences(run.suite, run)
+    differences = lock.list_differences(run.suite, run, lock.hash_run(run))
     if differences:
         problems = "\n".join(f"  {problem}" for problem in differences)
         raise UsageError(f"this is not {run.suite.name}:\n{problems}")
