@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 from kvbench.models import load
 from kvbench.models.config import ModelConfig
@@ -32,7 +32,7 @@ class Inputs:
     def tasks(
         self,
         dataset: str,
-        knobs: Mapping[str, Any],
+        knobs: Mapping[str, object],
         selection: Sequence[str],
         tokenizer: Tokenizer | None,
         data: str | None = None,

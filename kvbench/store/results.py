@@ -359,7 +359,7 @@ def _list_fields(cls: type[DataclassInstance]) -> list[str]:
     return [name for name in cls.__dataclass_fields__ if name != "more"]
 
 
-def _select_known(cls: type[DataclassInstance], record: Mapping[str, Any]) -> dict[str, Any]:
+def _select_known(cls: type[DataclassInstance], record: Mapping[str, object]) -> dict[str, Any]:
     """Return the entries of a JSON record for which ``cls`` has a field."""
     fields = cls.__dataclass_fields__
     return {key: value for key, value in record.items() if key in fields and key != "more"}
