@@ -92,7 +92,10 @@ def rendered(seen: View, goal: Target, reader: SampleReader) -> str:
     command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
     heading, _, body = page.render(seen, "md").partition("\n")
-    return f"{heading}\n\n`{command}{limit}`\n{body}{cost(seen.ours, reader) if goal.scored else ''}"
+    page_text = f"{heading}\n\n`{command}{limit}`\n{body}"
+    if goal.scored:
+        page_text += cost(seen.ours, reader)
+    return page_text
 
 
 def cost(ours: OurTable, reader: SampleReader) -> str:
@@ -196,8 +199,12 @@ def same(table: TableSpec, goal: Target, inputs: Inputs) -> bool:
         elif table.measurable and goal.samples(table).exists():
             archive.unpack(goal.samples(table), store, temporary=True)
         ours = prepare(table, goal, folder, inputs=inputs)
-        reader = SampleReader(store if ours.run is None else ours.run.store)
-        verification.check(reader, [ours.run] if ours.run is not None else [], goal.model, inputs)
+        # a run has its results in the same folder
+        reader = SampleReader(store)
+        runs = []
+        if ours.run is not None:
+            runs.append(ours.run)
+        verification.check(reader, runs, goal.model, inputs)
         seen = build_view(ours, reader)
         page_text = goal.page(table).read_text(encoding="utf-8") if goal.page(table).exists() else ""
         if page_text != rendered(seen, goal, reader):

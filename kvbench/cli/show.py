@@ -133,9 +133,10 @@ def _print_facts(
 
     cell_settings: dict[str, object] = {}
     for key, value in settings.items():
+        # users know knobs as options
+        name = "options" if key == "knobs" else key
         if value not in (None, {}):
-            # users know knobs as options
-            cell_settings["options" if key == "knobs" else key] = value
+            cell_settings[name] = value
     print(_wrap_text(_list_facts(cell_settings)))
     for note in explain_budgets([label]):
         print(_wrap_text(note))

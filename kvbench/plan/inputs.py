@@ -44,9 +44,13 @@ class Inputs:
         dataset, knobs, selection, tokenizer, data, query_aware: as in ``load_tasks``.
         policy: how prompts are read; None: without a chat template.
         """
-        render = None if policy is None else policy.make_renderer(tokenizer)
+        render = None
+        if policy is not None:
+            render = policy.make_renderer(tokenizer)
         # without a chat template, a policy does not change what is loaded
-        template = None if render is None else policy
+        template = None
+        if render is not None:
+            template = policy
         key = repr((dataset, sorted(knobs.items()), tuple(selection), data, template, query_aware))
         read_with, tasks = self._tasks.get(key, (None, ()))
         # a dataset has at least one task

@@ -58,13 +58,8 @@ def unpack(
         if wanted is not None and cell not in wanted:
             continue
         if store.cell(cell) is None:
-            place = store.folder(cell) / "cell.json"
-            if temporary:
-                # nobody reads this file or needs it after a power cut: neither indent nor sync it
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
-            else:
-                write_json(place, record)
+            # a store that is thrown away need not survive a power cut
+            write_json(store.folder(cell) / "cell.json", record, sync=not temporary)
         stored = store.lines(cell)
         # ``format_line`` adds a checksum; each stored line also names the cell's id, which the store's lines lack
         missing = [format_line(sample | {"cell": cell}) for sample in samples[cell] if sample["id"] not in stored]

@@ -91,7 +91,9 @@ def reach_verdicts(prepared: Mapping[str, Sequence[OurTable]], model: str) -> Ou
     for paper, our_tables in prepared.items():
         # a paper's tables have one store, and its claims share many cells
         runs = _list_runs({paper: our_tables})
-        numbers_of[paper] = NumberReader(runs[0].store) if runs else None
+        numbers_of[paper] = None
+        if runs:
+            numbers_of[paper] = NumberReader(runs[0].store)
     for claim in tested:
         our_tables = prepared[claim.paper]
         numbers = numbers_of[claim.paper]
