@@ -76,6 +76,7 @@ class AnsweringRow(Generic[Key]):
     ending: the rules that choose its tokens and end its answer.
     cache: the cache to start from, until the batch holds it.
     answer: the row's tokens so far, and their measurements. It is complete once the row has ended.
+    at_text: True if the answer has reached a stop text.
     settled: True if the row has ended and ``answer`` has the measurements of its storage.
     draw: the generator of the row's random draws; None if the likeliest token is taken.
     tally: the mean number of tokens attended, one tensor [] for each step under a method that masks.
@@ -88,6 +89,7 @@ class AnsweringRow(Generic[Key]):
     ending: Ending
     cache: PromptCache | None = None
     answer: Answer = field(default_factory=Answer)
+    at_text: bool = False
     settled: bool = False
     draw: torch.Generator | None = None
     tally: list[Tensor] = field(default_factory=list)
@@ -97,7 +99,7 @@ class AnsweringRow(Generic[Key]):
     @property
     def over(self) -> bool:
         """True if the answer has ended."""
-        return not self.answer.finite or self.ending.is_over(self.answer.tokens)
+        return self.at_text or not self.answer.finite or self.ending.is_over(self.answer.tokens)
 
     def give_up_cache(self) -> PromptCache:
         """Return the cache and drop the row's own reference to it, so that the batch can free it layer by layer."""
@@ -308,11 +310,29 @@ def _choose_tokens(logits: Tensor, rows: Sequence[AnsweringRow[Key]]) -> Tensor:
             chosen[i] = draw_token(masked[i], row.ending.temperature, row.ending.top_p, row.draw)
     # copy tokens and faults to the CPU together: -1 stands for a row whose logits were not finite
     tokens_or_fault = torch.where(finite, chosen, -1).tolist()
-    for row, token in zip(rows, tokens_or_fault, strict=True):
+    for i, (row, token) in enumerate(zip(rows, tokens_or_fault, strict=True)):
         if row.over:
             continue
         if token < 0:
             row.answer.finite = False
-        else:
-            row.answer.tokens.append(token)
+            continue
+        row.answer.tokens.append(token)
+        if row.ending.is_too_early(row.answer.tokens):
+            chosen[i] = _replace_last_token(masked[i].clone(), row)
+        row.at_text = row.ending.texts.stand_in(row.answer.tokens)
     return chosen
+
+
+def _replace_last_token(logits: Tensor, row: AnsweringRow[Key]) -> int:
+    """Replace the last token of a row by the next one of logits [V] that is not too early. Return that token.
+
+    The tokens in between get the logit -inf.
+    """
+    tokens = row.answer.tokens
+    while row.ending.is_too_early(tokens) and int(logits.isfinite().sum()) > 1:
+        logits[tokens[-1]] = -torch.inf
+        if row.draw is None:
+            tokens[-1] = int(logits.argmax())
+        else:
+            tokens[-1] = draw_token(logits, row.ending.temperature, row.ending.top_p, row.draw)
+    return tokens[-1]

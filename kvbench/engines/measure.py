@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from kvbench.base.example import Example
 from kvbench.base.progress import Tick, progress
 from kvbench.base.version import version
-from kvbench.engines.engine import Engine, EngineError, Reply
+from kvbench.engine.stopping import cut_text
+from kvbench.engines.engine import AskedPrompt, Engine, EngineError, Reply
 from kvbench.engines.rows import EngineRow, EngineRun
 from kvbench.plan.cells import Group
 from kvbench.report.summary import show_mean
@@ -80,10 +82,20 @@ def _measure_cell(
     with open_writer(run, group, row, engine) as writer, ThreadPoolExecutor(max_workers=run.parallel) as pool:
         examples_asked: dict[Future[Reply], Example] = {}
         for prompt, example in zip(prompts, examples, strict=True):
-            examples_asked[pool.submit(engine.ask, prompt)] = example
+            examples_asked[pool.submit(_ask, engine, prompt)] = example
         for example, reply in _collect_replies(examples_asked):
             writer.append(_build_line(group, example, reply))
             tick(row.label, 1)
+
+
+def _ask(engine: Engine, prompt: AskedPrompt) -> Reply:
+    """Return the engine's answer to a prompt, cut at the first of the prompt's stop texts."""
+    reply = engine.ask(prompt)
+    text = cut_text(reply.text, prompt.stop)
+    if text == reply.text:
+        return reply
+    # the engine counted tokens behind the cut as well
+    return replace(reply, text=text, new_tokens=None)
 
 
 @contextmanager

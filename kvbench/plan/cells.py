@@ -9,6 +9,7 @@ from typing import Any
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
+from kvbench.engine.stopping import find_special_token
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.evicting import EvictingSelector
 from kvbench.methods.core.resolve import ChainConfig
@@ -168,6 +169,9 @@ def _collect_identity(
     if not task.examples[0].scored:
         prompt["context"] = context
         decoding = cfg.sampling.identity() | {"model_stop": list(cfg.model.stop)} | task.list_answer_settings()
+        if tokenizer is not None and any(find_special_token(tokenizer, text) is None for text in cfg.model.stop):
+            # earlier versions ended an answer at the last token of a text, and have other answers under the older id
+            decoding["model_stop_at"] = "text"
         if cfg.prompt.min_new_tokens is not None:
             decoding["min_new_tokens"] = max(cfg.prompt.min_new_tokens, task.min_new_tokens)
     identity = {

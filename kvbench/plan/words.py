@@ -34,8 +34,11 @@ MOST_DIGITS = 400
 """Whole numbers with this many characters or more are read as texts, since Python's floats end before."""
 WHOLE = re.compile(r"[+-]?\d+(_\d+)*")
 REAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
+QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
 LAUNCHER_KEYS = ("hydra.", "hydra/", "+hydra.", "++hydra.")
 """The beginnings of the keys that choose and set up a Hydra launcher."""
+ESCAPED = {"n": "\n", "t": "\t", "\\": "\\"}
+"""The characters of a stop text by what is typed behind a backslash."""
 # the words that stand for a value other than themselves
 NAMED = {"null": None, "true": True, "false": False, "inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
@@ -194,9 +197,21 @@ def _read_settings(
             is_bare_knob = "." not in full_key and full_key not in top_level()
             if full_key.startswith("method.") or is_bare_knob:
                 knobs[full_key] = read_value
+            elif full_key == "model.stop" and isinstance(value, str):
+                values[full_key] = [_unescape(text) for text in read_value]
             else:
                 values[full_key] = read_value
     return knobs, values
+
+
+def _unescape(text: object) -> object:
+    r"""Return a typed text with newlines and tabs in place of ``\n`` and ``\t``, as a shell gives them; others stay.
+
+    ``\\n`` stands for a backslash and an n.
+    """
+    if not isinstance(text, str):
+        return text
+    return re.sub(r"\\([nt\\])", lambda match: ESCAPED[match[1]], text)
 
 
 def _select_words(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:
@@ -382,7 +397,9 @@ def _parse_argument(key: str, value: Any, methods: Sequence[Method], datasets: S
     text = text_of(value)
     if "${" in text:
         raise UsageError(f"{key}={text} is not possible: write the value itself, interpolations are not read here")
-    if any(text.count(opening) != text.count(closing) for opening, closing in ("[]", "{}", "()")):
+    # quoted text and values given in Python may have any characters
+    typed = QUOTED.sub("", value) if isinstance(value, str) else ""
+    if any(typed.count(opening) != typed.count(closing) for opening, closing in ("[]", "{}", "()")):
         raise UsageError(f"{key}={text} is not possible: its brackets do not match")
     if plain_key == "shard" and len(split_list(text)) > 1:
         raise UsageError(f"shard={text} is a sweep: add -m, as in: run -m shard={text}")

@@ -398,18 +398,18 @@ class Asking:
 
         With a chat template the next question begins with that token, and the answer goes without.
         """
-        has_end_token = bool(answer.tokens) and answer.tokens[-1] in row.ending.stop
+        tokens, _ = self.host.cut_answer(answer.tokens, row.ending)
         # ``between`` is True if the next question begins with the end token
         if self.encoded.between:
-            if has_end_token:
-                return answer.tokens[:-1]
+            return tokens
+        if answer.tokens and answer.tokens[-1] in row.ending.stop:
             return answer.tokens
         # not every tokenizer has one
         end_id = getattr(self.host.tokenizer, "eos_token_id", None)
-        if has_end_token or end_id is None:
-            return answer.tokens
-        # the answer was cut at its limit: end it as the model would have
-        return answer.tokens + [int(end_id)]
+        if end_id is None:
+            return tokens
+        # the answer was cut at its limit or at a stop text: end it as the model would have
+        return tokens + [int(end_id)]
 
 
 @dataclass(eq=False)

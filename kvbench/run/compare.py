@@ -19,10 +19,11 @@ from kvbench.base.files import disk_error
 from kvbench.engine import decode
 from kvbench.engine.limits import check_precision
 from kvbench.engine.prefill import prefill_chains
-from kvbench.engine.stopping import Ending
+from kvbench.engine.stopping import Ending, StopTexts
 from kvbench.engine.weights_digest import digest_weights
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import ChainConfig
+from kvbench.models.config import ModelConfig
 from kvbench.models.load import ModelSource
 from kvbench.models.traits import check_is_model, check_tokenizer
 from kvbench.plan import config, words
@@ -153,12 +154,16 @@ def _read_rows(
     max_new_tokens = settings["max_new_tokens"]
     is_count = is_whole(max_new_tokens) and max_new_tokens >= 1
     check("max_new_tokens", max_new_tokens, is_count, "a whole number, 1 or more")
+    stop_settings = {key: settings[key] for key in ("stop", "model.stop") if key in settings}
+    stop_texts = words.request(stop_settings).values.get("model.stop", ())
+    texts = StopTexts(ModelConfig(name="", path="", stop=stop_texts).stop, tokenizer)
+    ending = Ending(max_new_tokens, stop=_find_end_ids(model), texts=texts)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UsageError(f"data is {type(data).__name__}: give the name of a dataset, or a list of rows")
     for number, row in enumerate(data):
         if isinstance(row, str):
             try:
-                reference = _answer_in_full(model, tokenizer, row, max_new_tokens)
+                reference = _answer_in_full(model, tokenizer, row, ending)
             # tokenizers raise one of these errors for half of a surrogate pair
             except (TypeError, UnicodeEncodeError):
                 raise UsageError(f"row {number} of data cannot be encoded: {row[:40]!r}") from None
@@ -174,19 +179,24 @@ def _read_rows(
             )
 
 
-def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, max_new_tokens: int) -> str:
+def _find_end_ids(model: PreTrainedModel) -> frozenset[int]:
+    """Return the ids of a model's end-of-sequence tokens."""
+    # one id or a list of ids, or None for a model without an end token
+    end_ids = getattr(model.generation_config, "eos_token_id", None)
+    if end_ids is None:
+        return frozenset()
+    return frozenset(torch.as_tensor(end_ids).flatten().tolist())
+
+
+def _answer_in_full(model: PreTrainedModel, tokenizer: Any, text: str, ending: Ending) -> str:
     """Return the full cache's greedy answer to a text."""
     # [tokens] of the plain text, without a template
     ids = torch.tensor(tokenizer.encode(text))
-    # one id or a list of ids, or None for a model without an end token
-    end_ids = getattr(model.generation_config, "eos_token_id", None)
-    stop: frozenset[int] = frozenset()
-    if end_ids is not None:
-        stop = frozenset(torch.as_tensor(end_ids).flatten().tolist())
     # a chain without stages is the full cache
     caches = prefill_chains(model, ids, [Chain()])
-    (answer,) = decode.generate_rows(model, caches, [Ending(limit=max_new_tokens, stop=stop)])
-    return str(tokenizer.decode(answer.tokens, skip_special_tokens=True))
+    (answer,) = decode.generate_rows(model, caches, [ending])
+    kept, rest = ending.cut(answer.tokens)
+    return str(tokenizer.decode(kept, skip_special_tokens=True)) + rest
 
 
 def _store_rows(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:

@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel
 
-from kvbench.base.conf import check
 from kvbench.base.errors import KvbenchError, UsageError, ending
 from kvbench.base.visible import say
 from kvbench.engine import memory, precision
 from kvbench.engine.shared_prefix import SharedPrefix
+from kvbench.engine.stopping import find_special_token
 from kvbench.models import load, traits
 from kvbench.plan.cells import Group, pair_by_question, rounds
 from kvbench.plan.config import RunConfig
@@ -337,6 +337,7 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
         tokenizer=prepared.tokenizer,
         policy=cfg.prompt,
         stop=collect_stop_tokens(prepared),
+        stop_texts=cfg.model.stop,
         context=prepared.context,
         sampling=cfg.sampling,
         batch_rows=cfg.batch_rows,
@@ -347,17 +348,11 @@ def make_host(prepared: RunPlan, model: PreTrainedModel) -> Host:
 
 
 def collect_stop_tokens(prepared: RunPlan) -> frozenset[int]:
-    """Return the token ids that end an answer: the end-of-sequence ids and the last token of each stop text.
-
-    A stop text of several tokens ends an answer wherever its last token comes. Raises UsageError for a stop text
-    without a token.
-    """
+    """Return the token ids that end an answer: the end-of-sequence ids, and the stop texts that are special tokens."""
     cfg, tokenizer = prepared.cfg.model, prepared.tokenizer
     stop_ids = set(load.end_tokens(cfg, prepared.source))
-    for text in cfg.stop:
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        check("model.stop", text, bool(ids), "texts that the tokenizer has a token for")
-        stop_ids.add(ids[-1])
+    special_ids = (find_special_token(tokenizer, text) for text in cfg.stop)
+    stop_ids.update(token for token in special_ids if token is not None)
     if prepared.model is not None:
         # a model that the user passed in may end with other tokens than its checkpoint says
         model_ends = getattr(prepared.model.generation_config, "eos_token_id", None)

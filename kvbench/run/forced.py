@@ -17,7 +17,7 @@ from kvbench.engine.divergence import Divergence
 from kvbench.engine.likelihood import Forced, diverge, teacher_force
 from kvbench.engine.limits import find_longest_text
 from kvbench.engine.memory import run_in_parts
-from kvbench.engine.stopping import Ending
+from kvbench.engine.stopping import Ending, StopTexts
 from kvbench.methods.core.prompt_cache import PromptCache
 from kvbench.models.interface import synchronise
 from kvbench.run.answers import QueuedRow
@@ -192,10 +192,10 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
     ``reference`` is the first reference of an example with answers. ``greedy`` is the full cache's own likeliest
     answer. The prompt alone predicts a text's first token, so a text of one token compares nothing and is left out.
     """
-    limit = find_longest_text(host.model)
-    if limit is not None:
+    longest = find_longest_text(host.model)
+    if longest is not None:
         # the text continues the prompt, and the model reads no further than that
-        most = min(most, limit - full.seen)
+        most = min(most, longest - full.seen)
     texts = {}
     if example.answers and example.scored is None:
         # a space separates the reference from the prompt, as it would an answer
@@ -203,7 +203,8 @@ def choose_texts(host: Host, example: Example, full: PromptCache, most: int = TO
     # a window of a long text is only scored; its prompt asks for no answer
     if example.scored is None or example.scored.scored_from is None:
         # without a temperature, tokens are the likeliest ones
-        ending = Ending(limit=min(most, example.max_new_tokens), stop=host.stop)
+        limit = min(most, example.max_new_tokens)
+        ending = Ending(limit, stop=host.stop, texts=StopTexts(host.stop_texts, host.tokenizer))
         (answer,) = generate_rows(host.model, [full], [ending])
         texts["greedy"] = answer.tokens
     return {kind: tokens for kind, tokens in texts.items() if len(tokens) > 1}

@@ -14,7 +14,7 @@ from kvbench.engine.batch import default_rows
 from kvbench.engine.memory import GIB
 from kvbench.engine.prefill import prefill_chains
 from kvbench.engine.shared_prefix import SharedPrefix
-from kvbench.engine.stopping import Ending
+from kvbench.engine.stopping import Ending, StopTexts
 from kvbench.kv.model_shape import CacheShape
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.prompt_cache import PromptCache
@@ -23,7 +23,7 @@ from kvbench.models.interface import cache_shape
 from kvbench.plan.config import Sampling
 from kvbench.tasks.base import Task, Tokenizer
 from kvbench.tasks.encoding import encode_prompt
-from kvbench.tasks.prompt import Encoded, PromptPolicy
+from kvbench.tasks.prompt import Encoded, PromptPolicy, tokenize_plain
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Host:
     tokenizer: the model's tokenizer.
     policy: how prompts are built.
     stop: the token ids that end an answer.
+    stop_texts: the model's texts that end an answer.
     context: the tokens of the longest text that the model can read; None if unlimited.
     sampling: the temperature, top_p and seed with which answers are drawn.
     batch_rows: the most rows decoded together; None for the device's default.
@@ -48,6 +49,7 @@ class Host:
     policy: PromptPolicy
     stop: frozenset[int]
     context: int | None
+    stop_texts: tuple[str, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     batch_rows: int | None = None
     plain: bool = False
@@ -91,21 +93,25 @@ class Host:
         sampling = self.sampling
         return Ending(
             limit=example.max_new_tokens,
-            # the model's own end tokens, and those with which this task's answers end
-            stop=self.stop | self._encode_last_tokens(task.stop),
+            stop=self.stop,
+            texts=StopTexts((*self.stop_texts, *task.stop), self.tokenizer),
             # the user can only raise the task's own number
             min_new_tokens=max(task.min_new_tokens, self.policy.min_new_tokens or 0),
-            forbid_first=self._encode_last_tokens(task.forbid_first),
+            forbid_first=StopTexts(task.forbid_first, self.tokenizer),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             # hash the id, since Python's own hash of a text differs from process to process
             seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
-    def _encode_last_tokens(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the id of each text's last token. LongBench, for example, ends samsum's answers at a newline token."""
-        # a tokenizer may put a leading space's token in front, so take the last token
-        return frozenset(self.tokenizer.encode(text, add_special_tokens=False)[-1] for text in texts)
+    def cut_answer(self, tokens: Sequence[int], ending: Ending) -> tuple[list[int], str]:
+        """Return (an answer's tokens without its end, the answer's text)."""
+        kept, rest = ending.cut(tokens)
+        text = self.tokenizer.decode(kept, skip_special_tokens=True) + rest
+        if rest:
+            # the end begins inside a token, so that the tokens are those of the text that was cut
+            kept = tokenize_plain(self.tokenizer, text)
+        return kept, text
 
     def describe_batching(self) -> dict[str, object]:
         """Return how rows are batched, for the provenance. Batching affects how numbers are rounded."""

@@ -351,12 +351,8 @@ class GroupRun:
             if isinstance(outcome, Exception):
                 self.take_out(row.cell, outcome, row.example)
                 continue
-            ids = outcome.tokens
-            # the token that ends an answer is no part of its text
-            if ids and ids[-1] in row.ending.stop:
-                ids = ids[:-1]
             try:
-                text = self.host.tokenizer.decode(ids, skip_special_tokens=True)
+                _, text = self.host.cut_answer(outcome.tokens, row.ending)
                 value = score(row.cell.task.metric, row.cell.task.answer(text), row.scored_example)
             except Exception as error:
                 self.fail_cell(row.cell, error, row.example)

@@ -55,8 +55,8 @@ class Task:
     source: the origin of the examples.
     category: the kind of task, such as "summarisation". Reports and UNCUT group tasks by it.
     note: a text that is printed under the table.
-    stop: texts whose last token ends an answer (samsum's newline).
-    forbid_first: texts whose last token cannot be the first of an answer.
+    stop: texts that end an answer (samsum's newline). It is cut where one of them stands.
+    forbid_first: texts that cannot stand in the first token of an answer.
     min_new_tokens: the number of tokens before which an answer cannot end.
     first_line: True if only the first line after leading newlines is scored.
     cut_at: a text behind which nothing is scored; '' for none.

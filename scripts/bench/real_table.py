@@ -113,7 +113,7 @@ def prepare(
             cells[cell.id] = cell
     (group,) = runs[0].groups
     run = replace(runs[0], groups=(replace(group, cells=tuple(cells.values())),))
-    return replace(load_host(run), stop=frozenset()), run
+    return replace(load_host(run), stop=frozenset(), stop_texts=()), run
 
 
 def products(model: nn.Module, rows: int) -> float:

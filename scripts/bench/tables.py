@@ -195,7 +195,7 @@ def random_llama(folder: Path, methods: str = METHODS, tokens: int = N) -> tuple
         f"max_length={tokens}",
         methods=methods,
     )
-    return replace(host, stop=frozenset()), run
+    return replace(host, stop=frozenset(), stop_texts=()), run
 
 
 def compare_at_least(name: str, above: Sequence[float], below: Sequence[float], limit: float) -> bool:

@@ -6,7 +6,19 @@ from torch._subclasses import FakeTensorMode
 
 import kvbench
 from kvbench.engine.batch import stack_layers
-from kvbench.engine.stopping import Ending
+from kvbench.engine.stopping import Ending, StopTexts
+
+
+def letter(token):
+    """A character of its own for each token."""
+    return chr(0x4E00 + token)
+
+
+class Letters:
+    """A tokenizer of one character for each token."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(map(letter, ids))
 
 
 def test_what_layers_on_several_devices_say_comes_together_on_one():
@@ -33,13 +45,17 @@ def test_minimum_length_and_forbidden_first_token_change_the_choice_as_masked_lo
     ids = prompt(30, 1)
     (cache,) = kvbench.prefill(model, ids, ["full"])
     (free,) = kvbench.generate(model, [cache], 6)
-    (second,) = generated(model, [cache], [Ending(6, forbid_first=frozenset({free[0]}))])
+    (second,) = generated(model, [cache], [Ending(6, forbid_first=StopTexts((letter(free[0]),), Letters()))])
     masked = cache.logits.clone()
     masked[free[0]] = -torch.inf
     assert second[0] == int(masked.argmax()) != free[0]
     (stored,) = generated(model, [cache], [Ending(6, frozenset({free[0], free[2]}), min_new_tokens=3)])
     assert len(stored) >= 4 or stored[-1] not in (free[0], free[2])
     assert not {free[0], free[2]} & set(stored[:3])
+    texts = StopTexts((letter(free[0]), letter(free[2])), Letters())
+    assert generated(model, [cache], [Ending(6, texts=texts, min_new_tokens=3)]) == [stored]
+    drawn = Ending(6, texts=texts, min_new_tokens=3, temperature=1.0, seed=3)
+    assert not {free[0], free[2]} & set(generated(model, [cache], [drawn])[0][:3])
 
 
 def test_a_short_row_never_walks_past_its_own_positions():

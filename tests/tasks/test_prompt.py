@@ -320,13 +320,14 @@ def test_every_model_entry_is_whole(model):
     assert run.model.path.count("/") == 1 or run.model.path == placed
 
 
-def test_stop_texts_of_a_model_join_its_end_tokens(monkeypatch):
+def test_special_tokens_among_a_models_stop_texts_join_its_end_tokens(monkeypatch):
     from kvbench.run import experiment
 
     tok = Words()
     tok.eos_token_id = 99
+    monkeypatch.setattr(tok, "decode", lambda ids, skip_special_tokens: "" if ids == [2] else "word")
     monkeypatch.setattr(experiment.load, "end_tokens", lambda cfg, source: {7, 8})
-    cfg = SimpleNamespace(model=SimpleNamespace(stop=("a b",)))
+    cfg = SimpleNamespace(model=SimpleNamespace(stop=("a", "b", "a b")))
     prepared = SimpleNamespace(tokenizer=tok, source=None, cfg=cfg, model=None)
     assert experiment.collect_stop_tokens(prepared) == {99, 7, 8, 2}
 
