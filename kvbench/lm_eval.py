@@ -34,6 +34,7 @@ from kvbench.methods.core.chain import Chain
 from kvbench.models.load import load_model
 from kvbench.models.releases import named_cache
 from kvbench.report.unchanged import UNCHANGED, only_compresses
+from kvbench.tasks.thoughts import THOUGHT, read_thought
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -96,10 +97,23 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         self.prompts: Counter[str] = Counter()
         # whether cache and answer were the full cache's, of each prompt by task
         self.unchanged: dict[str, list[bool]] = {}
+        # the marks of thoughts in the answer to the current prompt, and how many answers end inside one, by task
+        self.thought = THOUGHT
+        self.cut_thoughts: Counter[str] = Counter()
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the generated answer to each request, in the form of lm-eval's model ``hf``."""
         return self._run_by_task(super().generate_until, requests, disable_tqdm)
+
+    def tok_decode(self, tokens: Any, skip_special_tokens: bool = True) -> str:
+        """Return the text of an answer's tokens without its thought, or the text of other tokens with special ones."""
+        # with think_end_token= the thought is lm-eval's own matter
+        if not skip_special_tokens or self.think_end_token is not None:
+            return str(super().tok_decode(tokens, skip_special_tokens))
+        text = super().tok_decode(tokens, skip_special_tokens=not self.thought.special)
+        answer = self.thought.find_answer(text)
+        self.cut_thoughts[self.task] += answer is None
+        return answer or ""
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return (log-likelihood, True if it is the greedy answer) of each request's continuation.
@@ -127,6 +141,9 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
             tasks[name] |= means
             share = (means["payload"] + means["overhead"]) / means["full_bytes"]
             say(f"{name}: {self.chain.name} holds {share:.1%} of the bytes of the full cache, {len(caches)} prompts")
+            if self.cut_thoughts[name]:
+                tasks[name]["cut_thoughts"] = self.cut_thoughts[name] / len(caches)
+                say(f"{name}: {tasks[name]['cut_thoughts']:.1%} of the answers end inside their thought, and are empty")
             # the scores are those of the full cache under another name
             if sum(self.unchanged[name]) >= UNCHANGED * len(caches):
                 tasks[name]["nothing_compressed"] = True
@@ -158,6 +175,8 @@ class KvbenchLM(HFLM):  # type: ignore[misc]
         Other arguments are those of lm-eval's model ``hf``, which calls this.
         """
         generate = super()._model_generate
+        template = str(getattr(self.tokenizer, "chat_template", None) or "")
+        self.thought = read_thought(self.tokenizer, template, self.tokenizer.decode(context[0]))
 
         def answer(cache: TransformersCache) -> torch.Tensor:
             """Return the ids of the prompt and of its answer from this cache."""

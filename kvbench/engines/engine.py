@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvbench.base.errors import KvbenchError
 from kvbench.store.results import Facts
+from kvbench.tasks.thoughts import THOUGHT, Thought
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class AskedPrompt:
     stop: texts that end the answer.
     chat: True if the engine puts the text into its own chat template.
     system: with ``chat``, the text of a system message; '' for none.
+    thinking: False if the engine's template is to switch thinking off.
+    thought: the marks of thoughts in its answer.
     """
 
     text: str
@@ -28,6 +31,8 @@ class AskedPrompt:
     stop: tuple[str, ...] = ()
     chat: bool = False
     system: str = ""
+    thinking: bool = True
+    thought: Thought = THOUGHT
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from kvbench.store.cell import Cell
 from kvbench.store.provenance import read_commit
 from kvbench.store.results import Facts
 from kvbench.store.store_writer import Writer
-from kvbench.tasks.metrics import score
 
 Line = dict[str, object]
 """One line of a result's file, by field."""
@@ -182,7 +181,7 @@ def _build_line(group: Group, example: Example, reply: Reply) -> Line:
     line: Line = {
         "id": example.id,
         "prediction": reply.text,
-        "score": score(group.task.metric, group.task.answer(reply.text), example),
+        "score": group.task.score(reply.text, example),
         "answers": list(example.answers),
         "meta": example.facts(),
         "seconds": round(reply.seconds, 4),

@@ -74,6 +74,8 @@ class EngineRun:
         prompt = dict(full_identity["prompt"])
         if self.chat and self.plan.cfg.prompt.templated(group.task):
             prompt["template"] = "the engine's own"
+            if not self._thinks(group):
+                prompt["thinking"] = False
         identity["prompt"] = prompt
         identity["kind"] = KIND
         return identity
@@ -110,7 +112,13 @@ class EngineRun:
             stop=tuple(group.task.stop) + tuple(plan.cfg.model.stop),
             chat=chat,
             system=system,
+            thinking=self._thinks(group),
+            thought=group.task.thought,
         )
+
+    def _thinks(self, group: Group) -> bool:
+        """Return False if the chat template is to switch thinking off for a task."""
+        return self.plan.cfg.prompt.suit(group.task).thinks(self.plan.tokenizer)
 
 
 def remove_bos(tokenizer: Any, ids: tuple[int, ...]) -> tuple[int, ...]:

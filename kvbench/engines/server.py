@@ -17,6 +17,7 @@ from kvbench.base.errors import UsageError
 from kvbench.base.extras import require
 from kvbench.engines.engine import AskedPrompt, EngineError, Reply
 from kvbench.store.results import Facts
+from kvbench.tasks.prompt import SWITCH
 
 KEYS = ("KVBENCH_API_KEY", "OPENAI_API_KEY")
 """Environment variables with the server's key. The first that is set counts."""
@@ -149,6 +150,8 @@ class Server:
         options: dict[str, Any] = {}
         if with_choices:
             options |= {"logprobs": True, "top_logprobs": FIRST_CHOICES}
+        if not prompt.thinking:
+            options["extra_body"] = {"chat_template_kwargs": {SWITCH: False}}
         messages: list[Any] = [{"role": "user", "content": prompt.text}]
         if prompt.system:
             messages.insert(0, {"role": "system", "content": prompt.system})
@@ -162,7 +165,13 @@ class Server:
             **options,
         )
         choice = self._check_choice(response)
-        text = self._check_text(choice.message.content)
+        text, message = choice.message.content, choice.message
+        # some servers give the thought apart, and no content if their tokens ended inside it
+        thought = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+        if thought:
+            marks = prompt.thought
+            text = marks.opening + thought + (marks.closing + text if text else "")
+        text = self._check_text(text)
         return ServerAnswer(text, _read_token_count(response), _read_first_of_chat(choice))
 
     def _check_choice(self, response: Any) -> Any:
@@ -187,10 +196,9 @@ class Server:
         return choices[0]
 
     def _check_text(self, text: object) -> str:
-        """Return the text of an answer, '' for None. Raises EngineError for anything else."""
-        # a model that spent its tokens on thinking has no content
+        """Return the text of an answer. Raises EngineError if it is none."""
         if text is None:
-            return ""
+            raise EngineError(f"{self.url} answered a prompt with null in place of a text", ends_run=False)
         if not isinstance(text, str):
             raise EngineError(f"{self.url} answered with {text!r} in place of a text")
         return text

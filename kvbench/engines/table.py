@@ -103,6 +103,7 @@ class EngineResult:
     ci: Interval | None
     bytes: float | None
     empty: int
+    cut_thoughts: float
     first: FirstChoices | None = None
 
 
@@ -205,8 +206,11 @@ def _build_row(
         if task_differences:
             differences.append(task_differences)
     answers: list[StoredAnswer] = []
-    for column_answers in own.values():
-        answers.extend(column_answers.values())
+    has_cut_thought: list[bool] = []
+    for group in groups:
+        for answer in own.get(group.column, {}).values():
+            answers.append(answer)
+            has_cut_thought.append(group.task.thought.find_answer(answer.prediction) is None)
     scores = [task.score for task in tasks if task.score is not None]
     sizes = [answer.bytes_said for answer in answers if answer.bytes_said is not None]
     mean, mean_bytes = None, None
@@ -228,6 +232,7 @@ def _build_row(
         ci=mean_ci,
         bytes=mean_bytes,
         empty=sum(not answer.prediction.strip() for answer in answers),
+        cut_thoughts=fmean(has_cut_thought) if has_cut_thought else 0.0,
         first=first,
     )
 
@@ -448,6 +453,11 @@ def build_notes(answered: EngineReport) -> list[str]:
     for row in answered.rows:
         if row.empty:
             lines.append(f"{row.label}: {row.empty} answers are empty.")
+        if row.cut_thoughts:
+            lines.append(
+                f"{row.label}: {100 * row.cut_thoughts:.1f} % of the answers end inside their thought, and score as "
+                "empty ones."
+            )
         if row.first is not None:
             change = f"{row.first.change:+.3f}".replace("-", "−")
             lines.append(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from kvbench.base.conf import entries
 from kvbench.plan.config import RunConfig
 from kvbench.tasks.base import Task
-from kvbench.tasks.metrics import metric, score, stats
-from kvbench.tasks.prompt import PromptPolicy
+from kvbench.tasks.metrics import metric, stats
+from kvbench.tasks.prompt import SWITCH, THOUGHT_ROOM, PromptPolicy
 
 LITTLE_LEFT = 0.1
 """If the prompts that were cut keep less than this share of their tokens, a note says so."""
@@ -31,13 +32,23 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
     # tasks of chat prompts with short answers, and the longest answer of each
     short: dict[str, int] = {}
     for task in templated:
-        longest_answer = max(example.max_new_tokens for example in task.examples)
-        if longest_answer < SHORT_ANSWER:
-            short[task.id] = longest_answer
+        if task.longest_answer < SHORT_ANSWER:
+            short[task.id] = task.longest_answer
     if short:
         notes.append(
             f"{', '.join(short)}: answers of at most {max(short.values())} tokens can end before a chat model has come "
             "to the point; max_new_tokens=32 or so gives it room."
+        )
+    cramped = [task.id for task in templated if task.thought.told and task.longest_answer < THOUGHT_ROOM]
+    if cramped and policy.thinking is None and SWITCH in policy.template_text(tokenizer):
+        notes.append(
+            f"{', '.join(cramped)}: asked without thinking, since a thought does not fit into answers of fewer than "
+            f"{THOUGHT_ROOM:,} tokens (max_new_tokens= gives it room, prompt.thinking=true asks for it all the same)."
+        )
+    elif cramped and policy.thinking is not False:
+        notes.append(
+            f"{', '.join(cramped)}: the model may think, and answers of fewer than {THOUGHT_ROOM:,} tokens can end "
+            "inside a thought, which scores as an empty answer; max_new_tokens= gives it room."
         )
     return notes
 
@@ -90,20 +101,23 @@ def at_floor(task: Task, full: stats.Scores) -> bool:
 
 
 def chance(task: Task) -> float:
-    """Return the score of an empty answer to a task's first example, or of guessing its class, whichever is higher.
+    """Return the mean score of an empty answer to a task's examples, or of guessing their class, whichever is higher.
 
-    Return 0 for a text that is scored by its likelihood.
+    Return 0 for texts that are scored by their likelihood.
     """
-    first = task.examples[0]
-    if first.scored is not None:
+    # the examples of a task are alike: all are texts that are scored, or none is
+    if task.examples[0].scored is not None:
         return 0.0
-    # the questions of a context have references of their own
-    question = first.asked(0) if first.turns else first
-    # a metric may give an empty answer no score
-    empty_score = score(task.metric, task.answer(""), question) or 0.0
-    if not first.classes:
-        return empty_score
-    return max(empty_score, 1 / len(first.classes))
+    levels = []
+    for example in task.examples:
+        # the questions of a context have references of their own
+        questions = [example.asked(i) for i in range(len(example.turns))] or [example]
+        # a metric may give an empty answer no score
+        level = fmean(task.score("", question) or 0.0 for question in questions)
+        if example.classes:
+            level = max(level, 1 / len(example.classes))
+        levels.append(level)
+    return fmean(levels)
 
 
 def about_floors(names: Sequence[str], columns: int) -> list[str]:

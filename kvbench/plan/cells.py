@@ -82,6 +82,7 @@ def build_groups(
         for task in _load_dataset(cfg, dataset, chains, tokenizer, inputs):
             check_installed(task.metric)
             task = _set_samples(task, cfg.sampling.samples_per_prompt)
+            task = replace(task, thought=cfg.prompt.find_thought(tokenizer, task))
             column = _name_column(task, dataset.label)
             # both values of query_aware= give this column if its name leaves them out: measure it once
             if any(g.column == column for g in groups):

@@ -81,7 +81,7 @@ def score_silence(task: Task) -> float:
 
     The metric must be able to score at least one of them.
     """
-    scores = [metrics.score(task.metric, task.answer(""), example) for example in task.examples]
+    scores = [task.score("", example) for example in task.examples]
     known_scores = [score for score in scores if score is not None]
     return metrics.metric(task.metric).show(sum(known_scores) / len(known_scores))
 

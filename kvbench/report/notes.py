@@ -151,6 +151,19 @@ def note_empty(groups: Sequence[Group], rows: Sequence[ReportRow]) -> list[str]:
     return notes
 
 
+def note_thoughts(rows: Sequence[ReportRow]) -> list[str]:
+    """Return a note for each task with answers that end inside their thought: which share of each method's."""
+    shares: dict[str, list[str]] = {}
+    for row in rows:
+        for cell in row.cells:
+            if cell.summary is not None and cell.summary.cut_thoughts:
+                shares.setdefault(cell.task, []).append(f"{row.method} {100 * cell.summary.cut_thoughts:.1f} %")
+    notes = []
+    for task, texts in shares.items():
+        notes.append(f"{task}: answers that end inside their thought, and score as empty ones: {', '.join(texts)}.")
+    return notes
+
+
 def note_unended(group: Group, reader: SampleReader) -> list[str]:
     """Return the note that answers of worked solutions were cut off, and may lack a result; [] if none was."""
     # ``lengths`` marks the metrics that read worked solutions

@@ -23,6 +23,7 @@ from kvbench.report.notes import (
     note_model,
     note_precision,
     note_reading,
+    note_thoughts,
     note_unended,
     note_unscored,
 )
@@ -156,6 +157,7 @@ def _list_notes(
         notes += task.about_cuts
     notes += note_unscored(rows)
     notes += note_empty(groups, rows)
+    notes += note_thoughts(rows)
     for task in tasks:
         notes += task.about_unended
     if _has_decoding_budget(groups):
@@ -265,7 +267,8 @@ def report_cell(
     summary = summaries.get(cell.id)
     # a summary of all samples also counts stored examples that this run leaves out
     if summary is None or summary.n != len(samples):
-        summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+        task = group.task
+        summary = summarise(list(samples.values()), task.metric, len(task.examples), task.thought)
     measured = replace(
         unmeasured,
         status="measured",

@@ -15,13 +15,15 @@ from kvbench.store.turns import Contexts, summarise_turns
 from kvbench.tasks.longbench import BUCKETS
 from kvbench.tasks.metrics import metric, stats
 from kvbench.tasks.metrics.stats import FEWEST
+from kvbench.tasks.thoughts import THOUGHT, Thought
 
 
-def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int) -> CellSummary:
+def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int, thought: Thought = THOUGHT) -> CellSummary:
     """Return the means over one cell's samples, at least one.
 
     metric_name: the name of the metric that gave the scores.
     n_examples: the number of the task's examples, of which the cell may have answered only some.
+    thought: the marks of thoughts in answers.
     """
     scores = [float(s.score) for s in samples if s.score is not None]
     score, interval = show_mean(metric_name, scores)
@@ -58,6 +60,7 @@ def summarise(samples: Sequence[Sample], metric_name: str, n_examples: int) -> C
         new_tokens=fmean(fmean(s.answer_lengths) for s in samples),
         # an answer to several questions is stored by question, and has no text of its own
         empty=sum(not s.prediction.strip() for s in samples if s.score is not None and not s.turns),
+        cut_thoughts=fmean(fmean(thought.find_answer(text) is None for text in s.texts) for s in samples),
         fidelity=_summarise_fidelity(samples),
         questions=summarise_turns(answers_by_context(samples), metric_name, [s.payload + s.overhead for s in samples]),
         pages_freed=PagesFreed.mean([s.pages_freed for s in samples]),

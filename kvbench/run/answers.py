@@ -29,7 +29,6 @@ from kvbench.store.fidelity import TextFidelity
 from kvbench.store.results import DrawnAnswer, Sample, Timing
 from kvbench.store.turns import TurnAnswer
 from kvbench.tasks.encoding import EncodedTurns
-from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
 
 ENTER_SHARE = 0.5
@@ -382,7 +381,7 @@ class Asking:
             decode_s=round(answer.seconds, 6),
             bytes=self.cache.nbytes(),
             # other metrics than the task's own
-            beside={name: score(name, task.answer(text), question) for name in task.beside},
+            beside={name: task.score(text, question, name) for name in task.beside},
         )
         self.answered[row.turn] = Answered(record, answer, peak)
         if len(self.answered) < len(self.encoded.questions):

@@ -316,7 +316,8 @@ def _write_metrics(cell: Cell, group: Group, reader: SampleReader) -> CellSummar
     samples = reader.read(cell.id)
     if not samples or store.refusal(cell.id) is not None:
         return None
-    summary = summarise(list(samples.values()), group.task.metric, len(group.task.examples))
+    task = group.task
+    summary = summarise(list(samples.values()), task.metric, len(task.examples), task.thought)
     record: dict[str, object] = {"status": "done"}
     if summary.n == summary.of:
         record["status"] = "complete"

@@ -104,10 +104,13 @@ class Host:
             seed=zlib.crc32(f"{sampling.sample_seed}/{example.id}".encode()),
         )
 
-    def cut_answer(self, tokens: Sequence[int], ending: Ending) -> tuple[list[int], str]:
-        """Return (an answer's tokens without its end, the answer's text)."""
+    def cut_answer(self, tokens: Sequence[int], ending: Ending, keep_special: bool = False) -> tuple[list[int], str]:
+        """Return (an answer's tokens without its end, the answer's text).
+
+        keep_special: True to keep special tokens in the text, such as the marks of a thought.
+        """
         kept, rest = ending.cut(tokens)
-        text = self.tokenizer.decode(kept, skip_special_tokens=True) + rest
+        text = self.tokenizer.decode(kept, skip_special_tokens=not keep_special) + rest
         if rest:
             # the end begins inside a token, so that the tokens are those of the text that was cut
             kept = tokenize_plain(self.tokenizer, text)

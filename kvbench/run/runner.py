@@ -49,7 +49,6 @@ from kvbench.store.results import Facts, Sample
 from kvbench.store.store import SHARD_WAIT_S, Busy, ResultStore
 from kvbench.store.store_writer import Writer
 from kvbench.tasks.encoding import EncodedTurns
-from kvbench.tasks.metrics import score
 from kvbench.tasks.prompt import Encoded
 
 REASON_LENGTH = 300
@@ -351,9 +350,10 @@ class GroupRun:
             if isinstance(outcome, Exception):
                 self.take_out(row.cell, outcome, row.example)
                 continue
+            task = row.cell.task
             try:
-                _, text = self.host.cut_answer(outcome.tokens, row.ending)
-                value = score(row.cell.task.metric, row.cell.task.answer(text), row.scored_example)
+                _, text = self.host.cut_answer(outcome.tokens, row.ending, keep_special=task.thought.special)
+                value = task.score(text, row.scored_example)
             except Exception as error:
                 self.fail_cell(row.cell, error, row.example)
             else:

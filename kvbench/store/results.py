@@ -123,6 +123,14 @@ class Sample:
             return [draw.new_tokens for draw in self.draws]
         return [self.new_tokens]
 
+    @property
+    def texts(self) -> list[str]:
+        """The texts of the answers to a context's questions, of the drawn answers, or of the only answer."""
+        answers = self.turns or self.draws
+        if answers:
+            return [answer.prediction for answer in answers]
+        return [self.prediction]
+
     @classmethod
     def read(cls, line: Record) -> Self:
         """Return the sample in a stored line. Raises UsageError for an old version's line, without bytes at 16 bits."""
@@ -271,9 +279,9 @@ class ScoreSummary:
 
     def record(self) -> dict[str, object]:
         """Return the summary as the JSON of metrics.json, without the status."""
-        # most cells have no length ranges, no fidelity and no contexts with several questions, and old cells no pages:
-        # leave out what is empty
-        optional = ("buckets", "fidelity", "questions", "pages_freed")
+        # most cells have no length ranges, no thoughts, no fidelity and no contexts with several questions, and old
+        # cells no pages: leave out what is empty
+        optional = ("buckets", "cut_thoughts", "fidelity", "questions", "pages_freed")
         return {name: value for name, value in asdict(self).items() if name not in optional or value}
 
 
@@ -319,6 +327,7 @@ class CellSummary(ScoreSummary):
     fidelity: the comparison with the full cache by kind of text.
     new_tokens: the length of answers in tokens; of a context's questions, the length of all answers together.
     empty: how many answers are empty.
+    cut_thoughts: the share of answers that end inside their thought.
     questions: the scores by question, for contexts with several.
     pages_freed: None if a sample does not have them, because an older version stored it.
     """
@@ -343,6 +352,7 @@ class CellSummary(ScoreSummary):
     timing: MeanTiming
     new_tokens: float | None = None
     empty: int = 0
+    cut_thoughts: float = 0.0
     fidelity: Mapping[str, FidelitySummary] = field(default_factory=dict)
     questions: TurnsSummary | None = None
     pages_freed: PagesFreed | None = None

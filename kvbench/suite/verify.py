@@ -30,7 +30,6 @@ from kvbench.suite.definition import KL, Suite, load
 from kvbench.suite.folder import CARD, CLOSED, SAMPLES, Line
 from kvbench.suite.rows import SuiteRow
 from kvbench.suite.scores import PartSamples, RowSamples, RowScore, list_control_problems, score_rows
-from kvbench.tasks.metrics import score as score_answer
 
 TOLERANCE = 1e-6
 """The largest difference between a stored number and the recomputed one that rounding to a row's digits can make.
@@ -221,12 +220,12 @@ def _rescore(sample: Sample, group: Group, example: Example) -> float | None:
     """
     task = group.task
     if sample.turns is None:
-        return score_answer(task.metric, task.answer(sample.prediction), example)
+        return task.score(sample.prediction, example)
     if len(sample.turns) != len(example.turns):
         return None
     scores: list[float] = []
     for number, turn in enumerate(sample.turns):
-        value = score_answer(task.metric, task.answer(turn.prediction), example.asked(number))
+        value = task.score(turn.prediction, example.asked(number))
         if value is None:
             return None
         scores.append(value)

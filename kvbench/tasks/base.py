@@ -14,10 +14,12 @@ from typing import Any, Protocol
 from kvbench.base.errors import UsageError, unknown
 from kvbench.base.example import Example
 from kvbench.base.files import check_ends
+from kvbench.tasks import metrics
 from kvbench.tasks.knobs import check_whole, check_word
 from kvbench.tasks.metrics.text import first_line
 from kvbench.tasks.source import Files, data_root
 from kvbench.tasks.spread import order_by_spread
+from kvbench.tasks.thoughts import THOUGHT, Thought
 
 ROWS = "kvbench.tasks.rowset.load"
 """The loader of datasets whose entry names none."""
@@ -71,6 +73,7 @@ class Task:
     turns: the history that a context's cache holds, one of TURNS. It is '' unless examples have ``turns``.
     beside: metrics whose means are recorded beside the score of examples with ``turns``.
     samples: the number of answers drawn for each prompt. Their mean score is the example's.
+    thought: the marks of thoughts in answers.
     """
 
     id: str
@@ -93,6 +96,7 @@ class Task:
     turns: str = ""
     beside: tuple[str, ...] = ()
     samples: int = 1
+    thought: Thought = THOUGHT
 
     def __post_init__(self) -> None:
         """Raise UsageError for a task without examples, or with two examples of one id."""
@@ -115,8 +119,12 @@ class Task:
         chosen = sorted(order_by_spread(self.examples, self.grid)[:limit])
         return tuple(self.examples[i] for i in chosen)
 
+    def score(self, text: str, example: Example, metric: str = "") -> float | None:
+        """Return the score of a generated text, by the task's metric or by another ``metric``."""
+        return metrics.score(metric or self.metric, text, example, cut=self.answer, thought=self.thought)
+
     def answer(self, text: str) -> str:
-        """Return the text that is scored: ``lead``, then the part of the generated ``text`` that is the answer."""
+        """Return what is scored of a ``text`` without thought: ``lead``, then the part that is the answer."""
         if self.first_line:
             text = first_line(text)
         # models continue with another question or article, and this is no part of the answer
@@ -125,6 +133,11 @@ class Task:
         if self.strip:
             text = text.strip()
         return self.lead + text
+
+    @cached_property
+    def longest_answer(self) -> int:
+        """The most tokens of an answer to any of the examples."""
+        return max(example.max_new_tokens for example in self.examples)
 
     def list_answer_settings(self) -> dict[str, object]:
         """Return, by name, the settings that end an answer and choose its scored part, for a cell's identity."""
@@ -139,6 +152,9 @@ class Task:
         # only one needle phrasing has a lead: without the key, all other cells keep their earlier ids
         if self.lead:
             settings["lead"] = self.lead
+        # likewise, only some models' templates have thoughts
+        if self.thought.told:
+            settings["thought"] = asdict(self.thought)
         return settings
 
     def content_hash(self) -> str:

@@ -75,6 +75,7 @@ def encode_turns(
     questions need room for the longest question and answer, other questions for all questions and answers. The policy's
     ``max_length`` counts the text with its longest question. Raises UsageError if no token of the text can stay.
     """
+    policy = policy.suit(task)
     templated = policy.templated(task)
     isolated = task.turns == "isolated"
     ids, questions = _encode_alone(tokenizer, example, policy, templated)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +15,16 @@ from kvbench.base.conf import is_whole
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
 from kvbench.tasks.base import Task, Tokenizer
+from kvbench.tasks.thoughts import Thought, read_thought
 
 TEMPLATES = ("off", "on", "skip")
 """The possible values of ``PromptPolicy.template``."""
 TRUNCATIONS = ("tokens", "text")
 """The possible values of ``PromptPolicy.truncation``."""
+SWITCH = "enable_thinking"
+"""The variable of chat templates that switches thinking off."""
+THOUGHT_ROOM = 1024
+"""An answer of fewer tokens cannot hold a thought."""
 SENTINEL = "kvbench5entinel"
 """A text that no template holds. The place where it comes out of a template is the place of the content."""
 
@@ -38,7 +43,8 @@ class PromptPolicy:
     system: the text of a system message, used with the template; None for none.
     frame: the text of a chat template in place of the tokenizer's own, for papers whose scripts had one.
     bos: False leaves out the special tokens that the tokenizer puts around a text. A template has its own.
-    thinking: False renders a chat template without thinking if it has a switch for it.
+    thinking: False renders a chat template without thinking if it has a switch for it. None does so for tasks whose
+    answers have fewer than THOUGHT_ROOM tokens.
     """
 
     name: str = "plain"
@@ -49,7 +55,7 @@ class PromptPolicy:
     system: str | None = None
     frame: str | None = None
     bos: bool = True
-    thinking: bool = True
+    thinking: bool | None = None
 
     def __post_init__(self) -> None:
         """Raise UsageError for an impossible value: YAML and the command line give values of any type."""
@@ -63,21 +69,43 @@ class PromptPolicy:
                 raise UsageError(f"{key}={value!r} is not possible: a whole number, {least} or more")
         if not isinstance(self.system, str | None):
             raise UsageError(f"prompt.system={self.system!r} is not possible: a text, in quotes if it is a number")
-        for key in ("bos", "thinking"):
-            value = getattr(self, key)
-            if not isinstance(value, bool):
-                raise UsageError(f"prompt.{key}={value!r} is not possible: true or false")
+        if not isinstance(self.bos, bool):
+            raise UsageError(f"prompt.bos={self.bos!r} is not possible: true or false")
+        if not isinstance(self.thinking, bool | None):
+            raise UsageError(f"prompt.thinking={self.thinking!r} is not possible: true, false or null")
 
     def templated(self, task: Task) -> bool:
         """Return True if this task's prompts go through the chat template."""
         return self.template == "on" or (self.template == "skip" and task.chat)
+
+    def suit(self, task: Task) -> PromptPolicy:
+        """Return the policy for one task: without thinking if that is left open and its answers are too short."""
+        if self.thinking is not None:
+            return self
+        return replace(self, thinking=task.longest_answer >= THOUGHT_ROOM)
+
+    def find_thought(self, tokenizer: Any, task: Task) -> Thought:
+        """Return the marks of thoughts in the answers to a task's prompts."""
+        frame = ""
+        if self.templated(task):
+            frame = self.suit(task).render_message(tokenizer, SENTINEL)
+        return read_thought(tokenizer, self.template_text(tokenizer), frame)
+
+    def thinks(self, tokenizer: Any) -> bool:
+        """Return False if the chat template is to switch thinking off, and has a switch for it."""
+        # some tokenizers refuse what their template does not read
+        return self.thinking is not False or SWITCH not in self.template_text(tokenizer)
+
+    def template_text(self, tokenizer: Any) -> str:
+        """Return the source of the chat template; '' if there is none."""
+        return str(self.frame or getattr(tokenizer, "chat_template", None) or "")
 
     def render_message(self, tokenizer: Any, content: str) -> str:
         """Return the text of one user message inside the chat template, ready for the answer.
 
         Raises UsageError if there is no chat template, or if it fails.
         """
-        if not (self.frame or getattr(tokenizer, "chat_template", None)):
+        if not self.template_text(tokenizer):
             raise UsageError(
                 "the prompts are to go through a chat template (prompt=chat, or template=on or skip), and the model's "
                 "tokenizer has no chat template: use prompt=plain or template=off, or give one with "
@@ -98,8 +126,8 @@ class PromptPolicy:
         options: dict[str, object] = {}
         if self.frame is not None:
             options["chat_template"] = self.frame
-        if not self.thinking:
-            options["enable_thinking"] = False
+        if not self.thinks(tokenizer):
+            options[SWITCH] = False
         try:
             return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options))
         except Exception as error:
@@ -145,10 +173,11 @@ class PromptPolicy:
             # contexts of several questions are always cut by tokens
             settings["truncation"] = "tokens"
         if self.templated(task):
-            frame = self.render_message(tokenizer, SENTINEL)
+            policy = self.suit(task)
+            frame = policy.render_message(tokenizer, SENTINEL)
             # with a history, the text between an answer and the next question changes prompts as well
             if frame and task.turns in ("gold", "own"):
-                frame += self.render_between(tokenizer)
+                frame += policy.render_between(tokenizer)
             # ``check_policy`` refuses a template that prints nothing
             if frame:
                 # a template has its own special tokens, so ``bos`` changes nothing
@@ -187,6 +216,7 @@ def encode(tokenizer: Any, example: Example, task: Task, policy: PromptPolicy, r
     The prompt is cut first, counted with its special tokens as in LongBench's scripts. Then the template is rendered
     with the real content and tokenised once, so that the ids are those of the template's own text.
     """
+    policy = policy.suit(task)
     templated = policy.templated(task)
     question = _find_withheld_question(example, task)
     # with a template, the answer's beginning does not belong to the user's message and is added later
@@ -266,7 +296,7 @@ def cut_middle(ids: Sequence[int], limit: int) -> list[int]:
 def check_policy(tokenizer: Any, task: Task, policy: PromptPolicy) -> None:
     """Raise UsageError, before anything is read, for a policy that this task or tokenizer cannot follow."""
     # some templates print only messages of known roles, or take the content from another field
-    if policy.templated(task) and SENTINEL not in policy.render_message(tokenizer, SENTINEL):
+    if policy.templated(task) and SENTINEL not in policy.suit(task).render_message(tokenizer, SENTINEL):
         raise UsageError("the chat template drops the prompt: it does not print the message's content")
     # windows of a text have no answer whose length could be compared
     answers = [e.max_new_tokens for e in task.examples if not e.scored]

@@ -73,6 +73,58 @@ def test_chat_asks_with_the_message_alone(tmp_path):
     assert all(set(question["messages"][0]) == {"role", "content"} for question in stub.asked)
 
 
+QWEN = "{{ messages[-1].content }}{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+
+
+@pytest.mark.parametrize(("more", "thinks"), [((), False), (("max_new_tokens=1024",), True)])
+def test_short_answers_of_a_chat_are_asked_for_without_a_thought(tmp_path, more, thinks):
+    with serving(lambda question: (200, completion("42"))) as stub:
+        arguments = words(stub, tmp_path, "prompt=chat", f"model.chat_template={QWEN}", *more)
+        assert main(arguments) == 0
+    switches = [question.get("chat_template_kwargs") for question in stub.asked]
+    assert switches == 10 * [None if thinks else {"enable_thinking": False}]
+
+
+def test_thoughts_are_no_answers_and_those_that_are_cut_are_told(tmp_path, capsys):
+    def answer(question):
+        return 200, completion("<think>42?" if len(stub.asked) <= 4 else "<think>hm</think>\n\n42")
+
+    with serving(answer) as stub:
+        assert main(words(stub, tmp_path, "parallel=1")) == 0
+    assert "a: 40.0 % of the answers end inside their thought, and score as empty ones" in capsys.readouterr().out
+    assert main(words(stub, tmp_path, "--json")) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["cut_thoughts"] == 0.4 and row["empty"] == 0
+    (lines,) = [path.read_text() for path in tmp_path.rglob("samples*.jsonl")]
+    assert lines.count("<think>") == 10
+
+
+def test_a_thought_that_a_server_gives_apart_is_stored_with_its_answer(tmp_path, capsys):
+    def answer(question):
+        body = completion("42" if len(stub.asked) > 4 else None)
+        body["choices"][0]["message"]["reasoning_content"] = "41?"
+        return 200, body
+
+    with serving(answer) as stub:
+        arguments = words(stub, tmp_path, "prompt=chat", "parallel=1", f"model.chat_template={QWEN}")
+        assert main([*arguments, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["cut_thoughts"] == 0.4
+    (lines,) = [path.read_text() for path in tmp_path.rglob("samples*.jsonl")]
+    assert lines.count('"<think>41?"') == 4 and lines.count('"<think>41?</think>42"') == 6
+
+
+@pytest.mark.parametrize("chat", [(), ("prompt=chat", "model.chat_template={{ messages[0].content }}")])
+def test_null_is_an_error_of_its_answer_and_no_score(tmp_path, capsys, chat):
+    with serving(lambda question: (200, completion(None if len(stub.asked) == 3 else "42"))) as stub:
+        assert main(words(stub, tmp_path, "parallel=1", *chat)) == 1
+        assert "answered a prompt with null in place of a text (1 of 10 prompts)" in capsys.readouterr().err
+        assert len(stub.asked) == 10
+        # the other answers are stored, and this one is asked for again
+        assert main(words(stub, tmp_path, "parallel=1", *chat)) == 0
+        assert len(stub.asked) == 11
+
+
 def test_a_system_message_and_the_models_stops_are_sent(tmp_path):
     with serving(lambda question: (200, completion("42"))) as stub:
         template = "model.chat_template={{ messages[-1].content }}"

@@ -14,7 +14,7 @@ MODEL = "stub"
 """The name of the model that the stub serves."""
 
 
-def completion(text: str, model: str = MODEL, first: dict[str, float] | None = None) -> dict[str, Any]:
+def completion(text: str | None, model: str = MODEL, first: dict[str, float] | None = None) -> dict[str, Any]:
     """Return the body of a completion, and of a chat's answer at once."""
     choice: dict[str, Any] = {"index": 0, "text": text, "finish_reason": "stop"}
     choice["message"] = {"role": "assistant", "content": text}

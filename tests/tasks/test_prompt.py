@@ -353,6 +353,8 @@ def test_kvpresss_protocol_compresses_the_template_up_to_the_question():
     """C10: the context ends where the question begins, the template's end is read with the question."""
 
     class Characters(Chat):
+        chat_template = "{{ enable_thinking }}"
+
         def encode(self, text, add_special_tokens=True):
             return [ord(c) for c in text]
 
@@ -367,5 +369,5 @@ def test_kvpresss_protocol_compresses_the_template_up_to_the_question():
     t = Task("t/t", (example,), "f1", "test", chat=False, query_aware=dataset.query_aware)
     encoded = encode(Characters(), example, t, run.prompt, None)
     assert ("".join(map(chr, encoded.ids)), "".join(map(chr, encoded.question))) == ("<u>C\n", "Q? </u><a>")
-    with pytest.raises(UsageError, match=r"prompt\.thinking=1 is not possible: true or false"):
+    with pytest.raises(UsageError, match=r"prompt\.thinking=1 is not possible: true, false or null"):
         PromptPolicy(thinking=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvbench.base.errors import UsageError
 from kvbench.base.example import Example
@@ -118,10 +119,6 @@ def compute_printed_mean(name: str, scores: Sequence[Score]) -> Score:
 
 def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
     """Return the score of one answer by the metric ``name``, or None if it cannot be scored."""
-    text = answer.prediction
-    if dataset in longbench.TASKS:
-        # LongBench's evaluator cuts the answers of some tasks at their first line
-        text = longbench.scored_part(dataset, text)
     # a metric only reads an example's references and labels, so the unknown prompt can be left empty. ``check_answers``
     # has refused answers without the labels that the metric needs
     example = Example(
@@ -131,7 +128,10 @@ def _score_answer(dataset: str, name: str, answer: ImportedAnswer) -> Score:
         max_new_tokens=1,
         classes=answer.classes or (),
     )
-    return score(name, text, example)
+    if dataset in longbench.TASKS:
+        # LongBench's evaluator cuts the answers of some tasks at their first line
+        return score(name, answer.prediction, example, cut=partial(longbench.scored_part, dataset))
+    return score(name, answer.prediction, example)
 
 
 def _compute_interval(scores: Sequence[Score]) -> tuple[float, float] | None:

@@ -14,6 +14,7 @@ from kvbench.studies.imports.scoring import Score, Scored, compute_printed_mean
 from kvbench.studies.imports.verdict import Judgement, PublishedMean, write_verdict
 from kvbench.tasks.longbench import BUCKETS, TASKS, task_names
 from kvbench.tasks.metrics import metric
+from kvbench.tasks.thoughts import THOUGHT
 
 # lines of all kinds share these columns; a line leaves a column empty if it has no value for it
 CSV_FIELDS = (
@@ -67,6 +68,7 @@ class TaskRecord(TypedDict, total=False):
     split: ``standard`` or ``e`` (LongBench-E); None for a dataset of another benchmark.
     metric: the name of the metric that scored the answers.
     score, ci, n, unscored: as in ``ScoreNumbers``.
+    cut_thoughts: the share of answers that end inside their thought. The key exists only if there are some.
     buckets: the numbers of each range of length. The key exists only for LongBench-E.
     published: the judgements on the published values of this dataset.
     file: the path of the file.
@@ -82,6 +84,7 @@ class TaskRecord(TypedDict, total=False):
     ci: list[float] | None
     n: int
     unscored: int
+    cut_thoughts: float
     buckets: dict[str, ScoreNumbers]
     published: list[Judgement]
     file: str
@@ -105,6 +108,9 @@ def build_records(scored: Sequence[Scored], verdicts: Verdicts) -> list[TaskReco
             "n": numbers["n"],
             "unscored": numbers["unscored"],
         }
+        cut = sum(THOUGHT.find_answer(answer.prediction) is None for answer in file.predictions.answers)
+        if cut:
+            record["cut_thoughts"] = cut / len(file.predictions.answers)
         if file.buckets:
             record["buckets"] = {
                 bucket.name: _compute_numbers(file.metric, bucket.scores, bucket.interval) for bucket in file.buckets
@@ -279,6 +285,9 @@ def write_notes(records: Sequence[TaskRecord], verdicts: Verdicts) -> list[str]:
     lines = ["[a, b]: 95 % interval over examples. unscored: answers whose references cannot be scored."]
     incomplete = []
     for record in records:
+        if "cut_thoughts" in record:
+            share = f"{100 * record['cut_thoughts']:.1f} %"
+            lines.append(f"{record['dataset']}: {share} of the answers end inside their thought, and score as empty.")
         # LongBench-E's sizes, and those of other benchmarks, are not known here
         if record["split"] == "standard":
             size = TASKS[record["dataset"]].size

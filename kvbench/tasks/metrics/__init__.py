@@ -26,6 +26,7 @@ from kvbench.tasks.metrics import (
     text,
     theorem,
 )
+from kvbench.tasks.thoughts import THOUGHT, Thought
 
 LONGBENCH = "github.com/THUDM/LongBench metrics.py"
 SACREBLEU = "github.com/mjpost/sacrebleu"
@@ -96,14 +97,20 @@ def check_installed(name: str) -> None:
         require(package, f"metric {name}")
 
 
-def score(name: str, prediction: str, example: Example) -> float | None:
+def score(
+    name: str, prediction: str, example: Example, *, cut: Callable[[str], str] = str, thought: Thought = THOUGHT
+) -> float | None:
     """Return the best score in [0, 1] of a prediction over the example's references, or the metric's ``whole`` score.
 
     name: the name of the metric.
+    prediction: the generated text. Its thought is taken off first, and one that ends inside its thought is empty.
+    cut: the function from the text without thought to the part of it that is scored.
+    thought: the marks of thoughts.
 
     Returns None if no reference can be scored.
     """
     chosen = metric(name)
+    prediction = cut(thought.find_answer(prediction) or "")
     if chosen.whole is not None:
         return chosen.whole(prediction, example)
     scores = []
