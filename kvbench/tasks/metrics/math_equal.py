@@ -20,6 +20,8 @@ from threading import Lock, Timer
 from typing import TypedDict
 
 from kvbench.base.errors import KvbenchError
+from kvbench.tasks.metrics.text import cut_next_question
+from kvbench.tasks.metrics.theorem import find_announced_answer
 
 START_S, REPLY_S = 120, 60
 """The most seconds that the process may take to import math-verify, and to reply. math-verify itself takes 5 seconds to
@@ -30,12 +32,17 @@ _BOX = re.compile(r"\\f?boxed\s*\{")
 def math_equal(prediction: str, reference: str) -> float | None:
     """Return 1 if the answer's final result equals the reference, else 0; None if the reference cannot be read.
 
-    The result is the content of the last ``\\boxed{}``. In an answer without one, math-verify looks for the result.
+    The result is the content of the last ``\\boxed{}``. In an answer without one, math-verify looks for the result, in
+    what follows the last "answer is" if there is such a place.
     A result that cannot be read, takes too long or takes too much memory scores 0. Raises KvbenchError if math-verify
     cannot be used.
     """
+    prediction = cut_next_question(prediction)
     result = find_last_boxed(prediction)
-    text = as_formula(result) if result is not None else prediction
+    if result is not None:
+        text = as_formula(result)
+    else:
+        text = find_announced_answer(prediction) or prediction
     # an empty answer is wrong, and the process need not be asked
     if not text.strip():
         return 0.0

@@ -9,11 +9,20 @@ from collections.abc import Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NEXT_QUESTION = re.compile(r"(?<=\S)\s*\n\s*(?:Question|Problem|Q)\s?:")
 
 
 def first_line(text: str) -> str:
     """Return the first line after leading newlines. It is the scored part of an answer in few-shot tasks."""
     return text.lstrip("\n").split("\n")[0]
+
+
+def cut_next_question(text: str) -> str:
+    """Return a worked solution up to the next question with which a base model goes on, as after solved examples."""
+    match = _NEXT_QUESTION.search(text)
+    if match is None:
+        return text
+    return text[: match.start()]
 
 
 def normalise_answer(text: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from kvbench.tasks.metrics.arithmetic import evaluate_first, read_numbers, rewrite_operators
+from kvbench.tasks.metrics.text import cut_next_question
 
 T = TypeVar("T")
 Answer = bool | int | float | str | tuple[int | float, ...]
@@ -26,6 +27,8 @@ TOLERANCE = 0.04
 _ANNOUNCED = re.compile(r"\banswer\s*(?:is|are|:|=)\s*:?", re.IGNORECASE)
 _TRUTH = re.compile(r"\b(not\s+)?(true|yes|false|no)\b", re.IGNORECASE)
 _OPTION = re.compile(r"\(([a-f])\)", re.IGNORECASE)
+# the end of a sentence behind a number or a bracket: "approx. 3" goes on
+_SENTENCE_END = re.compile(r"(?<=[0-9)\]}%$])[.;!](?=\s)|\n")
 _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
@@ -42,7 +45,7 @@ def theorem_match(prediction: str, reference: str) -> float | None:
     if announced is not None:
         text, first = announced, True
     else:
-        text, first = prediction, False
+        text, first = cut_next_question(prediction), False
     # truth values come before numbers, since Python counts True as 1
     if isinstance(expected, bool):
         return float(_find_truth(text, first) == expected)
@@ -88,12 +91,13 @@ def find_announced_answer(text: str) -> str | None:
 
     It follows the last "answer is" or "answer:", or stands in the last ``\\boxed{}``. The later of the two counts.
     """
+    text = cut_next_question(text)
     # both places are -1 without such words
     box_start = text.rfind("\\boxed{")
     words_end = max((match.end() for match in _ANNOUNCED.finditer(text)), default=-1)
     if words_end > box_start:
-        # the answer ends with its line
-        return text[words_end:].strip().partition("\n")[0]
+        # the answer ends with its sentence
+        return _SENTENCE_END.split(text[words_end:].strip(), maxsplit=1)[0]
     if box_start < 0:
         return None
     return _read_text_in_braces(text, box_start + len("\\boxed"))

@@ -65,6 +65,19 @@ def test_equal_results(reference, result):
     assert score("math_equal", f"So it is $\\boxed{{{result}}}$.", example(reference)) == 1.0
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The answer is $18$. Check: 9 eggs at 2 dollars.",
+        "The answer is: 18.\nNote that this took 3 steps.",
+        "The answer is 18.\n\nQuestion: What is 2 + 3?\nThe answer is 5.",
+        "So \\boxed{18}.\n\nProblem: What is 2 + 3?\nSo \\boxed{5}.",
+    ],
+)
+def test_text_behind_the_final_answer_does_not_decide(text):
+    assert score("math_equal", text, example("18")) == 1.0
+
+
 @pytest.mark.parametrize(("reference", "result"), DIFFERENT)
 def test_different_results(reference, result):
     assert score("math_equal", f"So it is $\\boxed{{{result}}}$.", example(reference)) == 0.0
@@ -160,7 +173,7 @@ def test_a_process_that_cannot_import_math_verify_says_so(monkeypatch, tmp_path)
 def test_the_version_of_math_verify_is_part_of_a_cells_identity(monkeypatch):
     assert metric("f1").identity() == {"name": "f1", "revision": 1}
     monkeypatch.setattr(metrics, "version", lambda name: f"{name} 9")
-    assert metric("math_equal").identity() == {"name": "math_equal", "revision": 1, "math-verify": "math-verify 9"}
+    assert metric("math_equal").identity() == {"name": "math_equal", "revision": 2, "math-verify": "math-verify 9"}
 
 
 def test_a_missing_package_is_named_before_anything_is_measured(monkeypatch):

@@ -127,7 +127,10 @@ def test_parse_reference(text, value):
     [
         ("nothing", None),
         ("The answer is 5", "5"),
-        ("The answer is: 5.\nMore", "5."),
+        ("The answer is: 5.\nMore", "5"),
+        ("The answer is 5. Check: 2 + 2 = 4", "5"),
+        ("The answer is approx. 5.5 m. Check: 4", "approx. 5.5 m. Check: 4"),
+        ("The answer is 5.\n\nProblem: what?\nThe answer is 4.", "5."),
         ("Answer: 4. Wait. Final Answer:\n\n5", "5"),
         ("the answer is", ""),
         ("so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
