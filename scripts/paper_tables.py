@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import committed
@@ -91,7 +90,7 @@ def rendered(seen: View, goal: Target, reader: SampleReader) -> str:
     option = "" if goal.model == stand_ins.MODEL else f" --model {goal.model}"
     command = f"python scripts/paper_tables.py {table.id}{option}" if option else f"kvbench table {table.id}"
     limit = "" if table.kind == timings.KIND or option else " ".join(("", *goal.arguments))
-    heading, _, body = page.render(seen, "md").partition("\n")
+    heading, _, body = page.render(seen, "md", intervals=True).partition("\n")
     page_text = f"{heading}\n\n`{command}{limit}`\n{body}"
     if goal.scored:
         page_text += cost(seen.ours, reader)
@@ -165,11 +164,9 @@ def restore(tables: Sequence[TableSpec], goal: Target, results: str) -> None:
 
 
 def measure(tables: Sequence[TableSpec], goal: Target, results: str, workers: int) -> None:
-    """Measure the missing cells of all tables, a paper at a time, and write the tables after each round."""
-    papers = [(paper, list(specs)) for paper, specs in groupby(tables, key=lambda t: t.paper)]
-    shares = [
-        (p, (tuple(t.id for t in specs if t.measurable), goal.model, results, goal.arguments)) for p, specs in papers
-    ]
+    """Measure the missing cells of all tables, and write the tables after each round."""
+    names = tuple(table.id for table in tables if table.measurable)
+    shares = [("tables", (names, goal.model, results, goal.arguments))]
 
     def write_scores() -> None:
         for table in tables:

@@ -22,20 +22,18 @@ from kvbench.base.errors import KvbenchError
 from kvbench.engine import memory
 from kvbench.models import load
 from kvbench.papers.claims import claim_runner, claims
-from kvbench.papers.measured import our_table
+from kvbench.papers.measured import our_table, work
 from kvbench.papers.measured.joint import join_runs
 from kvbench.papers.measured.our_table import OurTable
 from kvbench.papers.spec import table_spec
 from kvbench.papers.spec.table_spec import TableSpec
-from kvbench.plan.cells import Group
 from kvbench.plan.inputs import Inputs
 from kvbench.plan.run_plan import RunPlan
 from kvbench.run import experiment
 
-ROUNDS = (8, 16, 50)
-"""Examples of each task on a pretrained model, one round before the next: what is cut off is still whole."""
-LONG_ANSWER, FEW = 500, 8
-"""Tokens of an answer from which a task costs as much as ten others: half a round's examples then, or FEW."""
+ROUNDS = (26, 100)
+"""The most examples of a task on a pretrained model, one round before the next: all of MiniLongBench's, then more of
+the larger sets."""
 WORKERS = os.cpu_count() or 1
 COMMITTED = Path(__file__).resolve().parent.parent / "results"
 """The folder of what is committed."""
@@ -58,11 +56,12 @@ def prepare(table: TableSpec, model: str, results: str, *more: str, inputs: Inpu
 def measure_shard(shard_tables: Shard, shard: int, shards: int, most: int | None) -> None:
     """Measure one process's part of some tables, at most ``most`` examples of each task.
 
-    Each prompt is read once for all tables. The tasks with the cheapest answers come first.
+    Each prompt is read once for all tables. Tasks that fill more cells an hour come first.
     """
-    for run in joined(shard_tables, shard, shards):
-        groups = sorted((_few(g, most) for g in run.groups), key=_cost)
-        experiment.fill(replace(run, groups=tuple(groups)), quiet=True)
+    for piece in work.list_work(joined(shard_tables, shard, shards), most):
+        experiment.fill(replace(piece.run, groups=(piece.group,)), quiet=True)
+        if shard == 0:
+            print(f"{piece.group.column}: {piece.answers} answers", flush=True)
 
 
 def calibrate_shard(shard_tables: Shard, shard: int, shards: int) -> None:
@@ -88,19 +87,6 @@ def joined(shard_tables: Shard, shard: int, shards: int) -> list[RunPlan]:
     inputs = Inputs()
     runs = [prepare(t, model, results, *options, inputs=inputs).run for name in names for t in find(name, model)]
     return join_runs(r for r in runs if r is not None)
-
-
-def _few(group: Group, most: int | None) -> Group:
-    """Return the group without the examples beyond a round of ``most`` examples a task."""
-    if most is None:
-        return group
-    is_long = group.task.examples[0].max_new_tokens >= LONG_ANSWER
-    first_ids = {e.id for e in group.task.take_examples(max(most // 2, FEW) if is_long else most)}
-    return replace(group, examples=tuple(e for e in group.examples if e.id in first_ids))
-
-
-def _cost(group: Group) -> int:
-    return len(group.cells) * group.task.examples[0].max_new_tokens
 
 
 def measure(

@@ -184,12 +184,8 @@ def test_latex_has_no_sign_that_its_fonts_lack(name):
 def test_notes_say_what_the_view_shows(store):
     seen = build_view(our_table.prepare(table("think/4"), "tiny", [f"results={store}", *SMALL]))
     notes = {show: " ".join(grid.write_notes(seen, show)) for show in (*grid.SHOWS, "beside")}
-    assert [show for show in notes if "per cent of its own full cache" in notes[show]] == [
-        "both",
-        "ours",
-        "delta",
-        "beside",
-    ]
+    assert [show for show in notes if "Per cent of the full cache" in notes[show]] == ["share"]
+    assert [show for show in notes if "Our score, in brackets the published one" in notes[show]] == ["both"]
     assert "n = " not in notes["published"]
     assert grid.write_title(seen, "published").endswith("as printed")
     as_printed = build_view(our_table.make_printed_table(table("think/4"), "tiny", ""))
@@ -260,7 +256,8 @@ def test_an_average_traces_to_its_cells(store, capsys):
     cells = {c.id for column in ours.declared.scores for _, c in ours.find_cells(ours.lines[0], column)}
     assert len(cells) == 6
     assert all(out.count(f"result {cell}") == 1 for cell in cells)
-    assert f"shown: {seen.rows[0][1][-1].relative:.6g} % of the full cache" in out
+    average = seen.rows[0][1][-1]
+    assert f"shown: {average.ours:.6g}, {average.relative:.6g} % of its full cache" in out
 
 
 def test_of_rows_with_one_name_the_one_that_is_run_is_traced(tmp_path):

@@ -93,12 +93,13 @@ def test_ratios_stand_beside_ratios_and_values_on_their_devices(results, capsys)
 def test_every_view_in_every_format(results, capsys, style, show):
     status, out = shown(capsys, "think/10", f"results={results}", "--stored", "--format", style, "--show", show)
     assert status == 0
-    sides = {"ours": "0.75×", "published": "0.86×", "delta": "−0.11", "both": "(0.86×)"}
+    # timings are ratios in any view, so a share shows both sides
+    sides = {"ours": "0.75×", "published": "0.86×", "delta": "−0.11", "both": "(0.86×)", "share": "(0.86×)"}
     wanted = sides[show]
     if style == "latex":
         wanted = wanted.replace("−", "$-$").replace("×", r"$\times$")
     assert wanted in out
-    assert ("53.3" in out) == (show in ("published", "both"))
+    assert ("53.3" in out) == (show in ("published", "both", "share"))
     if style == "text":
         assert max(map(len, out.splitlines())) <= 100
 
@@ -172,7 +173,7 @@ def test_the_budget_of_refreekv_is_one_of_tokens(tmp_path, capsys):
 def test_notes_of_timings_say_what_the_view_shows(results):
     seen = build_view(our_table.prepare(table_spec.load("think", "10"), "tiny", [f"results={results}"]))
     notes = {show: " ".join(grid.write_notes(seen, show)) for show in grid.SHOWS}
-    assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta"]
+    assert [show for show in notes if "Substitute model" in notes[show]] == ["both", "ours", "delta", "share"]
     assert [show for show in notes if "our ratio less the paper's" in notes[show]] == ["delta"]
     assert "the paper's over its own kivi" in notes["published"]
     assert grid.write_title(seen, "published").endswith("as printed")

@@ -167,19 +167,19 @@ def test_where_the_full_cache_is_at_the_floor_no_share_is_shown():
     assert stats.share_of_full([np.stack([x, x], 1) for x in (rare, some)]).point == pytest.approx(100)
 
 
-def test_a_table_on_which_the_model_fails_says_so_and_averages_the_rest(folder, data, tmp_path):
+def test_a_table_on_which_the_model_fails_shows_its_numbers_and_a_mark(folder, data, tmp_path):
     ours = prepared(table("vatp/2"), folder, data, tmp_path, "limit=1")
     experiment.measure(ours.run, quiet=True)
     seen = build_view(ours)
     _line, entries = seen.rows[0]
     floored = [e for e in entries if e.floor]
-    assert floored and all(e.relative is None for e in floored)
-    assert [c.name for c in seen.columns][-2:] == ["avg", "avg/all"]
+    assert floored and all(e.ours is not None for e in floored)
+    assert [c.name for c in seen.columns][-1] == "avg"
     text = " ".join(page.render(seen).split())
-    assert "model fails: the full cache itself scores less than 3 points" in text and "it says nothing" in text
+    assert f"full {floored[0].full:.1f}†" in text and "n 1‡" in text
+    assert "†: the model fails. Its full cache scores less than 3 points" in text
     # one example a task has no interval, so that no note explains one
     assert text.startswith("! n = 1 of ") and "Preview only: nothing here can be compared. vatp/2: " in text
-    assert "[a, b]" not in text and "wide:" not in text
     assert "Δ" not in page.render(seen)
 
 

@@ -7,7 +7,7 @@ beside ours.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from kvbench.bench.records import NOT_RUN
@@ -15,7 +15,7 @@ from kvbench.papers.forensics.exact import list_exact_cells
 from kvbench.papers.measured.our_table import OurTable, Parts, TableLine, stored_scores
 from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import MARKS, Published
-from kvbench.papers.spec.table_spec import BUDGET, MEAN, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
+from kvbench.papers.spec.table_spec import BUDGET, MEANS, RATIO, RELATIVE, SCORE, SHARE, Column, TableRow
 from kvbench.papers.spec.workloads import FAMILIES
 from kvbench.papers.timed.row_matching import TimedCell as Timed
 from kvbench.plan import presets
@@ -27,10 +27,6 @@ from kvbench.tasks.metrics import metric, stats
 
 AVERAGE = Column("avg", SCORE)
 """The column of averages. On a stand-in it leaves out tasks on which the model fails."""
-OF_ALL = Column("avg", "all")
-"""The column of averages over all tasks, which stands beside AVERAGE if AVERAGE leaves tasks out."""
-WIDE = 100.0
-"""In percentage points: the widest interval with which a share of the full cache's score is still shown."""
 ROUNDING = 2
 """In units of the last printed digit: rounding can explain so large a difference between a printed average and the
 average of its printed cells."""
@@ -42,12 +38,15 @@ class CellView:
 
     status: measured, refused or failed (see ``reason``), missing, or ``none`` if the paper has no such cell. Timings
     may also be OOM.
-    ours, published: the values in printed units, fractions in per cent.
+    ours, published: the values in printed units, fractions in per cent. A share of a full cache that scores 0 is None.
+    score: our score, also where ``ours`` is a share.
+    scores: our score of each example that the full cache answered, too, on the scale from 0 to 1.
+    less_is_better: whether the score is a perplexity, and ``scores`` log losses.
     relative, published_relative: per cent of each side's full cache, or of each side's base row in an efficiency table.
     ci, relative_ci: the 95 % intervals of ``ours`` and ``relative``. A timing's ``ci`` is its pair of quartiles.
     mark: the sign of a suspect or repaired printed value (see published.MARKS).
     stated: the average that the paper prints, if its cells give another.
-    floor: whether the full cache scores too little for a share of it.
+    floor: whether the model fails: its full cache scores hardly more than empty answers and guessing.
     full: the full cache's score on the same examples.
     budgeted: whether the share of tokens kept is shown.
     n, total: how many examples are measured, and how many there are.
@@ -60,7 +59,6 @@ class CellView:
     unchanged: whether nothing was compressed, so that our number says nothing about the method.
     stand_in: whether another model than the paper's was measured, so that our number is a share of its full cache.
     empty: how many of the full cache's answers to the same examples are empty.
-    wide: whether the interval of a share is wider than WIDE, or has no end.
     """
 
     status: str = "none"
@@ -88,12 +86,14 @@ class CellView:
     unchanged: bool = False
     stand_in: bool = False
     empty: int = 0
-    wide: bool = False
+    score: float | None = None
+    scores: Mapping[str, float] = field(default_factory=dict, repr=False)
+    less_is_better: bool = False
 
     @property
     def few(self) -> bool:
-        """True if a share rests on too few examples (fewer than stats.FEWEST) to say anything."""
-        return self.stand_in and 0 < self.n < stats.FEWEST
+        """True if the number rests on fewer than stats.FEWEST examples."""
+        return 0 < self.n < stats.FEWEST
 
     @property
     def delta(self) -> float | None:
@@ -126,14 +126,16 @@ class _OurScore:
 
     result: the stored result, with its mean, interval and counts.
     pairs: scores [n, 2] of the method and of the full cache on the same examples.
+    examples: the names of these examples.
     floor: whether the full cache is at the floor in one of the column's tasks.
     full: the full cache's score.
-    share: the score in per cent of the full cache's. It has no value at the floor.
+    share: the score in per cent of the full cache's. It has no value if the full cache scores 0.
     empty: how many of the full cache's answers are empty.
     """
 
     result: CellResult
     pairs: stats.Pairs
+    examples: tuple[str, ...]
     floor: bool
     share: stats.Share
     full: float | None
@@ -174,12 +176,14 @@ def build_view(ours: OurTable, reader: SampleReader | None = None) -> View:
             score = _read_score(ours, line, column, score_by_cells, column_reader)
             cell = _build_score_cell(ours, line, column, score, recomputed)
             entries.append(_ColumnEntry(column, cell, score))
-    means = _choose_mean_columns(ours, entries_by_line)
+    means: tuple[Column, ...] = ()
+    # the paper may print no average
+    if ours.declared.scores and any(cell.dataset in MEANS for cell in ours.declared.printed):
+        means = (AVERAGE,)
     rows = []
-    # only after all cells are read is it known whether a second average is needed
     for line, entries in zip(ours.lines, entries_by_line, strict=True):
         cells = [entry.cell for entry in entries]
-        cells += [_build_average_cell(ours, line, entries, mean) for mean in means]
+        cells += [_build_average_cell(ours, line, entries) for _ in means]
         rows.append((line, tuple(cells)))
     return View(ours, columns + means, tuple(rows))
 
@@ -195,27 +199,6 @@ def _build_timed_view(ours: OurTable, recomputed: Mapping[Published, str]) -> Vi
         cells = [_build_timed_cell(ours, line.row.cells.get(column.name), recomputed) for column in columns]
         rows.append((line, tuple(cells)))
     return View(ours, columns, tuple(rows))
-
-
-def _choose_mean_columns(ours: OurTable, entries_by_line: Sequence[Sequence[_ColumnEntry]]) -> tuple[Column, ...]:
-    """Return the columns of averages that the table shows behind its columns of scores.
-
-    There is none if the paper prints no average. There are two, AVERAGE and OF_ALL, if our average leaves tasks out.
-
-    entries_by_line: the cells of every line.
-    """
-    table = ours.declared
-    if not table.scores or not any(cell.dataset in MEANS for cell in table.printed):
-        return ()
-    cells = [entry.cell for entries in entries_by_line for entry in entries]
-    any_at_floor = any(cell.floor for cell in cells)
-    # a mean leaves out columns with too few examples, unless all columns have too few
-    any_with_few = any(cell.n and cell.few for cell in cells)
-    any_with_enough = any(cell.n and not cell.few for cell in cells)
-    leaves_out = any_at_floor or (any_with_few and any_with_enough)
-    if ours.stand_in and table.average == MEAN and leaves_out:
-        return (AVERAGE, OF_ALL)
-    return (AVERAGE,)
 
 
 def _build_timed_cell(ours: OurTable, printed: Published | None, recomputed: Mapping[Published, str]) -> CellView:
@@ -268,16 +251,16 @@ def _read_score(
     if cells and ids in score_by_cells:
         return score_by_cells[ids]
     full_cells = ours.find_full_cells(line, column)
-    pairs = _pair_scores(cells, full_cells, reader)
+    pairs_by_example = _pair_scores(cells, full_cells, reader)
+    # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
+    pairs = stats.average_by_example(pairs_by_example, width=2)
     # the full cache's scores on the examples that the method answered, too
     full_scores = pairs[:, 1]
     groups = [group for group, _ in full_cells]
     floor = any(at_floor(group.task, full_scores) for group in groups)
-    share = stats.Share()
-    if not floor:
-        # smaller log losses are better, so their share is inverse; only their metrics have a ``formula``
-        losses = any(metric(group.task.metric).formula is not None for group in groups)
-        share = stats.share_of_full([pairs], log_losses=losses)
+    # smaller log losses are better, so their share is inverse; only their metrics have a ``formula``
+    losses = any(metric(group.task.metric).formula is not None for group in groups)
+    share = stats.share_of_full([pairs], log_losses=losses)
     full_score = None
     if len(pairs) and groups:
         # the tasks of one dataset have one metric
@@ -286,6 +269,7 @@ def _read_score(
     score = _OurScore(
         ours.read_result(line, column, reader),
         pairs,
+        tuple(pairs_by_example),
         floor,
         share=share,
         full=full_score,
@@ -296,8 +280,8 @@ def _read_score(
     return score
 
 
-def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -> stats.Pairs:
-    """Return the scores [n, 2] of a method and of the full cache, on the n examples that both have answered.
+def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -> dict[str, list[tuple[float, float]]]:
+    """Return the scores of a method and of the full cache, by example that both have answered.
 
     cells, full_cells: the results of the method and of the full cache, task by task. Without ``cells``, n is 0.
     """
@@ -311,8 +295,7 @@ def _pair_scores(cells: Parts, full_cells: Parts, reader: SampleReader | None) -
             for example_id in sorted(own_scores.keys() & full_scores.keys()):
                 pair = (own_scores[example_id], full_scores[example_id])
                 scores_by_example.setdefault(example_id, []).append(pair)
-    # an example that is asked in several ways (MDQA's three positions) counts as one, with its mean scores
-    return stats.average_by_example(scores_by_example, width=2)
+    return scores_by_example
 
 
 def _build_score_cell(
@@ -344,6 +327,7 @@ def _build_score_cell(
         budgeted=budget is not None,
         printed=printed.shown,
         exact=recomputed.get(printed, ""),
+        less_is_better=printed.metric == "perplexity",
     )
     summary = result.summary
     if score is None or summary is None or summary.score is None:
@@ -371,21 +355,10 @@ def _build_score_cell(
         unchanged=result.unchanged,
         stand_in=ours.stand_in,
         empty=score.empty,
-        wide=ours.stand_in and _is_wide(line, score.share),
+        score=summary.score,
+        scores=dict(zip(score.examples, score.pairs[:, 0].tolist(), strict=True)),
         budget=kept_percent,
     )
-
-
-def _is_wide(line: TableLine, share: stats.Share) -> bool:
-    """Return True if the interval of a share is too wide to say anything: wider than WIDE, or without an end."""
-    # the full cache's share of itself is always 100
-    if share.point is None or line.row.method == "full":
-        return False
-    # None stands for an interval without an end
-    if share.ci is None:
-        return True
-    low, high = share.ci
-    return high - low > WIDE
 
 
 def _count_empty(full_cells: Parts, reader: SampleReader | None) -> int:
@@ -426,27 +399,18 @@ def _list_unlike_conditions(ours: OurTable, line: TableLine, column: Column) -> 
         yield f"{' '.join(ours.typed)} here"
 
 
-def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry], kind: Column) -> CellView:
-    """Return the cell of a line's average in the column ``kind`` (AVERAGE or OF_ALL), averaged as the paper averages.
-
-    The average is over the columns whose data can be read here. On a stand-in, AVERAGE leaves out columns where the
-    full cache is at the floor. It also leaves out columns with too few examples, unless all columns have too few.
-    OF_ALL keeps both.
-    """
+def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_ColumnEntry]) -> CellView:
+    """Return the cell of a line's average, averaged as the paper averages over the columns whose data are here."""
     scored = [entry for entry in entries if entry.column.quantity == SCORE]
     # without a run the table only shows the paper's side, which has all columns
     readable = [entry for entry in scored if ours.run is None or not ours.why_absent(line, entry.column)]
-    if ours.stand_in and kind is AVERAGE:
-        above_floor = [entry for entry in readable if not entry.cell.floor]
-        with_enough = [entry for entry in above_floor if not entry.cell.few]
-        readable = with_enough or above_floor
     if not readable:
         return CellView(status="missing")
     cells = [entry.cell for entry in readable]
     # a mean over some columns cannot contradict a mean that the paper states over all of them
     averages_all = len(readable) == len(scored)
     average = _build_printed_average(ours, line, readable, compare_stated=averages_all)
-    if any(cell.status != "measured" or cell.ours is None for cell in cells):
+    if any(cell.status != "measured" for cell in cells):
         return average
     averages_shares = ours.declared.average in (RELATIVE, SHARE)
     pairs_by_task = [entry.score.pairs for entry in readable if entry.score is not None]
@@ -469,7 +433,6 @@ def _build_average_cell(ours: OurTable, line: TableLine, entries: Sequence[_Colu
         # a mean over tasks rests on all of their examples
         n=sum(cell.n for cell in cells),
         stand_in=ours.stand_in,
-        wide=ours.stand_in and _is_wide(line, share),
         total=sum(cell.total for cell in cells),
         unlike=tuple(conditions),
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from textwrap import wrap
 
 from kvbench.papers.measured import timing_text
-from kvbench.papers.measured.cell_view import OF_ALL, WIDE, CellView, View
+from kvbench.papers.measured.agreement import describe_agreement
+from kvbench.papers.measured.cell_view import CellView, View
 from kvbench.papers.measured.our_table import OurTable, TableLine
 from kvbench.papers.spec import stand_ins
+from kvbench.papers.spec.numbers import decimals
 from kvbench.papers.spec.published import FRACTION
 from kvbench.papers.spec.row_knobs import parse_setting
 from kvbench.papers.spec.table_spec import MEANS, SCORE
@@ -20,14 +22,19 @@ from kvbench.report.table import Bold, Table
 from kvbench.store.provenance import describe_local_changes
 from kvbench.tasks.metrics.stats import FEWEST, FLOOR
 
-SHOWS = ("both", "ours", "published", "delta")
-"""The contents that a printed table's cells can have: both sides, one side, or their difference."""
+SHOWS = ("both", "ours", "published", "delta", "share")
+"""What the cells of a table can hold: both sides, one side, their difference, or both sides in per cent of their full
+cache."""
 WRONG = ("refused", "failed")
 """Statuses that are shown as ✗, with the reason in a note."""
-FAILS = ("model", "fails")
-"""The lines of a cell on which the model fails even with the full cache."""
-WIDE_MARK = "wide"
-"""The text in place of a share whose interval is too wide to say anything."""
+FAILS = "†"
+"""Marks a column in which the model fails even with the full cache."""
+FEW = "‡"
+"""Marks a column with fewer than FEWEST examples."""
+UNCHANGED = "="
+"""Marks the number of a method that compressed nothing."""
+ABSOLUTE = " abs"
+"""Stands behind a value that cannot be a share of its full cache."""
 UNLIKE = "°"
 """Marks a difference to a score that was made under other conditions."""
 LABEL = 22
@@ -37,26 +44,28 @@ Line = tuple[TableLine, tuple[CellView, ...]]
 """A row of a view with its cells."""
 
 
-def format_cells(view: View, show: str) -> Table:
+def format_cells(view: View, show: str, intervals: bool = False) -> Table:
     """Return a table of texts: the rows' labels, and the lines of every cell, with the best of each block in bold.
 
-    show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
+    show: one of SHOWS, or ``beside`` for the printed side alone, in the place of ours.
+    intervals: True to show the 95 % interval below each of our numbers.
     """
     timings = view.ours.timings
     field = _choose_compared_field(view, show)
     base = timings.bench.base if timings is not None else "full"
+    # the column's number of examples, which its head names
+    counts = [max(entries[i].n for _, entries in view.rows) for i in range(len(view.columns))]
     headings: dict[int, str] = {}
     rows: list[tuple[str, ...]] = []
     for heading, block in _group_by_heading(view.rows, view.ours.declared.blocks).items():
         headings[len(rows)] = heading
         # the other rows are compared with the base row, so it is never the best one
         compressed = [(line, entries) for line, entries in block if line.row.method != base]
-        best_values = [_find_best(compressed, i, column.name, field) for i, column in enumerate(view.columns)]
-        counts_differ = [_counts_differ(block, i) for i in range(len(view.columns))]
+        best_values = [_find_best(compressed, i, field) for i in range(len(view.columns))]
         for line, entries in block:
             texts = [_format_label(line, heading, show)]
-            for entry, best, n_differs in zip(entries, best_values, counts_differ, strict=True):
-                text = _format_cell(view, line, entry, show, n_differs)
+            for entry, best, count in zip(entries, best_values, counts, strict=True):
+                text = _format_cell(view, line, entry, show, intervals, count)
                 # an unchanged cell is not compressed, so it cannot be the best unless the paper's own number is shown
                 can_be_best = line.row.method != base and (show in ("published", "beside") or not entry.unchanged)
                 if can_be_best and best is not None and getattr(entry, field) == best:
@@ -66,6 +75,8 @@ def format_cells(view: View, show: str) -> Table:
     names = [column.name for column in view.columns]
     if timings is not None:
         names = [timing_text.name_column(timings, name) for name in names]
+    elif show not in ("published", "beside"):
+        names = [_head_column(view, i) for i in range(len(names))]
     # the first column has the rows' labels, and neither a name nor a group
     heads = ("", *names)
     groups = ("", *(column.group for column in view.columns))
@@ -77,17 +88,30 @@ def format_cells(view: View, show: str) -> Table:
     return replace(table, groups=())
 
 
-def _format_cell(view: View, line: TableLine, entry: CellView, show: str, n_differs: bool) -> str:
-    """Return the lines of text of one cell. If ``n_differs`` within its column, the last line is its own n."""
+def _head_column(view: View, index: int) -> str:
+    """Return the head of a column: its name, its number of examples and the full cache's score, with their marks."""
+    column = view.columns[index]
+    entries = [entries[index] for _, entries in view.rows if entries[index].n]
+    if not entries or column.dataset in MEANS or column.quantity != SCORE:
+        return column.name
+    most = max(entries, key=lambda entry: entry.n)
+    lines = [column.name, f"n {most.n}{FEW if most.few else ''}"]
+    if most.full is not None:
+        lines.append(f"full {_format_number(most.full, 1)}{FAILS if most.floor else ''}")
+    return "\n".join(lines)
+
+
+def _format_cell(view: View, line: TableLine, entry: CellView, show: str, intervals: bool, count: int) -> str:
+    """Return the lines of text of one cell. The last line is its number of examples if that is not ``count``."""
     # the full cache's share of itself is always 100 and needs no interval
     if line.row.method == "full":
         entry = replace(entry, relative_ci=None)
     if entry.timed is None:
-        cell_lines = _format_score(entry, show, view.ours.stand_in)
+        cell_lines = _format_score(entry, show, view.ours.stand_in, intervals)
     else:
         cell_lines = timing_text.format_cell(entry, show)
-    # if all rows of a block have the same n, a note below the table states it
-    if entry.n and n_differs and not entry.few and show in ("both", "ours"):
+    # the column's head names the number of examples that most rows have
+    if entry.cell and entry.n != count and show in ("both", "ours", "share"):
         cell_lines.append(f"n {entry.n}")
     return "\n".join(cell_lines)
 
@@ -95,12 +119,12 @@ def _format_cell(view: View, line: TableLine, entry: CellView, show: str, n_diff
 def _choose_compared_field(view: View, show: str) -> str:
     """Return the name of the CellView field whose value decides the best row of a block."""
     printed = show in ("published", "beside")
-    # times compare as ratios to a base row, and a substitute model's scores as shares of its full cache
+    # times compare as ratios to a base row
     if view.ours.timings is not None:
         return "published_relative" if printed else "relative"
     if printed:
         return "published"
-    return "relative" if view.ours.stand_in else "ours"
+    return "relative" if show == "share" else "ours"
 
 
 def _format_label(line: TableLine, heading: str, show: str) -> str:
@@ -120,19 +144,12 @@ def _format_label(line: TableLine, heading: str, show: str) -> str:
     return "\n".join(label)
 
 
-def _counts_differ(rows: Sequence[Line], index: int) -> bool:
-    """Return True if rows of a block rest on different numbers of examples in the column at ``index``."""
-    counts = {entries[index].n for _, entries in rows}
-    # a cell that is not measured has 0 examples
-    return len(counts - {0}) > 1
-
-
-def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> float | None:
+def _find_best(rows: Sequence[Line], index: int, field: str) -> float | None:
     """Return the best value of a column within one block of rows.
 
     Less is better for some times, and for perplexities but not for their shares, since these are inverse.
 
-    index, column: the column's position and name.
+    index: the column's position.
     field: the CellView field to compare, from ``_choose_compared_field``.
 
     Returns None if fewer than two values compare, or if our values rest on different numbers of examples.
@@ -140,7 +157,7 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
     column_entries = [entries[index] for _, entries in rows]
     # these conditions concern our side: the paper's own values compare in any case
     if field != "published":
-        column_entries = [entry for entry in column_entries if not (entry.unchanged or entry.few or entry.wide)]
+        column_entries = [entry for entry in column_entries if not entry.unchanged]
         # a row that answered other examples may be better by chance
         counts = {entry.n for entry in column_entries if entry.n}
         if len(counts) > 1:
@@ -150,32 +167,32 @@ def _find_best(rows: Sequence[Line], index: int, column: str, field: str) -> flo
         return None
     less_is_better = any(entry.timed is not None and entry.timed.less_is_better for entry in column_entries)
     if field in ("ours", "published"):
-        printed_cells = [line.row.cells[column] for line, _ in rows if column in line.row.cells]
-        less_is_better = less_is_better or any(cell.metric == "perplexity" for cell in printed_cells)
+        less_is_better = less_is_better or any(entry.less_is_better for entry in column_entries)
     if less_is_better:
         return min(values)
     return max(values)
 
 
-def _format_score(entry: CellView, show: str, stand_in: bool) -> list[str]:
+def _format_score(entry: CellView, show: str, stand_in: bool, intervals: bool) -> list[str]:
     """Return the lines of text in a cell that is a score.
 
-    show: one of SHOWS, or ``beside`` for the printed side in the unit of ours.
+    show: one of SHOWS, or ``beside`` for the printed side alone, in the place of ours.
     stand_in: True if another model than the paper's was measured. Its scores have no difference to the printed ones.
+    intervals: True to show the interval of our number.
     """
-    ours = _format_our_side(entry, stand_in)
-    printed = _format_printed(entry, stand_in and show != "published")
+    as_share = show == "share"
+    ours = _format_our_side(entry, as_share, intervals)
+    printed = _format_printed(entry, as_share)
     difference = _format_number(entry.delta, 2, sign=True)
     if entry.unlike:
         difference += UNLIKE
     kept = _format_kept(entry.budget)
-    printed_kept = _format_kept(entry.published_budget)
     lines = list(ours)
     if show == "ours":
         if entry.budgeted:
             lines.append(kept)
     elif show in ("published", "beside"):
-        lines = [printed, printed_kept]
+        lines = [printed, _format_kept(entry.published_budget)]
     elif show == "delta":
         # an empty or a refused cell stays as it is, and the scores of two models have no difference
         if entry.status != "none" and entry.status not in WRONG:
@@ -183,7 +200,7 @@ def _format_score(entry: CellView, show: str, stand_in: bool) -> list[str]:
     # both sides: ours, and behind it the printed side in brackets
     else:
         delta = ""
-        if printed and not stand_in and entry.delta is not None:
+        if printed and not as_share and not stand_in and entry.delta is not None:
             delta = f", Δ {difference}"
         lines.append(f"({printed}{delta})")
         if entry.budgeted:
@@ -200,10 +217,10 @@ def _format_kept(budget: float | None) -> str:
     return "" if budget is None else f"kept {budget:.0f}%"
 
 
-def _format_our_side(entry: CellView, stand_in: bool) -> list[str]:
-    """Return our side of a cell as lines: its number and, if known, its interval, or a sign in place of a number.
+def _format_our_side(entry: CellView, as_share: bool, intervals: bool) -> list[str]:
+    """Return our side of a cell as lines: its number and, with ``intervals``, its interval.
 
-    stand_in: True to show the share of the full cache in place of the score.
+    as_share: True to show the share of the full cache, in per cent.
 
     Returns [] for a cell that the paper's table does not have.
     """
@@ -211,51 +228,51 @@ def _format_our_side(entry: CellView, stand_in: bool) -> list[str]:
         return []
     if entry.status in WRONG:
         return ["✗"]
-    # the reasons why a number would say nothing, the weightiest first
-    if stand_in and entry.floor:
-        return list(FAILS)
-    if entry.unchanged:
-        return ["not", "compressed"]
-    if entry.few:
-        return [f"n {entry.n}"]
-    if entry.wide:
-        return [WIDE_MARK]
-    value, ci, digits = entry.ours, entry.ci, 2
-    if stand_in:
-        value, ci, digits = entry.relative, entry.relative_ci, 1
+    value, ci, unit = entry.ours, entry.ci, ""
+    if as_share:
+        value, ci = entry.relative, entry.relative_ci
+    # a full cache that scores 0 has no share
+    if value is None and entry.full is not None:
+        value, ci, unit = entry.score, None, ABSOLUTE
     if entry.status == "missing" or value is None:
         # a number that follows from others needs no measurement
         return ["" if entry.exact else "—"]
-    if ci is None:
-        return [_format_number(value, digits)]
+    digits = 1
+    if entry.printed and not as_share:
+        digits = decimals(entry.printed)
+    text = _format_number(value, digits) + unit
+    if entry.unchanged:
+        text += UNCHANGED
+    if ci is None or not intervals:
+        return [text]
     low, high = ci
-    return [_format_number(value, digits), f"[{low:.0f}, {high:.0f}]"]
+    return [text, f"[{low:.0f}, {high:.0f}]"]
 
 
-def _format_printed(entry: CellView, relative: bool) -> str:
+def _format_printed(entry: CellView, as_share: bool) -> str:
     """Return the paper's value of a cell as text, with its marks; '' if the paper prints none.
 
-    relative: show the value in per cent of the paper's full-cache row instead.
+    as_share: True to show the value in per cent of the paper's full-cache row.
     """
     value, digits = entry.published, 2
-    if relative:
+    if as_share:
         value, digits = entry.published_relative, 1
     if entry.status == "none" and value is None:
         return ""
     # without the paper's full-cache row there is no share of it: show the absolute value, and say so
-    if relative and value is None and entry.published is not None:
-        return f"{_format_number(entry.published, 2)}{entry.mark} abs"
+    if as_share and value is None and entry.published is not None:
+        return f"{_format_number(entry.published, 2)}{entry.mark}{ABSOLUTE}"
     if value is None and not entry.printed:
         return ""
     text = _format_number(value, digits)
     # a table that prints shares shows the printed characters even where shares are asked for
-    as_printed = not relative or value == entry.published
+    as_printed = not as_share or value == entry.published
     if entry.printed and as_printed:
         text = entry.printed
     text += entry.mark
     if entry.exact and as_printed:
         text += f" {entry.exact}"
-    if entry.stated is not None and not relative:
+    if entry.stated is not None and not as_share:
         text += f" stated {_format_number(entry.stated, 2)}"
     return text
 
@@ -270,10 +287,12 @@ def write_notes(view: View, show: str = "both") -> list[str]:
     if ours.timings is not None:
         return timing_text.write_notes(ours.timings, entries, show) + sources
     lines: list[str] = []
+    if show != "published":
+        lines += describe_agreement(view)
     if ours.run is not None and show != "published":
-        lines += _write_notes_on_ours(view, entries, show, _list_shown_lines(view, show))
-    if show in ("both", "beside", "published"):
-        lines += _write_notes_on_printed(view, entries, ours.stand_in and show != "published")
+        lines += _write_notes_on_ours(view, entries, show)
+    if show in ("both", "beside", "published", "share"):
+        lines += _write_notes_on_printed(view, entries, show == "share")
     if show == "published":
         return lines + sources
     # the note names the last of several rows with one reason
@@ -289,27 +308,10 @@ def write_notes(view: View, show: str = "both") -> list[str]:
     waiting = _list_waiting_columns(view)
     if waiting:
         lines.append(f"— not measured yet: {', '.join(waiting)}.")
-    if "compressed" in _list_shown_lines(view, show):
-        lines.append("not compressed: tokens, bytes and answers are the full cache's, so the number says nothing.")
+    if show in ("both", "ours", "share") and any(entry.unchanged for entry in entries):
+        lines.append(f"{UNCHANGED}: not compressed. Tokens, bytes and answers are the full cache's.")
     lines += [f"— {reason}." for reason in list_reasons_for_absence(ours)]
     return lines + sources
-
-
-def _list_shown_lines(view: View, show: str) -> frozenset[str]:
-    """Return all lines of text in the cells of a table that shows ``show``, one of SHOWS or ``beside``.
-
-    A note that explains a mark is printed only if the mark is among these lines.
-    """
-    shown = [show]
-    # a report's page also has our side, and the reader switches between both
-    if show == "beside":
-        shown.append("ours")
-    lines: set[str] = set()
-    for name in shown:
-        for row in format_cells(view, name).rows:
-            for text in row:
-                lines.update(text.split("\n"))
-    return frozenset(lines)
 
 
 def _list_waiting_columns(view: View) -> list[str]:
@@ -341,14 +343,13 @@ def list_reasons_for_absence(ours: OurTable) -> list[str]:
     return reasons
 
 
-def _write_notes_on_ours(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
-    """Yield notes on our numbers: their unit, the data that were read, and n.
+def _write_notes_on_ours(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
+    """Yield notes on our numbers: their unit, the data that were read, n, and the marks.
 
     show: one of SHOWS, or ``beside``.
-    shown: the lines of text of all cells, by which marks that stand in the table are found.
     """
     ours = view.ours
-    yield from _write_unit_notes(view, entries, show, shown)
+    yield from _write_unit_notes(view, entries, show)
     if any(entry.published is not None for entry in entries) and _prints_fractions(view):
         yield "What the paper prints as fractions stands here in per cent, as ours."
     yield from ours.notes
@@ -364,28 +365,23 @@ def _write_notes_on_ours(view: View, entries: Sequence[CellView], show: str, sho
         yield f"{UNLIKE}: other conditions than the paper's, so that the difference is indicative: {texts}."
     measured = _list_measured(view)
     if measured:
-        sizes = {entry.n for entry in measured}
-        counts = ", ".join(map(str, sorted(sizes)))
+        counts = _format_range([entry.n for entry in measured])
         total = _format_range([entry.total for entry in measured])
         dtype = f", {ours.run.dtype}" if ours.run is not None else ""
-        interval = ""
-        # lines of intervals begin with a bracket
-        if any(line.startswith("[") for line in shown):
-            interval = "; [a, b]: 95 % interval"
-            if ours.stand_in:
-                # a share pairs the method's score with the full cache's on the same examples
-                interval += " of paired examples"
-        yield f"n = {counts} of {total} examples a task{dtype}{interval}."
-    if any(entry.few and f"n {entry.n}" in shown for entry in entries):
-        yield f"n in place of a share: fewer than {FEWEST} examples say nothing."
-    if WIDE_MARK in shown:
-        yield f"wide: the interval of the share is wider than {WIDE:g} percentage points, so that it says nothing."
+        yield f"n = {counts} of {total} examples a task{dtype}; full: the full cache's own score on them."
+    if any(entry.few for entry in measured):
+        yield f"{FEW}: fewer than {FEWEST} examples."
+    if any(entry.floor for entry in measured):
+        yield (
+            f"{FAILS}: the model fails. Its full cache scores less than {100 * FLOOR:g} points of 100 above empty "
+            "answers and guessing, or its interval reaches them."
+        )
     yield from _write_empty_answers(view)
     if ours.run is not None:
         changed = describe_local_changes(ours.run.records())
         if changed:
             yield changed
-    if EVICTS in shown:
+    if show != "published" and any(line.chain is not None and line.chain.evicts for line, _ in view.rows):
         yield f"{EVICTS}: {EVICTING}"
 
 
@@ -426,77 +422,41 @@ def _format_range(counts: Sequence[int]) -> str:
     return f"{low} to {high}"
 
 
-def _write_unit_notes(view: View, entries: Sequence[CellView], show: str, shown: Collection[str]) -> Iterator[str]:
-    """Yield notes on the unit of our numbers: printed units on the paper's model, else per cent of the full cache.
+def _write_unit_notes(view: View, entries: Sequence[CellView], show: str) -> Iterator[str]:
+    """Yield notes on what stands in a cell, and in which unit.
 
     show: one of SHOWS, or ``beside``.
-    shown: the lines of text of all cells, by which marks that stand in the table are found.
     """
     ours = view.ours
+    content = {
+        "ours": "Our score",
+        "beside": "Our score, and the paper's",
+        "delta": "Δ: our score minus the published one",
+        "share": "Per cent of the full cache: ours, and in brackets the paper's",
+    }.get(show, "Our score, in brackets the published one")
+    if show == "both" and not ours.stand_in:
+        content += ", Δ ours minus published"
     if ours.model == stand_ins.MODEL:
-        yield "Model tiny: numbers are per cent of its own full cache. What the paper prints: --show published."
+        yield f"{content}. Model tiny on its own tasks. What the paper prints: --show published."
     elif ours.stand_in:
-        place_of_printed = {
-            "both": ", in brackets those of the paper's models",
-            "beside": ", below them those of the paper's models",
-        }
         yield (
-            f"A substitute model reads the paper's data: {ours.model} is none of the paper's models "
-            f"({', '.join(ours.declared.models())}). Numbers are per cent of its own full cache"
-            f"{place_of_printed.get(show, '')}; compare orders, not values."
+            f"{content}. {ours.model} is none of the paper's models ({', '.join(ours.declared.models())}): compare "
+            "orders, not values."
         )
         if show == "delta":
             yield "—: differences to what a paper prints say nothing on a model that is none of its own."
-        without_share = [entry for entry in entries if entry.published is not None and entry.published_relative is None]
-        if show in place_of_printed and without_share:
-            yield "abs: as printed, since the paper has no full-cache row of that model."
-        yield from _write_full_scores(view, shown)
     else:
-        content = "Ours (published, Δ ours minus published)"
-        if show == "ours":
-            content = "Ours"
-        elif show == "delta":
-            content = "Δ: ours minus published"
         yield f"{content}; averages are computed from the cells."
+    without_share = [entry for entry in entries if entry.published is not None and entry.published_relative is None]
+    if show == "share" and without_share:
+        yield "abs: as printed, since the paper has no full-cache row of that model."
+    if any(entry.ours is None and entry.full == 0 for entry in entries):
+        yield "abs: our score, since the full cache scores 0 and has no share."
 
 
 def _prints_fractions(view: View) -> bool:
     """Return True if the paper prints some values of a table as fractions of 1."""
     return any(cell.unit == FRACTION for line, _ in view.rows for cell in line.row.cells.values())
-
-
-def _write_full_scores(view: View, shown: Collection[str]) -> Iterator[str]:
-    """Yield a note with the full cache's own scores, and one on columns where these are too low for a share of them.
-
-    shown: the lines of text of all cells.
-    """
-    # rows can rest on different numbers of examples: name the full cache's score on the most examples
-    full_entries: dict[str, CellView] = {}
-    for line, row in view.rows:
-        for column, entry in zip(view.columns, row, strict=True):
-            if not entry.n or entry.full is None or column.quantity != SCORE:
-                continue
-            parts = view.ours.find_full_cells(line, column)
-            if parts:
-                # in a group's column, the label behind the task tells it from other workloads of its dataset; all parts
-                # of a number belong to one workload
-                group, _ = parts[0]
-                _, _, label = group.column.partition(" ")
-                name = f"{column.dataset} {label}".strip()
-                if name not in full_entries or full_entries[name].n <= entry.n:
-                    full_entries[name] = entry
-    texts = [f"{name} {_format_number(entry.full, 1)}" for name, entry in full_entries.items()]
-    if texts:
-        yield f"The full cache's own scores on the same examples: {', '.join(texts)}."
-    if FAILS[-1] in shown:
-        count = ""
-        if OF_ALL in view.columns:
-            count = " avg is over the other tasks, avg/all over all."
-        yield (
-            "model fails: the full cache itself scores less than "
-            f"{100 * FLOOR:g} points of 100 above empty answers and guessing, or its interval reaches them, so that "
-            f"a share of it says nothing.{count}"
-        )
 
 
 def _write_empty_answers(view: View) -> Iterator[str]:

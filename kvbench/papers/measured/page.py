@@ -56,18 +56,19 @@ Record = dict[str, object]
 """A cell of a table as plain data, by the names of CSV_FIELDS."""
 
 
-def render(view: View, style: str = "text", show: str = "both", terminal: bool = False) -> str:
+def render(view: View, style: str = "text", show: str = "both", terminal: bool = False, intervals: bool = False) -> str:
     """Return the table as text, with a title above and notes below it. CSV has neither, and all numbers unrounded.
 
     style: one of FORMATS.
     show: what its cells contain, one of grid.SHOWS. It does not change CSV.
     terminal: True to mark the best value of each block in bold. It only changes the format ``text``.
+    intervals: True to show the 95 % interval of each of our numbers. Markdown folds a second table with them.
     """
     # CSV is for programs, so it has all numbers, unrounded, and no notes
     if style == "csv":
         return writers.csv(CSV_FIELDS, list_records(view))
     heading = write_title(view, show)
-    table = format_cells(view, show)
+    table = format_cells(view, show, intervals and style != "md")
     footnotes = write_notes(view, show)
     # the paper's own numbers rest on the paper's examples
     caution = warn_of_few_examples(view) if show != "published" else ""
@@ -75,7 +76,11 @@ def render(view: View, style: str = "text", show: str = "both", terminal: bool =
         return _render_html(heading, caution, table, footnotes)
     if style == "md":
         above = f"**{caution}**\n\n" if caution else ""
-        return f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
+        text = f"# {heading}\n\n{above}{writers.compose([table], footnotes, style)}"
+        if intervals and any(entry.scores for _, row in view.rows for entry in row):
+            folded = writers.markdown(format_cells(view, "ours", intervals=True))
+            text += f'\n<details markdown="1"><summary>95 % intervals</summary>\n\n{folded}\n</details>\n'
+        return text
     footer = "".join(f"{writers.note(note, style)}\n" for note in footnotes)
     if style == "latex":
         # an empty tabular would look like a fault of the document

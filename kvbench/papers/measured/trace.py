@@ -32,7 +32,7 @@ def trace_number(ours: OurTable, row: str, column: str) -> str:
     # rows of two models can have one name, so look for the line itself
     entries = next(entries for table_line, entries in view.rows if table_line is line)
     entry = entries[view.columns.index(wanted_column)]
-    lines += _describe_entry(entry, ours.stand_in)
+    lines += _describe_entry(entry)
     return "\n".join(lines)
 
 
@@ -119,18 +119,13 @@ def _describe_result(result: CellResult, cells: Parts) -> str:
     return ", ".join([number, *ids])
 
 
-def _describe_entry(entry: CellView, stand_in: bool) -> Iterator[str]:
-    """Yield a line with the value that the table shows for a cell, and one with the published value.
-
-    stand_in: True on a substitute model, where values are in per cent of the full cache.
-    """
-    value, unit = (entry.relative, " % of the full cache") if stand_in else (entry.ours, "")
-    if stand_in and entry.floor:
-        yield "shown: model fails, the full cache scores too little for a share of it"
-    elif value is not None:
-        yield f"shown: {value:.6g}{unit}"
-    if entry.published is not None:
-        share = ""
-        if stand_in and entry.published_relative is not None:
-            share = f", {entry.published_relative:.6g} % of its full cache"
-        yield f"published: {entry.published:.6g}{share}"
+def _describe_entry(entry: CellView) -> Iterator[str]:
+    """Yield a line with the value that the table shows for a cell, and one with the published value."""
+    for name, value, share in (
+        ("shown", entry.ours, entry.relative),
+        ("published", entry.published, entry.published_relative),
+    ):
+        if value is None:
+            continue
+        of_full = "" if share is None else f", {share:.6g} % of its full cache"
+        yield f"{name}: {value:.6g}{of_full}"

@@ -25,8 +25,7 @@ FACTS = ("model", "device", "dtype", "torch", "transformers", "kvbench", "commit
 VIEWS = ("ours", "beside", "published", "delta")
 """The four views of a cell.
 
-They are our side, the printed value to stand beside ours (a share of the full cache if a stand-in was measured), the
-printed value alone, and the difference.
+They are our side, the printed value to stand beside ours, the printed value alone, and the difference.
 """
 
 
@@ -149,7 +148,7 @@ def join_facts(store: ResultStore, cells: Sequence[str]) -> dict[str, str]:
 
 def render_table(view: View) -> str:
     """Return one table with its notes as HTML. Each cell has a span for every one of VIEWS; the page shows one view."""
-    tables_by_view = {show: format_cells(view, show) for show in VIEWS}
+    tables_by_view = {show: format_cells(view, show, intervals=True) for show in VIEWS}
 
     def render_cell(row: int, column: int) -> str:
         """Return a cell's HTML: one span for each view. The labels in the first column are the same in all views."""

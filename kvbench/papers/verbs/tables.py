@@ -79,7 +79,7 @@ def _print_view(view: View, args: argparse.Namespace) -> None:
     from kvbench.papers.measured import page
     from kvbench.store.labels import explain_budgets
 
-    print(page.render(view, args.format, args.show, sys.stdout.isatty()), end="")
+    print(page.render(view, args.format, args.show, sys.stdout.isatty(), args.intervals), end="")
     if args.format == "text":
         # a row is named by its method and settings, which semicolons separate
         for note in explain_budgets(line.row.name.replace(";", " ") for line, _ in view.rows):

@@ -24,8 +24,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("table", help="paper/number, a paper, all, formats or through_cache")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="model=, limit=, results=, ...")
     parser.add_argument(
-        "--show", default="both", help="both, ours, published, or delta: ours minus published (default both)"
+        "--show",
+        default="both",
+        help="both, ours, published, delta (ours minus published), or share (per cent of the full cache); default both",
     )
+    parser.add_argument("--intervals", action="store_true", help="show the 95 %% interval of each of our numbers")
     parser.add_argument("--format", default="text", help="text, md, csv, latex or html (default text)")
     parser.add_argument("--stored", action="store_true", help="measure nothing, show stored results")
     parser.add_argument("--plan", action="store_true", help="show what would be measured, and stop")

@@ -1,0 +1,84 @@
+"""The work that is left of papers' tables: which task of which run comes next, and how long it takes on one core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from kvbench.plan.cells import Group
+from kvbench.plan.run_plan import RunPlan
+
+READ_S = 15.0
+ANSWER_TOKEN_S = 0.02
+"""Seconds of one core to read a prompt and to answer with one token, where no stored answer of the task says it
+(SmolLM2-135M, prompts of 2,000 tokens)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The answers that one group of a run lacks.
+
+    filled: cells that lack answers, each by the share of its answers that it lacks.
+    prompts, answers: how many prompts are read, and how many answers are decoded.
+    seconds: how long it takes on one core, by the times of stored answers to the same task.
+    """
+
+    run: RunPlan
+    group: Group
+    filled: float
+    prompts: int
+    answers: int
+    seconds: float
+
+
+def list_work(runs: Iterable[RunPlan], examples: int | None) -> list[Work]:
+    """Return the work left in ``runs``, most filled cells an hour first.
+
+    examples: the most examples of a task; None for all.
+    """
+    groups = [(run, take_examples(group, examples)) for run in runs for group in run.groups]
+    read_s, token_s = _measure_seconds(groups)
+    works = []
+    for run, group in groups:
+        left = run.left(group)
+        answers = sum(len(cells) for cells in left.values())
+        if not answers:
+            continue
+        prefills = run.count_prefills(group, [group])
+        task = group.task.id
+        longest = max(example.max_new_tokens for example in group.examples)
+        seconds = prefills * read_s.get(task, READ_S) + answers * longest * token_s.get(task, ANSWER_TOKEN_S)
+        works.append(
+            Work(
+                run=run,
+                group=group,
+                filled=answers / len(group.examples),
+                prompts=len(left),
+                answers=answers,
+                seconds=seconds,
+            )
+        )
+    return sorted(works, key=lambda work: work.seconds / work.filled)
+
+
+def take_examples(group: Group, most: int | None) -> Group:
+    """Return the group with at most ``most`` of its examples, spread as ``limit=`` spreads them."""
+    if most is None:
+        return group
+    taken = {example.id for example in group.task.take_examples(most)}
+    return replace(group, examples=tuple(example for example in group.examples if example.id in taken))
+
+
+def _measure_seconds(groups: Sequence[tuple[RunPlan, Group]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the mean seconds to read a prompt and per token that an answer may have, by task with stored answers."""
+    read_s: dict[str, list[float]] = {}
+    token_s: dict[str, list[float]] = {}
+    for run, group in groups:
+        longest = max(example.max_new_tokens for example in group.task.examples)
+        for cell in group.cells:
+            for sample in run.store.samples(cell.id).values():
+                timing = sample.timing
+                read_s.setdefault(group.task.id, []).append(timing.prefill_s)
+                token_s.setdefault(group.task.id, []).append((timing.compress_s + timing.decode_s) / max(1, longest))
+    return {task: fmean(s) for task, s in read_s.items()}, {task: fmean(s) for task, s in token_s.items()}
