@@ -198,20 +198,22 @@ def _read_settings(
             if full_key.startswith("method.") or is_bare_knob:
                 knobs[full_key] = read_value
             elif full_key == "model.stop" and isinstance(value, str):
-                values[full_key] = [_unescape(text) for text in read_value]
+                values[full_key] = _unescape(read_value)
             else:
                 values[full_key] = read_value
     return knobs, values
 
 
-def _unescape(text: object) -> object:
-    r"""Return a typed text with newlines and tabs in place of ``\n`` and ``\t``, as a shell gives them; others stay.
+def _unescape(value: object) -> object:
+    r"""Return typed texts with newlines and tabs in place of ``\n`` and ``\t``, as a shell gives them; others stay.
 
     ``\\n`` stands for a backslash and an n.
     """
-    if not isinstance(text, str):
-        return text
-    return re.sub(r"\\([nt\\])", lambda match: ESCAPED[match[1]], text)
+    if isinstance(value, list):
+        return [_unescape(text) for text in value]
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"\\([nt\\])", lambda match: ESCAPED[match[1]], value)
 
 
 def _select_words(texts: Mapping[str, str], model: str, sharded: bool) -> tuple[str, ...]:

@@ -155,7 +155,7 @@ def _read_rows(
     is_count = is_whole(max_new_tokens) and max_new_tokens >= 1
     check("max_new_tokens", max_new_tokens, is_count, "a whole number, 1 or more")
     stop_settings = {key: settings[key] for key in ("stop", "model.stop") if key in settings}
-    stop_texts = words.request(stop_settings).values.get("model.stop", ())
+    stop_texts: Any = words.request(stop_settings).values.get("model.stop", ())
     texts = StopTexts(ModelConfig(name="", path="", stop=stop_texts).stop, tokenizer)
     ending = Ending(max_new_tokens, stop=_find_end_ids(model), texts=texts)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
