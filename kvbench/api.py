@@ -258,12 +258,13 @@ def extend(model: PreTrainedModel, cache: PromptCache, input_ids: Tensor | Seque
 def cache(model: PreTrainedModel, method: Entry, preset: str | None = None, **knobs: Any) -> TransformersCache:
     """Return an empty cache of ``method`` for transformers' own ``model.generate(ids, cache=cache)``.
 
-    transformers before 5.24 calls this argument ``past_key_values``. You can use either name with any release. The
-    prompt is read, compressed and audited as by ``prefill``, and greedy answers equal those of ``generate``. To
-    continue the conversation, call ``generate`` again with the whole text so far, followed by the new turn.
+    transformers before 5.24 calls this argument ``past_key_values``. The prompt is read, compressed and audited as by
+    ``prefill``, and greedy answers equal those of ``generate``. To continue the conversation, call ``generate`` again
+    with the whole text so far, followed by the new turn. The cache may also be made inside the call.
 
-    An open cache replaces the model's ``generate``, and closing it brings the model's own back. ``with
-    kvbench.cache(...) as cache`` closes the cache at the end of the block.
+    While a cache is open, it takes the place of the model's forward pass in passes with this cache. ``with
+    kvbench.cache(...) as cache`` closes the cache at the end of the block. A cache that nothing refers to any more is
+    closed, too. Closing the last cache brings the model's own forward pass back.
 
     The arguments are those of ``prefill``. The cache raises UsageError for batches, beams, assisted decoding, another
     model, and another prompt.

@@ -1,6 +1,7 @@
 """A cache inside transformers' own generate: the tokens, bytes and positions of kvbench's, and nothing else served."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from threading import Thread
 
@@ -17,7 +18,7 @@ from kvbench.engine.likelihood import compute_forced_logits, teacher_force
 from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.resolve import chain_of
 from kvbench.methods.keynorm import KeyNorm
-from kvbench.models.releases import CACHE_NAME, CACHE_NAMES, named_cache
+from kvbench.models.releases import CACHE_NAME, named_cache
 
 HALF = {"kv_ratio": 0.5}
 METHODS = {
@@ -33,6 +34,11 @@ METHODS = {
     "h2o+kivi": HALF,
 }
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def is_untouched(model):
+    """Whether the model has its own methods and its own attention."""
+    return not {"generate", *hf_cache.HOOKED} & vars(model).keys() and model.config._attn_implementation == "sdpa"
 
 
 def answer(model, ids, cache, new, **options):
@@ -132,8 +138,7 @@ def test_the_full_cache_changes_nothing_in_what_generate_does(family):
         torch.testing.assert_close(torch.stack(got.scores), torch.stack(want.scores), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", CACHE_NAMES)
-def test_a_pipeline_and_a_streamer_take_it_by_either_name_and_nothing_warns(name):
+def test_a_pipeline_and_a_streamer_take_it_and_nothing_warns():
     model, tokenizer = kvbench.load_model("tiny")
     text = "the magic number of paris is 471. what is the magic number of paris? "
     ids = tokenizer(text, return_tensors="pt").input_ids
@@ -141,38 +146,89 @@ def test_a_pipeline_and_a_streamer_take_it_by_either_name_and_nothing_warns(name
     options = {"max_new_tokens": 8, **GREEDY}
     pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
     with kvbench.cache(model, "streamingllm", kv_size=12) as cache:
-        (out,) = pipe(text, **{name: cache}, return_tensors=True, **options)
+        (out,) = pipe(text, **named_cache(cache), return_tensors=True, **options)
         assert list(out["generated_token_ids"]) == [*ids[0].tolist(), *want]
         with pytest.raises(UsageError, match="differ from them at token"):
-            pipe("another " + text, **{name: cache}, **options)
+            pipe("another " + text, **named_cache(cache), **options)
         cache.reset()
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        asked = {"inputs": ids, name: cache, "streamer": streamer, **options}
+        asked = {"inputs": ids, **named_cache(cache), "streamer": streamer, **options}
         thread = Thread(target=model.generate, kwargs=asked)
         thread.start()
         assert "".join(streamer) == tokenizer.decode(want)
         thread.join()
 
 
-@pytest.mark.parametrize("name", CACHE_NAMES)
-def test_generate_takes_it_by_either_name_and_outputs_name_it_as_transformers_does(name):
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE_NAME, "past_key_values"}))
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "kivi"])
+def test_a_cache_made_inside_the_call_answers_and_leaves_nothing_behind(method, name):
     model, ids = build("llama"), prompt(80)
-    (read,) = kvbench.prefill(model, ids, ["snapkv"], kv_ratio=0.5)
+    (read,) = kvbench.prefill(model, ids, [method], **METHODS[method])
     (want,) = kvbench.generate(model, [read], 6)
     own = model.generate(ids[None], max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
-    with kvbench.cache(model, "snapkv", kv_ratio=0.5) as cache:
-        got = model.generate(ids[None], **{name: cache}, max_new_tokens=6, return_dict_in_generate=True, **GREEDY)
-    assert got.sequences[0, 80:].tolist() == want and got.keys() == own.keys() and got[CACHE_NAME] is cache
+    # generate is looked up before its arguments are made
+    out = model.generate(
+        ids[None], **{name: kvbench.cache(model, method, **METHODS[method])}, max_new_tokens=6, **GREEDY
+    )
+    assert out[0, 80:].tolist() == want and is_untouched(model)
+    with pytest.raises(UsageError, match="num_beams and num_return_sequences"):
+        model.generate(ids[None], **{name: kvbench.cache(model, method)}, max_new_tokens=6, num_beams=2, **GREEDY)
+    assert is_untouched(model)
+    # the output refers to the cache, which stays open with it
+    got = model.generate(
+        ids[None], **{name: kvbench.cache(model, "full")}, max_new_tokens=6, return_dict_in_generate=True, **GREEDY
+    )
+    assert got.keys() == own.keys() and torch.equal(got.sequences, own.sequences)
+    assert got[CACHE_NAME].get_seq_length() == 85
+    del got
+    assert is_untouched(model)
 
 
-def test_two_caches_by_two_names_are_refused():
-    with kvbench.cache(LLAMA, "full") as cache, kvbench.cache(LLAMA, "full") as other:
-        with pytest.raises(UsageError, match="cache and past_key_values are two names of one argument"):
-            LLAMA.generate(IDS[None], cache=cache, past_key_values=other, max_new_tokens=2, **GREEDY)
-        assert LLAMA.generate(IDS[None], cache=cache, past_key_values=cache, max_new_tokens=2, **GREEDY).shape == (
-            1,
-            42,
-        )
+@pytest.mark.parametrize("method", ["full", "snapkv", "h2o"])
+def test_a_loop_of_ones_own_feeds_the_model_token_by_token(method):
+    (read,) = kvbench.prefill(LLAMA, IDS, [method], **METHODS[method])
+    (want,) = kvbench.generate(LLAMA, [read], 5)
+    with kvbench.cache(LLAMA, method, **METHODS[method]) as cache:
+        answered, ids = [], IDS[None]
+        for _ in want:
+            ids = LLAMA(ids, **named_cache(cache)).logits[:, -1:].argmax(dim=-1)
+            answered.append(int(ids))
+        assert answered == want and cache.get_seq_length() == len(IDS) + 4
+
+
+def test_two_threads_answer_from_two_caches_of_one_model():
+    prompts = [prompt(60, seed) for seed in (3, 4)]
+    want = [kvbench.generate(LLAMA, kvbench.prefill(LLAMA, ids, ["h2o"], kv_ratio=0.5), 12)[0] for ids in prompts]
+
+    def answer_alone(ids):
+        return answer(LLAMA, ids, kvbench.cache(LLAMA, "h2o", kv_ratio=0.5), 12)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(answer_alone, prompts)) == want
+    assert is_untouched(LLAMA)
+
+
+def test_a_closed_cache_says_so_whatever_it_is_asked():
+    with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache:
+        answer(LLAMA, IDS, cache, 2)
+    uses = [
+        cache.nbytes,
+        cache.kept_positions,
+        cache.get_seq_length,
+        lambda: cache.state,
+        lambda: cache.measured,
+        lambda: cache.read(IDS),
+        lambda: answer(LLAMA, IDS, cache, 2),
+        lambda: LLAMA(IDS[None], **named_cache(cache)),
+    ]
+    for use in uses:
+        with pytest.raises(UsageError, match="this cache is closed"):
+            use()
+    # also while the model serves another one
+    with kvbench.cache(LLAMA, "full"), pytest.raises(UsageError, match="this cache is closed"):
+        answer(LLAMA, IDS, cache, 2)
+    assert "closed" in repr(cache)
 
 
 LLAMA, IDS = build("llama"), prompt(40)
@@ -182,14 +238,11 @@ NOT_SERVED = {
     "here are 2 rows": {"num_return_sequences": 2, "do_sample": True},
     "assisted decoding": {"assistant_model": build("qwen2")},
     "take tokens back": {"prompt_lookup_num_tokens": 3},
-    "here are 16 tokens for 40": {"prefill_chunk_size": 16},
-    "here are 41 tokens for 1": {"use_cache": False},
+    "prefill_chunk_size is not served": {"prefill_chunk_size": 16},
+    "use_cache=False is not served": {"use_cache": False},
     "give no position_ids": {"position_ids": torch.arange(40)[None] * 2},
     "without padding": {"attention_mask": torch.tensor([[0] + [1] * 39])},
-    "input_ids is NoneType": {"inputs": None, "inputs_embeds": torch.zeros(1, 5, 64)},
-    "max_new_tokens=1000000000000": {"max_new_tokens": 10**30},
-    "max_new_tokens='x' is not possible": {"max_new_tokens": "x"},
-    "max_length=2.5 is not possible": {"max_length": 2.5},
+    "input_ids come in": {"inputs": None, "inputs_embeds": torch.zeros(1, 5, 64)},
     "no embeddings or attentions": {"output_hidden_states": True, "return_dict_in_generate": True},
 }
 
@@ -199,7 +252,7 @@ def test_what_is_not_served_is_refused_with_the_reason(message):
     options = {"inputs": IDS[None], **GREEDY, "max_new_tokens": 4, **NOT_SERVED[message]}
     with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, pytest.raises(UsageError, match=message):
         LLAMA.generate(**named_cache(cache), **options)
-    assert not {"generate", "forward"} & vars(LLAMA).keys() and LLAMA.config._attn_implementation == "sdpa"
+    assert is_untouched(LLAMA)
 
 
 def test_under_autocast_nothing_is_read():
@@ -219,15 +272,13 @@ def test_a_cache_is_one_models_and_one_prompts():
     for model in (build("qwen2"), copy.deepcopy(LLAMA)):
         with pytest.raises(UsageError, match="another model"):
             answer(model, IDS, kvbench.cache(LLAMA, "full"), 4)
-    with pytest.raises(UsageError, match="outside generate"):
-        LLAMA(IDS[None], **named_cache(other))
     cache.close()
     cache.close()
     assert answer(LLAMA, IDS, other, 4)
     with pytest.raises(UsageError, match="is closed"):
         answer(LLAMA, IDS, cache, 4)
     other.close()
-    assert "generate" not in vars(LLAMA)
+    assert is_untouched(LLAMA)
 
 
 def test_calls_without_such_a_cache_are_passed_on_and_what_stood_in_the_models_way_comes_back():
@@ -278,6 +329,13 @@ def test_what_the_audit_refuses_is_not_answered_from():
         pytest.raises(Refused, match="declares exactly 8"),
     ):
         answer(LLAMA, IDS, cache, 4)
+
+
+def test_each_token_of_an_answer_is_audited(monkeypatch):
+    stored = hf_cache.Stored
+    monkeypatch.setattr(hf_cache, "Stored", lambda fed, payload: stored(fed + (fed == 3), payload))
+    with kvbench.cache(LLAMA, "snapkv", kv_ratio=0.5) as cache, pytest.raises(Refused, match="after 4 new tokens"):
+        answer(LLAMA, IDS, cache, 6)
 
 
 def test_logits_that_are_not_finite_end_the_answer(monkeypatch):

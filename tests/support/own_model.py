@@ -3,6 +3,7 @@
 import torch
 
 import kvbench
+from kvbench.models.releases import named_cache
 
 
 def own_logits(model, ids):
@@ -19,7 +20,7 @@ def check_full_is_the_model(model, ids, atol=1e-5, new=6):
     expected = model.generate(ids[None], **options)[0, len(ids) :].tolist()
     assert kvbench.generate(model, [cache], new) == [expected]
     with kvbench.cache(model, "full") as own:
-        assert model.generate(ids[None], cache=own, **options)[0, len(ids) :].tolist() == expected
+        assert model.generate(ids[None], **named_cache(own), **options)[0, len(ids) :].tolist() == expected
 
 
 def kept_by(cache):
