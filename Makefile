@@ -24,7 +24,7 @@ REAL ?= smollm2-135m-q4_1
 SUITES = $(patsubst %/results.jsonl,%,$(shell find results/suite -name results.jsonl 2>/dev/null))
 WITHOUT ?=
 
-.PHONY: help run run-real test test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-speed bench-bytes bench-time bench-decode bench-tiny verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-formats claims claims-real report audit clean
+.PHONY: help run run-real test test-skipped test-fast test-newest test-oldest test-5.23 packages-newest packages-oldest packages-5.23 test-peers torture check smoke bench-overhead bench-tables bench-memory bench-resident bench-shared bench-reading bench-growth bench-speed bench-bytes bench-time bench-decode bench-tiny verify-tables verify-suite verify-docs mutants docs card tables tables-real tables-quick tables-formats claims claims-real report audit clean
 
 help:  ## what there is to make
 	@awk -F ':.*## ' '/^##@/ { print "\n" substr($$0, 5) } /^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ run-real: $(VENV)/.ready  ## a pretrained model on LongBench's prompts, fetched 
 
 test: $(VENV)/.ready  ## all tests, one process a core
 	$(PY) -m pytest -n logical --dist worksteal
+
+test-skipped: $(VENV)/.ready  ## the tests that the last run skipped, now that the model, data or a package is there
+	$(PY) -m pytest -n logical --dist worksteal --skipped
 
 test-fast: $(VENV)/.ready  ## tests of single parts: no whole runs, processes or pictures
 	$(PY) -m pytest -n logical --dist worksteal -m "not e2e"

@@ -21,6 +21,18 @@ os.fsync = os.fstat
 
 SMOL = "smollm2-135m-q4_1"
 LONG_S = 2.0
+SKIPPED = "kvbench/skipped"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--skipped", action="store_true", help="only the tests that the last run skipped")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("skipped"):
+        skipped = set(config.cache.get(SKIPPED, []))
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in skipped])
+        items[:] = [item for item in items if item.nodeid in skipped]
 
 
 def pytest_collection_finish():
@@ -34,6 +46,8 @@ def pytest_collection_finish():
 
 def pytest_terminal_summary(terminalreporter):
     """Name the tests of more than LONG_S that are not marked e2e. Nothing fails: machines are noisy."""
+    skipped = [report.nodeid for report in terminalreporter.stats.get("skipped", ())]
+    terminalreporter.config.cache.set(SKIPPED, skipped)
     reports = chain.from_iterable(terminalreporter.stats.get(key, ()) for key in ("passed", "failed"))
     long = [r for r in reports if r.when == "call" and r.duration > LONG_S and "e2e" not in r.keywords]
     for report in sorted(long, key=lambda r: -r.duration):

@@ -280,16 +280,25 @@ def test_the_ledger_end_to_end(measured, results, monkeypatch):
         ledger.read_with_own(tmp_path)
 
 
-def test_committed_verdicts_stand_where_nothing_can_be_measured(tmp_path, monkeypatch, capsys):
-    """Without a data folder the committed verdicts are printed, and their file keeps every byte."""
+@pytest.mark.parametrize("missing", ["model", "data"])
+def test_committed_verdicts_stand_where_nothing_can_be_measured(missing, request, tmp_path, monkeypatch, capsys):
+    """Without model or data folder the committed verdicts are printed, and their file keeps every byte."""
     monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    why = "no data folder is named"
+    if missing == "model":
+        monkeypatch.setenv("KVBENCH_MODELS", str(tmp_path))
+        why = "fetch it once: kvbench model fetch smollm2-135m-q4_1"
+        assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path / 'none'}"]) == 2
+        assert why in capsys.readouterr().err
+    else:
+        request.getfixturevalue("smol")
     committed = Path(__file__).parents[2] / "results" / "claims" / "smollm2-135m-q4_1.json"
     copied = tmp_path / "claims" / committed.name
     copied.parent.mkdir()
     copied.write_bytes(committed.read_bytes())
     assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path}"]) == 0
     out, err = capsys.readouterr()
-    assert f"those of {copied}" in err and err.count("no data folder is named") == 1
+    assert f"those of {copied}" in err and err.count(why) == 1
     assert re.search(r"= vatp-h2o .* no difference by divergence", out) and "think-h2o" not in out
     assert copied.read_bytes() == committed.read_bytes() and not (tmp_path / "own").exists()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import UsageError
+from kvbench.base.errors import MissingModel, UsageError
 from kvbench.plan.keys import parse_pairs
 
 if TYPE_CHECKING:
@@ -62,21 +62,29 @@ def main(args: argparse.Namespace) -> int:
     from kvbench.papers.claims import claim_runner, claims, ledger
 
     papers = claims.find_papers(args.paper)
-    prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
-    claim_runner.measure(prepared)
-    outcomes = claim_runner.reach_verdicts(prepared, model)
-    content = claim_runner.as_plain(prepared, model, outcomes)
     committed = None
-    if not ledger.any_measured(content):
+    try:
+        prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
+    except MissingModel as error:
+        # committed verdicts need no model
         committed = ledger.read_committed(model, results, papers)
+        if committed is None:
+            raise
+        missing = str(error)
+    else:
+        claim_runner.measure(prepared)
+        outcomes = claim_runner.reach_verdicts(prepared, model)
+        content = claim_runner.as_plain(prepared, model, outcomes)
+        if not ledger.any_measured(content):
+            committed = ledger.read_committed(model, results, papers)
+        testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
+        missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
     if committed is None:
         # stored before it is printed: the report page reads it
         ledger.write_ledger(content, ledger.own_path(model, results, papers))
     else:
         # the committed ledger is that of all papers, also if the user names one
         path = ledger.ledger_path(model, results, claims.papers_with_claims())
-        testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
-        missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
         print(f"The verdicts below are those of {path}. Nothing could be measured here:\n{missing}\n", file=sys.stderr)
         content = committed
     _print_ledger(content, args)
