@@ -81,7 +81,7 @@ audit: $(VENV)/.ready  ## where the papers' printed numbers contradict themselve
 	$(PY) -m kvbench audit all
 
 report: $(VENV)/.ready  ## everything on one HTML page, report.html
-	$(PY) -m kvbench report
+	$(PY) -m kvbench report papers=true samples=1
 
 tables-formats: $(VENV)/.ready  ## what each cache format keeps of the answers, on both models (DATA=folder); two hours
 	KVBENCH_DATA=$(DATA) $(PY) scripts/format_tables.py

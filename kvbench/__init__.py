@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvbench.methods.core.chain import Chain
     from kvbench.methods.core.prompt_cache import PromptCache
     from kvbench.models.load import load_model
-    from kvbench.report.listing import results
+    from kvbench.report.of_store import results
     from kvbench.run.compare import compare
 
 __all__ = [
@@ -42,7 +42,7 @@ _HOMES = {
     "generate": "kvbench.api",
     "load_model": "kvbench.models.load",
     "prefill": "kvbench.api",
-    "results": "kvbench.report.listing",
+    "results": "kvbench.report.of_store",
 }
 
 

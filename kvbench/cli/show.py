@@ -51,7 +51,25 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError(
             "--samples needs the id of one result, as in: kvbench show ID --samples 5 (kvbench list runs prints ids)"
         )
+    if not options.keys() - {"results"}:
+        return _show_folder(options, args)
     return _show_runs(options, args)
+
+
+def _show_folder(options: Mapping[str, str], args: argparse.Namespace) -> int:
+    """Print the tables of all results that the folder ``results`` holds. Return the exit status."""
+    from kvbench.report import of_store
+    from kvbench.store.store import ResultStore
+
+    store = ResultStore(Path(options.get("results", "results")).expanduser())
+    if "results" in options:
+        store.check_there()
+    reports = of_store.collect_reports(store)
+    if not reports and not args.json:
+        command = " ".join(["kvbench run", *(f"{key}={text}" for key, text in options.items())])
+        print(f"nothing measured yet in {store.root}. Measure the default run:\n{command}")
+        return 0
+    return print_reports(reports, args)
 
 
 def _show_runs(options: dict[str, str], args: argparse.Namespace) -> int:
@@ -68,10 +86,7 @@ def _show_runs(options: dict[str, str], args: argparse.Namespace) -> int:
     # a table of nothing but dashes would say less
     if not args.json and all(_is_unmeasured(report) for report in reports):
         words_typed = " ".join(f"{key}={text}" for key, text in options.items())
-        # results= alone names no run
-        described = words_typed or "the default run"
-        command = " ".join(["kvbench run", words_typed]).strip()
-        print(f"nothing measured yet for {described}. Measure it:\n{command}")
+        print(f"nothing measured yet for {words_typed}. Measure it:\nkvbench run {words_typed}")
         return 0
     return print_reports(reports, args)
 

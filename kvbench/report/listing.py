@@ -1,24 +1,17 @@
-"""List stored cells: a record for each cell, filters by key=value, and a DataFrame of all cells."""
+"""List stored cells: a record for each cell, and filters by key=value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kvbench.base.conf import check
 from kvbench.base.errors import UsageError, unknown
-from kvbench.base.extras import require
 from kvbench.plan.keys import check_choice, parse_pairs
 from kvbench.plan.words import split_list
 from kvbench.store.labels import describe_differences, label_cell, list_settings
 from kvbench.store.results import CellRecord, ScoreSummary, Status
 from kvbench.store.store import DAMAGED, STATUSES, ResultStore
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 FILTERS = ("status", "model", "method", "dataset", "cells")
 
@@ -60,6 +53,8 @@ class StoredCell:
     summary: the means over all its samples; None if no sample is up to date.
     differs: the settings in which it differs from cells of the same label, dataset and model.
     unchanged: whether nothing was compressed, so that the summary says nothing about the method.
+    bytes: the mean bytes of a prompt's cache, keys and values and everything stored beside them; None if not measured.
+    percent_of_full: the bytes at 16 bits in per cent of the full cache's; None if not measured.
     """
 
     id: str
@@ -69,6 +64,8 @@ class StoredCell:
     summary: ScoreSummary | None = None
     differs: str = ""
     unchanged: bool = False
+    bytes: float | None = None
+    percent_of_full: float | None = None
 
     @property
     def label(self) -> str:
@@ -106,6 +103,8 @@ class StoredCell:
             record["metric"] = self.summary.metric
             record["score"] = self.summary.score
             record["ci"] = self.summary.ci
+            record["bytes"] = self.bytes
+            record["percent_of_full"] = self.percent_of_full
         if self.unchanged:
             record["nothing_compressed"] = True
         record["differs"] = self.differs
@@ -159,27 +158,18 @@ def read_cell(store: ResultStore, cell_id: str) -> StoredCell:
     is_current = summary is not None and summary.n == status.n and status.status != "refused"
     if not is_current:
         return StoredCell(cell_id, folder, record, status)
-    unchanged = metrics.get("nothing_compressed") is True
-    return StoredCell(cell_id, folder, record, status, summary, unchanged=unchanged)
-
-
-def results(folder: str | Path = "results", **filters: str) -> pd.DataFrame:
-    """Return a DataFrame with one row for each result in the results folder ``folder``.
-
-    Its columns are the values of ``list runs --json``. ``filters`` choose results by the keys of ``list runs``:
-    ``status``, ``model``, ``method``, ``dataset`` or ``cells``. A filter is one name, or several names separated by
-    commas. Raises UsageError for another key or an unknown status, for a missing folder, and if pandas is missing.
-    """
-    require("pandas", "kvbench.results")
-    import pandas as pd
-
-    check("folder", folder, isinstance(folder, (str, Path)) and bool(str(folder)), "a folder of results")
-    for key, value in filters.items():
-        check(key, value, isinstance(value, str), "a name, or names with commas")
-    checked_filters = read_filters([f"{key}={value}" for key, value in filters.items()], FILTERS)
-    store = ResultStore(Path(folder).expanduser())
-    store.check_there()
-    return pd.DataFrame([cell.json() for cell in list_cells(store, checked_filters)])
+    # the score of an engine's answers stands without bytes
+    cell_bytes = metrics["payload"] + metrics["overhead"] if "payload" in metrics else None
+    return StoredCell(
+        cell_id,
+        folder,
+        record,
+        status,
+        summary,
+        unchanged=metrics.get("nothing_compressed") is True,
+        bytes=cell_bytes,
+        percent_of_full=metrics.get("percent_of_full"),
+    )
 
 
 def _passes(cell: StoredCell, filters: Mapping[str, str]) -> bool:

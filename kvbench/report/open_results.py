@@ -46,10 +46,6 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
     settings = list_settings(identity)
     # several processes may have measured the cell: the facts of the last one are used
     facts: Facts = cell.record.provenance[-1] if cell.record.provenance else {}
-    cell_bytes = None
-    if "payload" in means:
-        # bytes of a prompt's cache: keys and values, and everything stored beside them
-        cell_bytes = means["payload"] + means["overhead"]
     # the keys have the order of the documented format
     line: dict[str, object] = {
         "model": cell.record.model,
@@ -69,8 +65,8 @@ def _build_line(store: ResultStore, cell: listing.StoredCell) -> dict[str, objec
     return line | {
         "knobs": settings["knobs"],
         "protocol": _build_protocol(identity, settings),
-        "bytes": cell_bytes,
-        "percent_of_full": means.get("percent_of_full"),
+        "bytes": cell.bytes,
+        "percent_of_full": cell.percent_of_full,
         "fidelity": _select_distances(means.get("fidelity", {})),
         "seconds": means.get("timing"),
         "dtype": settings["dtype"],

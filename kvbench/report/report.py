@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(ReportData):
     """The measurements of a run, as ``compare`` returns them. It can be shown as Markdown, DataFrame or figure."""
+
+    def __repr__(self) -> str:
+        """Return the tables and notes that `run` prints, for ``print`` and for the Python prompt."""
+        return render.render_report(self).rstrip("\n")
 
     def record(self) -> dict[str, object]:
         """Return the report as ``run --json`` prints it, with the verdict on each method."""

@@ -252,7 +252,7 @@ def measured(tmp_path_factory):
     """Measure ``claims vatp`` with one example a task. Return (its results, its JSON)."""
     folder = tmp_path_factory.mktemp("vatp")
     with redirect_stdout(io.StringIO()) as out:
-        assert main(["claims", "vatp", "limit=1", f"results={folder}", "--json"]) == 0
+        assert main(["claims", "vatp", "limit=1", f"results={folder}", "--measure", "--json"]) == 0
     return folder, out.getvalue()
 
 
@@ -272,35 +272,49 @@ def test_the_ledger_end_to_end(measured, results, monkeypatch):
     assert h2o["measures"]["points"]["elsewhere"] is not None and list(h2o["measures"]) == ["points"]
     assert ledger.read_ledgers(tmp_path) == [] and ledger.read_with_own(tmp_path) == [json.loads(json.dumps(content))]
     monkeypatch.setattr(tables, "build_tables", lambda *a: [])  # test_page.py reads these tables
-    assert main(["report", "samples=0", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
+    assert main(["report", "papers=true", f"results={tmp_path}", f"output={tmp_path / 'r.html'}"]) == 0
     page = (tmp_path / "r.html").read_text()
     assert "tiny, a substitute model" in page and "surpasses H₂O in 12 out of 16 tasks" in page and "h2o+vatp" in page
     ledger.own_path("tiny", tmp_path, ["vatp"]).write_text('{"verdicts": [{"verdict": "supported"}]}')
-    with pytest.raises(UsageError, match="run kvbench claims again"):
+    with pytest.raises(UsageError, match="run kvbench claims --measure again"):
         ledger.read_with_own(tmp_path)
 
 
-@pytest.mark.parametrize("missing", ["model", "data"])
-def test_committed_verdicts_stand_where_nothing_can_be_measured(missing, request, tmp_path, monkeypatch, capsys):
-    """Without model or data folder the committed verdicts are printed, and their file keeps every byte."""
+def test_stored_verdicts_are_shown_without_model_and_data_and_nothing_is_measured(tmp_path, monkeypatch, capsys):
+    """The committed verdicts are printed, and their file keeps every byte. A user's own come before them."""
     monkeypatch.delenv("KVBENCH_DATA", raising=False)
-    why = "no data folder is named"
-    if missing == "model":
-        monkeypatch.setenv("KVBENCH_MODELS", str(tmp_path))
-        why = "fetch it once: kvbench model fetch smollm2-135m-q4_1"
-        assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path / 'none'}"]) == 2
-        assert why in capsys.readouterr().err
-    else:
-        request.getfixturevalue("smol")
+    monkeypatch.setenv("KVBENCH_MODELS", str(tmp_path))
+    words = ["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path}"]
+    assert main(words) == 2
+    again = f"Measure them: kvbench {' '.join(words)} --measure"
+    assert f"no verdicts on model=smollm2-135m-q4_1 are stored below {tmp_path}. {again}" in capsys.readouterr().err
     committed = Path(__file__).parents[2] / "results" / "claims" / "smollm2-135m-q4_1.json"
     copied = tmp_path / "claims" / committed.name
     copied.parent.mkdir()
     copied.write_bytes(committed.read_bytes())
-    assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path}"]) == 0
+    assert main(words) == 0
     out, err = capsys.readouterr()
-    assert f"those of {copied}" in err and err.count(why) == 1
-    assert re.search(r"= vatp-h2o .* no difference by divergence", out) and "think-h2o" not in out
+    assert f"those of {copied}; --measure" in err and "vatp-h2o" in out and "think-h2o" not in out
     assert copied.read_bytes() == committed.read_bytes() and not (tmp_path / "own").exists()
+    assert main([*words, "limit=8"]) == 2
+    assert "limit=8 is a setting of measurements, and stored verdicts are shown" in capsys.readouterr().err
+    assert main([*words, "--measure"]) == 2
+    assert "fetch it once: kvbench model fetch smollm2-135m-q4_1" in capsys.readouterr().err
+    own = ledger.own_path("smollm2-135m-q4_1", tmp_path, claims.papers_with_claims())
+    ledger.write_ledger(content("smollm2-135m-q4_1", decide(claims.load("vatp"), {})), own)
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert f"those of {own}; --measure" in err and "5 not testable here" in out
+    assert {path.name for path in tmp_path.iterdir()} == {"claims", "own"}
+
+
+@pytest.mark.usefixtures("smol")
+def test_a_ledger_without_any_measurement_is_an_error_and_not_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("KVBENCH_DATA", raising=False)
+    assert main(["claims", "vatp", "model=smollm2-135m-q4_1", f"results={tmp_path}", "--measure"]) == 1
+    err = capsys.readouterr().err
+    assert "nothing could be measured: " in err and err.count("no data folder is named") == 1
+    assert not (tmp_path / "own").exists()
 
 
 def test_a_users_ledger_replaces_the_committed_one_of_the_same_claims_on_the_page(tmp_path):
@@ -371,7 +385,7 @@ def test_the_lines_of_a_ledger_begin_with_its_tally():
 
 
 def test_claims_print_their_lines_and_explain_them_if_asked(results, capsys):
-    words = ["claims", "vatp", "limit=1", f"results={results}"]
+    words = ["claims", "vatp", f"results={results}"]
     assert main(words) == 0
     short = capsys.readouterr().out
     assert short.startswith("0 supported · 0 contradicted · 5 undecided\n! n = 6 at most")

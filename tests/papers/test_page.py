@@ -39,7 +39,7 @@ def collected(tmp_path_factory):
     (folder / "tiny").mkdir()
     for name in ("claims", "tiny/figures", *(p.relative_to(committed) for p in committed.glob("tiny/think-1.*"))):
         (folder / name).symlink_to(committed / name)
-    words = ["samples=1", f"results={folder}", "method=full,streamingllm", "kv_size=24", "sinks=4"]
+    words = ["samples=1", "papers=true", f"results={folder}", "method=full,streamingllm", "kv_size=24", "sinks=4"]
     words += ["dataset=tiny/needle,tiny/code", "length=256"]
     pages = []
     with pytest.MonkeyPatch.context() as patch:
@@ -316,13 +316,25 @@ def test_bad_requests(capsys):
     assert "key=value" in capsys.readouterr().err
 
 
+def test_a_missing_folder_and_a_run_whose_examples_nobody_asked_for_are_refused(tmp_path, capsys):
+    page_file = tmp_path / "page.html"
+    assert main(["report", f"results={tmp_path / 'gone'}", f"output={page_file}"]) == 2
+    assert f"results={tmp_path / 'gone'}: there is no such folder" in capsys.readouterr().err
+    assert main(["report", "method=snapkv", f"results={tmp_path}", f"output={page_file}"]) == 2
+    assert "method=snapkv chooses the run whose examples the page shows: add samples=1" in capsys.readouterr().err
+    assert not page_file.exists()
+
+
 def test_own_runs_alone_with_scores_bytes_and_figures(tmp_path, capsys):
     words = ["method=streamingllm", "kv_size=24", "dataset=tiny/needle", "length=128", f"results={tmp_path}", "limit=3"]
     assert main(["run", *words, "fidelity=true"]) == 0
     assert main(["plot", "results/pareto", *words]) == 0
-    line = ["report", "papers=false", "samples=0", *words]
+    line = ["report", f"results={tmp_path}"]
+    before = sorted(tmp_path.rglob("cells/*"))
     assert main([*line, f"output={tmp_path}/page.html"]) == 0
     text = (tmp_path / "page.html").read_text()
+    # the user's own results alone, and nothing that the report itself measured
+    assert sorted(tmp_path.rglob("cells/*")) == before
     assert re.findall(r'<h2 id="(\w+)">', text) == ["verdicts", "runs", "samples"]
     assert "five papers" not in text and "data-view=" not in text.partition("<script")[0]
     assert "<title>kvbench: KV-cache compression, your runs on tiny</title>" in text
@@ -358,7 +370,8 @@ def test_results_of_other_programs_stand_beside_own_runs(tmp_path, capsys):
     place = tmp_path / "theirs"
     place.mkdir()
     (place / "results.jsonl").write_text(json.dumps({**theirs, "protocol": {"query_aware": False}}) + "\n")
-    line = ["report", "papers=false", "samples=0", f"results={tmp_path}/mine", f"also={place}"]
+    (tmp_path / "mine").mkdir()
+    line = ["report", f"results={tmp_path}/mine", f"also={place}"]
     assert main([*line, f"output={tmp_path}/page.html"]) == 0
     cells = re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", (tmp_path / "page.html").read_text())
     title = (tmp_path / "page.html").read_text().partition("</title>")[0]

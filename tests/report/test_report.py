@@ -1,6 +1,7 @@
 """What results and tables say: tokens, bytes, budgets, peaks, refusals, notes."""
 
 import json
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace as of
 from typing import ClassVar
@@ -8,6 +9,7 @@ from typing import ClassVar
 import pytest
 from support.runs import SMALL, metrics_of, prepare, run_json
 
+import kvbench
 from kvbench.base.files import parse_line
 from kvbench.cli.main import main
 from kvbench.methods.core.base import Selector
@@ -253,6 +255,48 @@ def test_references_that_a_metric_cannot_read_are_counted(tmp_path, capsys):
     assert "metric=perplexity is not possible for answers" in capsys.readouterr().err
 
 
+def test_show_without_a_run_and_results_show_what_the_folder_holds(tmp_path, capsys):
+    """Scores, differences and bytes are those that the run printed, each setting of a task has a table of its own."""
+    words = ["dataset=tiny/code", "limit=2", "kv_size=48", f"results={tmp_path}"]
+    _, report = run_json(capsys, *words, "length=160", "method=snapkv,streamingllm")
+    _, shorter = run_json(capsys, *words, "length=64", "method=snapkv")
+    assert main(["show", f"results={tmp_path}", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [[row["method"] for row in one["rows"]] for one in shown] == [
+        [row["method"] for row in report["rows"]],
+        [row["method"] for row in shorter["rows"]],
+    ]
+    frame = kvbench.results(tmp_path).set_index("id")
+    for one, stored in zip((report, shorter), shown, strict=True):
+        for row, same in zip(one["rows"], stored["rows"], strict=True):
+            cells = {cell["task"]: cell for cell in row["cells"]}
+            for cell in same["cells"]:
+                expected = cells[cell["task"]]
+                line = frame.loc[cell["cell"]]
+                for key in ("score", "ci", "payload", "percent_of_full", "evicts"):
+                    assert cell[key] == expected[key]
+                assert line["bytes"] == expected["payload"] + expected["overhead"]
+                assert line["percent_of_full"] == expected["percent_of_full"]
+                if row["method"] == "full":
+                    assert math.isnan(line["delta"])
+                else:
+                    assert cell["delta"] == line["delta"] == expected["delta"]
+    assert main(["show", f"results={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("model tiny") == 2 and max(map(len, out.splitlines())) <= 100
+    # a filter that leaves the full cache out changes no difference
+    chosen = kvbench.results(tmp_path, method="snapkv").set_index("id")
+    assert chosen["delta"].equals(frame.loc[chosen.index, "delta"])
+
+
+def test_a_printed_report_is_its_tables(tmp_path):
+    model, tokenizer = kvbench.load_model("tiny")
+    rows = [{"prompt": "the code is red", "answers": ["red"]}]
+    report = kvbench.compare(model, tokenizer, rows, ["snapkv"], results=tmp_path, kv_ratio=0.5, progress=False)
+    assert str(report) == repr(report) == render_report(report).rstrip("\n")
+    assert "method" in str(report) and "ReportRow(" not in str(report)
+
+
 def test_settings_are_written_as_they_are_typed(tmp_path):
     (tmp_path / "text.txt").write_text("The harbour was quiet. " * 200)
     words = ["lengths=256", "depths=0,50", "repeats=1"]
@@ -266,4 +310,6 @@ def test_show_of_nothing_says_so_and_writes_nothing(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["show", *SMALL, f"results={tmp_path / 'empty'}"]) == 0
     assert "nothing measured yet for " in capsys.readouterr().out
+    assert main(["show", f"results={tmp_path / 'empty'}"]) == 0
+    assert capsys.readouterr().out.endswith(f"Measure the default run:\nkvbench run results={tmp_path / 'empty'}\n")
     assert not (tmp_path / "absent").exists()

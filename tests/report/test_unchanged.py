@@ -138,7 +138,7 @@ def test_stored_results_and_the_open_format_say_it(measured, tmp_path, capsys):
     assert main(["list", "runs", f"results={measured}", "method=h2o"]) == 0
     assert "nothing was" in capsys.readouterr().out
     page = tmp_path / "report.html"
-    assert main(["report", f"results={measured}", "papers=false", "samples=0", f"output={page}"]) == 0
+    assert main(["report", f"results={measured}", f"output={page}"]) == 0
     assert page.read_text().count("nothing was compressed") == 2  # on its card and in its row
     # a run that does not ask for the full cache finds its answers in the store
     assert main(["run", *RUN, *IDLE, "baseline=false", f"results={measured}"]) == 0

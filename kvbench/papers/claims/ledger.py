@@ -158,19 +158,21 @@ def write_ledger(content: Ledger, path: Path) -> Path:
 
 def read_ledgers(results: Path) -> list[Ledger]:
     """Read the ledgers below a results folder, the tiny model's last. Raises UsageError for a damaged ledger."""
-    ledgers = []
     # False sorts before True, so the tiny model comes last
     paths = sorted((results / FOLDER).glob("*.json"), key=lambda path: (path.stem == stand_ins.MODEL, path.name))
-    for path in paths:
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            # showing the ledger raises KeyError or TypeError here if a field is missing or has another form
-            compare_ledgers([content])
-            write_notes(content)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(f"{path} cannot be read ({error}); run kvbench claims again") from None
-        ledgers.append(content)
-    return ledgers
+    return [read_ledger(path) for path in paths]
+
+
+def read_ledger(path: Path) -> Ledger:
+    """Read the ledger of a file. Raises UsageError for a damaged one."""
+    try:
+        content: Ledger = json.loads(path.read_text(encoding="utf-8"))
+        # showing the ledger raises KeyError or TypeError here if a field is missing or has another form
+        compare_ledgers([content])
+        write_notes(content)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({error}); run kvbench claims --measure again") from None
+    return content
 
 
 def read_with_own(results: Path) -> list[Ledger]:
@@ -194,14 +196,16 @@ def _identify(content: Ledger) -> tuple[str, str]:
     return (content["model"], "\n".join(ids))
 
 
-def read_committed(model: str, results: Path, papers: Sequence[str]) -> Ledger | None:
-    """Return a model's committed ledger with the claims of ``papers`` alone; None if no ledger is committed."""
-    path = ledger_path(model, results, claims.papers_with_claims())
-    if not path.exists():
-        return None
-    content: Ledger = json.loads(path.read_text(encoding="utf-8"))
-    content["verdicts"] = [record for record in content["verdicts"] if record["paper"] in papers]
-    return content
+def find_stored(model: str, results: Path, papers: Sequence[str]) -> Path | None:
+    """Return the path of a model's stored ledger that has the claims of ``papers``; None if there is none.
+
+    A user's own ledger comes before the committed one, and one of these papers alone before one of all papers.
+    """
+    every = claims.papers_with_claims()
+    for path in (own_path(model, results, papers), own_path(model, results, every), ledger_path(model, results, every)):
+        if path.exists():
+            return path
+    return None
 
 
 def any_measured(content: Ledger) -> bool:

@@ -1,31 +1,22 @@
-"""The first part of the report: a card with the verdict on each method, by model and dataset, and a picture of them.
-
-The results of a store have no plan behind them. They are compared by their identities: the results of a method and of
-the full cache belong together if they differ in nothing but the method.
-"""
+"""The first part of the report: a card with the verdict on each method, by model and dataset, and a picture of them."""
 
 from __future__ import annotations
 
 import html
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from kvbench.report import listing, verdict
-from kvbench.report.data import CellResult, ReportColumn, ReportData, ReportRow
+from kvbench.report import of_store, verdict
+from kvbench.report.data import ReportData, ReportRow
 from kvbench.report.looks import look_of
-from kvbench.report.summary import paired_delta, summarise, summarise_row
 from kvbench.report.table import range_text
 from kvbench.report.verdict import MethodVerdict
-from kvbench.store.results import Sample
 from kvbench.store.store import ResultStore
 from kvbench.tasks.metrics import metric
 
-FULL = "full"
-"""The label of the full cache's results."""
 WIDTH, HEIGHT = 560, 300
 """The size of the picture in SVG units, which scale with the page."""
 LEFT, RIGHT, TOP, BOTTOM = 48, 16, 14, 44
@@ -101,150 +92,23 @@ class _Box(NamedTuple):
 def collect_verdicts(store: ResultStore) -> list[VerdictSet]:
     """Return the verdicts on all stored methods that can be compared with a full cache, sorted by model and dataset."""
     sets = []
-    for (model, family, _), groups in _group_comparable(store).items():
-        cells_by_task: dict[str, Mapping[str, listing.StoredCell]] = {}
-        for cells in groups:
-            # all cells of a group are of one task
-            task = next(iter(cells.values())).record.column
-            # if a task was measured under several settings, take the settings that most methods share
-            if FULL in cells and len(cells) > len(cells_by_task.get(task, {})):
-                cells_by_task[task] = cells
-        verdict_set = _judge_dataset(store, model, family, cells_by_task)
-        if verdict_set is not None:
-            sets.append(verdict_set)
-    return sorted(sets, key=lambda verdict_set: (verdict_set.model, verdict_set.dataset))
-
-
-def _group_comparable(store: ResultStore) -> dict[tuple[str, str, str], list[dict[str, listing.StoredCell]]]:
-    """Return groups of stored results by (model, dataset, prompt). The results of a group differ in the method alone.
-
-    A group is a mapping from the method's label to its result.
-    """
-    # the inner keys are identities without their chains: results under one inner key make a group
-    groups: dict[tuple[str, str, str], dict[str, dict[str, listing.StoredCell]]] = {}
-    for cell in listing.list_cells(store, {}):
-        identity = cell.record.identity
-        # a result that was imported from another program has no chain in its identity
-        if cell.record.kind is not None or "chain" not in identity:
+    for report in of_store.collect_reports(store, for_verdicts=True):
+        # the full cache's row comes first, and has no verdict
+        pairs = zip(verdict.judge_methods(report), report.rows[1:], strict=True)
+        # a method that was not measured has no outcome
+        verdicts = tuple((method_verdict, row) for method_verdict, row in pairs if method_verdict.outcome)
+        if not verdicts:
             continue
-        # JSON texts, since the parts of an identity cannot be keys; sorted, so that equal parts give equal texts
-        prompt = json.dumps([identity.get("model"), identity.get("prompt")], sort_keys=True)
-        other_parts = {key: value for key, value in identity.items() if key != "chain"}
-        same_but_chain = json.dumps(other_parts, sort_keys=True)
-        # a column is named dataset/task, with swept options behind a space
-        family = cell.record.column.partition("/")[0].partition(" ")[0]
-        groups_by_identity = groups.setdefault((cell.record.model, family, prompt), {})
-        groups_by_identity.setdefault(same_but_chain, {})[cell.label] = cell
-    return {key: list(groups_by_identity.values()) for key, groups_by_identity in groups.items()}
-
-
-def _judge_dataset(
-    store: ResultStore, model: str, family: str, cells_by_task: Mapping[str, Mapping[str, listing.StoredCell]]
-) -> VerdictSet | None:
-    """Return the verdicts on the methods of one dataset, or None if no method has a verdict.
-
-    family: the dataset's name.
-    cells_by_task: the results of each task, by the method's label. Each task has a result of the full cache.
-    """
-    # the keys are the methods' labels in order
-    labels: dict[str, None] = {}
-    # samples of each result, by task and the method's label
-    samples_of: dict[str, dict[str, Mapping[str, Sample]]] = {}
-    columns = []
-    counts: set[int] = set()
-    for task, cells in cells_by_task.items():
-        labels |= dict.fromkeys(cells)
-        samples_of[task] = {}
-        for label, cell in cells.items():
-            if cell.summary is not None:
-                samples_of[task][label] = store.samples(cell.id)
-                counts.add(cell.summary.n)
-        full = cells[FULL]
-        if full.summary is not None:
-            # verdicts need neither the category of a task nor its floor
-            columns.append(ReportColumn(task, full.summary.metric, category="", floor=False))
-    # the full cache comes first, since the verdicts below skip the first row
-    labels_in_order = [FULL]
-    labels_in_order += [label for label in labels if label != FULL]
-    # tasks that the full cache has not answered have no column: there is nothing to compare with
-    rows = [_make_row(label, columns, cells_by_task, samples_of) for label in labels_in_order]
-    report = ReportData(
-        model=model,
-        settings="",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        notes=(),
-        results=str(store.root),
-    )
-    pairs = zip(verdict.judge_methods(report), rows[1:], strict=True)
-    # a method that was not measured has no outcome
-    verdicts = tuple((method_verdict, row) for method_verdict, row in pairs if method_verdict.outcome)
-    if not verdicts:
-        return None
-    dataset = f"{len(columns)} tasks of {family}"
-    if len(columns) == 1:
-        dataset = columns[0].task
-    return VerdictSet(model, dataset, examples=f"n = {range_text(counts)} a task", report=report, verdicts=verdicts)
-
-
-def _make_row(
-    label: str,
-    columns: Sequence[ReportColumn],
-    cells_by_task: Mapping[str, Mapping[str, listing.StoredCell]],
-    samples_of: Mapping[str, Mapping[str, Mapping[str, Sample]]],
-) -> ReportRow:
-    """Return the row of one method, or of the full cache: a cell for each of ``columns``, and the means over them.
-
-    cells_by_task, samples_of: the results and their samples, by task and the method's label.
-    """
-    cells = []
-    for column in columns:
-        cells.append(_report_result(cells_by_task[column.task].get(label), column, samples_of[column.task]))
-    summaries = [cell.summary for cell in cells if cell.summary is not None]
-    means = None
-    if summaries:
-        # the full cache is not compared with itself
-        full_scores = None
-        if label != FULL:
-            full_scores = [_read_known_scores(samples_of[column.task].get(FULL, {})) for column in columns]
-        own_scores = [_read_known_scores(samples_of[column.task].get(label, {})) for column in columns]
-        means = summarise_row(summaries, own_scores, full_scores)
-    # verdicts do not depend on whether a method evicts tokens
-    return ReportRow(label, evicts=False, cells=tuple(cells), means=means, is_full=label == FULL)
-
-
-def _report_result(
-    cell: listing.StoredCell | None, column: ReportColumn, samples_of: Mapping[str, Mapping[str, Sample]]
-) -> CellResult:
-    """Return a stored result as a cell of a report. Without a result (None) the cell has the status ``missing``.
-
-    samples_of: the samples of the cell's task, by the method's label.
-    """
-    if cell is None:
-        return CellResult(column.task, cell="", status="missing")
-    if cell.summary is None:
-        is_broken = cell.status.status in ("refused", "failed")
-        status = cell.status.status if is_broken else "missing"
-        return CellResult(column.task, cell.id, status, reason=cell.status.reason)
-    samples = samples_of[cell.label]
-    delta = None
-    if cell.label != FULL:
-        delta = paired_delta(samples, samples_of.get(FULL, {}), column.metric)
-    # a record may not state the number of the task's examples
-    examples_of_task = cell.record.of or len(samples)
-    return CellResult(
-        column.task,
-        cell.id,
-        "measured",
-        summary=summarise(list(samples.values()), column.metric, examples_of_task),
-        delta=delta,
-        unchanged=cell.unchanged,
-    )
-
-
-def _read_known_scores(samples: Mapping[str, Sample]) -> dict[str, float]:
-    """Return the scores by example id, without examples that have no score."""
-    return {example: float(sample.score) for example, sample in samples.items() if sample.score is not None}
+        counts = {cell.summary.n for cell in report.cells if cell.summary is not None}
+        dataset = report.columns[0].task
+        if len(report.columns) > 1:
+            dataset = f"{len(report.columns)} tasks of {of_store.name_dataset(dataset)}"
+        sets.append(
+            VerdictSet(
+                report.model, dataset, examples=f"n = {range_text(counts)} a task", report=report, verdicts=verdicts
+            )
+        )
+    return sets
 
 
 def render_cards(sets: Sequence[VerdictSet]) -> str:
@@ -304,7 +168,7 @@ def _draw_picture(verdict_set: VerdictSet, points: Sequence[_Point]) -> str:
     Return '' for scores without a fixed scale, such as perplexities, without points, and without a score of the full
     cache.
     """
-    # ``_judge_dataset`` puts the full cache's row first, measured or not
+    # ``of_store`` puts the full cache's row first, measured or not
     full = next(row for row in verdict_set.report.rows if row.is_full)
     if not points or full.means is None or full.means.score_mean is None:
         return ""

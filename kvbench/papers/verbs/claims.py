@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvbench.base.errors import MissingModel, UsageError
+from kvbench.base.errors import KvbenchError, UsageError
+from kvbench.base.visible import say
 from kvbench.plan.keys import parse_pairs
 
 if TYPE_CHECKING:
@@ -39,56 +39,69 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="text (short), md or latex (with all evidence)",
     )
     parser.add_argument(
+        "--measure", action="store_true", help="measure the claims, in place of showing stored verdicts"
+    )
+    parser.add_argument(
         "--explain", action="store_true", help="also print quotations, all evidence, and how verdicts are made"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure the results that the claims need and print the ledger. Return exit status 0.
+    """Print the stored ledger of a model. With --measure, measure the results that the claims need first.
 
-    If nothing can be measured here, print the committed ledger of the model, if there is one.
+    Return exit status 0.
     """
     # without a paper, argparse takes the first key=value for it
     if "=" in args.paper:
         args.overrides = [args.paper] + args.overrides
         args.paper = "all"
-    # 20 examples of each task unless the user gives another limit
-    options = {"limit": "20"} | parse_pairs(args.overrides)
+    options = parse_pairs(args.overrides)
     refuse_fixed(options, "the claim")
     model = options.pop("model", "tiny")
     results = Path(options.get("results", "results"))
     if not model:
         raise UsageError("model= needs a name: an entry of conf/model, a folder or a hub id")
-    from kvbench.papers.claims import claim_runner, claims, ledger
+    from kvbench.papers.claims import claims, ledger
 
     papers = claims.find_papers(args.paper)
-    committed = None
-    try:
-        prepared = claim_runner.prepare(papers, model, [f"{key}={value}" for key, value in options.items()])
-    except MissingModel as error:
-        # committed verdicts need no model
-        committed = ledger.read_committed(model, results, papers)
-        if committed is None:
-            raise
-        missing = str(error)
-    else:
-        claim_runner.measure(prepared)
-        outcomes = claim_runner.reach_verdicts(prepared, model)
-        content = claim_runner.as_plain(prepared, model, outcomes)
-        if not ledger.any_measured(content):
-            committed = ledger.read_committed(model, results, papers)
-        testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
-        missing = "\n".join(dict.fromkeys(record["reason"] for record in testable))
-    if committed is None:
+    command = " ".join(["kvbench claims", args.paper, *args.overrides, "--measure"])
+    if args.measure:
+        content = _measure(papers, model, options)
         # stored before it is printed: the report page reads it
         ledger.write_ledger(content, ledger.own_path(model, results, papers))
     else:
-        # the committed ledger is that of all papers, also if the user names one
-        path = ledger.ledger_path(model, results, claims.papers_with_claims())
-        print(f"The verdicts below are those of {path}. Nothing could be measured here:\n{missing}\n", file=sys.stderr)
-        content = committed
+        for key, text in options.items():
+            if key != "results":
+                raise UsageError(f"{key}={text} is a setting of measurements, and stored verdicts are shown: {command}")
+        path = ledger.find_stored(model, results, papers)
+        if path is None:
+            raise UsageError(f"no verdicts on model={model} are stored below {results}. Measure them: {command}")
+        say(f"the verdicts are those of {path}; --measure measures here")
+        content = ledger.read_ledger(path)
+        # the ledger may be that of all papers
+        content["verdicts"] = [record for record in content["verdicts"] if record["paper"] in papers]
     _print_ledger(content, args)
     return 0
+
+
+def _measure(papers: Sequence[str], model: str, options: Mapping[str, str]) -> Ledger:
+    """Measure the results that the claims of ``papers`` need, and return the ledger of verdicts.
+
+    options: options of ``kvbench run`` by key. Without ``limit``, 20 examples of each task are measured.
+
+    Raises KvbenchError if nothing could be measured.
+    """
+    from kvbench.papers.claims import claim_runner, ledger
+
+    words = [f"{key}={value}" for key, value in ({"limit": "20"} | options).items()]
+    prepared = claim_runner.prepare(papers, model, words)
+    claim_runner.measure(prepared)
+    content = claim_runner.as_plain(prepared, model, claim_runner.reach_verdicts(prepared, model))
+    if not ledger.any_measured(content):
+        testable = [record for record in content["verdicts"] if record["test"] != "elsewhere"]
+        reasons = "\n".join(dict.fromkeys(record["reason"] for record in testable))
+        raise KvbenchError(f"nothing could be measured: {reasons}")
+    return content
 
 
 def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
@@ -109,7 +122,8 @@ def _print_ledger(content: Ledger, args: argparse.Namespace) -> None:
     if args.explain:
         print(writers.compose([table], notes, "text"), end="")
     else:
-        command = " ".join(["kvbench claims", args.paper, *args.overrides, "--explain"])
+        measure = ["--measure"] if args.measure else []
+        command = " ".join(["kvbench claims", args.paper, *args.overrides, *measure, "--explain"])
         print("Numbers: mean paired differences with 95 % intervals, in points (of 100) or in the unit beside them.")
         print("A difference above 0 is in favour of the claim's method. n: examples that both methods answered.")
         print(f"Quotations, all evidence and how verdicts are made: {command}")

@@ -15,12 +15,14 @@ from kvbench.plan.keys import choice, parse_pairs, whole
 if TYPE_CHECKING:
     from kvbench.papers.report.page import ReportPage
 
-SAMPLES = whole("samples", least=0, default="1", allowed="a whole number, 0 for none")
+SAMPLES = whole("samples", least=0, default="0", allowed="a whole number, 0 for none")
 """The key for the number of examples of each task that the page shows."""
 PAPERS = choice("papers", ("true", "false"))
 """The key that says whether the page shows the papers' tables, figures and claims."""
 METHODS = {"method": "full,streamingllm,h2o,snapkv,snapkv+think", "kv_ratio": 0.125}
 """The settings of the run whose answers the page shows, if the user names no method."""
+PAGE_KEYS = ("results", "model", "longbench", "data.root")
+"""The keys of a run and of the papers' tables that have a meaning for a page without examples, too."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,7 @@ def main(args: argparse.Namespace) -> int:
     Raises UsageError for a wrong argument, and KvbenchError if the page cannot be written.
     """
     options = parse_pairs(args.overrides, "output=report.html samples=1")
+    asks_for_examples = "samples" in options
     if args.json and "output" in options:
         raise UsageError(
             f"output={options['output']} is not possible with --json, which prints the report and writes no page"
@@ -42,11 +45,19 @@ def main(args: argparse.Namespace) -> int:
     if output.is_dir():
         raise UsageError(f"output={output} is a folder: name a file in it, as in output={output / 'report.html'}")
     count = SAMPLES.value(options)
-    papers = PAPERS.value(options) == "true"
+    papers = None
+    if "papers" in options:
+        papers = PAPERS.value(options) == "true"
     other_results = [Path(name) for name in options.get("also", "").split(",") if name]
     # the remaining keys are those of a run
     for key in ("samples", "papers", "also"):
         options.pop(key, None)
+    for key, text in options.items():
+        if not asks_for_examples and key not in PAGE_KEYS:
+            raise UsageError(
+                f"{key}={text} chooses the run whose examples the page shows: add samples=1, which measures missing "
+                f"answers, or leave {key}= out"
+            )
     report = _collect_page(options, count, papers, other_results)
     if args.json:
         print(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
@@ -62,12 +73,14 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _collect_page(options: dict[str, str], count: int, papers: bool, other_results: Sequence[Path]) -> ReportPage:
+def _collect_page(
+    options: dict[str, str], count: int, papers: bool | None, other_results: Sequence[Path]
+) -> ReportPage:
     """Collect everything that the page shows, and return the page. Missing answers to its examples are measured.
 
     options: the key=value arguments of the run, and those of the papers' tables.
-    count: the number of examples of each task that the page shows.
-    papers: True to show the papers' tables, figures and claims, too.
+    count: the number of examples of each task that the page shows. For 0, nothing is measured.
+    papers: True to show the papers' tables, figures and claims, too; None to show them if there are no other results.
     other_results: folders and files of results beside those of the results folder.
     """
     from kvbench.papers.figures import registry
@@ -81,16 +94,20 @@ def _collect_page(options: dict[str, str], count: int, papers: bool, other_resul
     model = options.get("model", "tiny")
     # parsed even if no answers are shown, so that a wrong key is an error in any case
     request = words.request(_choose_run_settings(options, results, count))
+    store = ResultStore(results.expanduser())
     answers = []
     if count:
         answers = samples.collect_samples(run_plan.prepare(config.parse(request)), count)
-    store = ResultStore(results)
+    elif "results" in options:
+        store.check_there()
     runs = open_results.list_lines(store)
     for place in other_results:
         for line in open_results.read_lines(place):
             # a column of the table of runs
             line["from"] = str(place)
             runs.append(line)
+    if papers is None:
+        papers = not runs
     report = page.ReportPage(
         model=model,
         tables=[],
