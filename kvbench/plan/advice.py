@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from kvbench.audit.accounting import bytes_declared
 from kvbench.base.conf import entries
+from kvbench.kv.model_shape import Shape
+from kvbench.methods.core.chain import Chain
+from kvbench.methods.core.resolve import ChainConfig
 from kvbench.plan.config import RunConfig
 from kvbench.tasks.base import Task
 from kvbench.tasks.metrics import metric, stats
@@ -51,6 +55,43 @@ def about_prompts(policy: PromptPolicy, tasks: Sequence[Task], tokenizer: Any) -
             "inside a thought, which scores as an empty answer; max_new_tokens= gives it room."
         )
     return notes
+
+
+def about_larger_caches(chains: Sequence[ChainConfig], shape: Shape, n: int) -> list[str]:
+    """Return a note for each combination whose cache of n tokens is larger than that of one of its methods alone.
+
+    The bytes are those of the formula, at 16 bits. Methods of the user's own and methods whose bytes depend on the text
+    have no note.
+    """
+    notes = []
+    for entry in chains:
+        chain = entry.chain
+        held = None if chain.foreign else _count_bytes(chain, shape, n)
+        if held is None:
+            continue
+        for stage in chain.stages:
+            # a modifier changes the scores of the selector beside it, and is no method alone
+            if len(chain.stages) < 2 or stage.role == "modifier":
+                continue
+            alone = _count_bytes(Chain((stage,), chain.per), shape, n)
+            if alone is None:
+                continue
+            percent = round(100 * (held / alone - 1))
+            if percent > 0:
+                notes.append(
+                    f"{entry.label}: its cache of {n} tokens is {percent} % larger than that of {stage.id} alone (by "
+                    "formula, at 16 bits)."
+                )
+    return notes
+
+
+def _count_bytes(chain: Chain, shape: Shape, n: int) -> int | None:
+    """Return the bytes of a cache of n tokens by formula at 16 bits; None if there is no formula yet."""
+    # low-rank methods have no sizes before they are calibrated, and a prompt that cannot be encoded has no tokens
+    if not n or any(stage.unbound for stage in chain.stages):
+        return None
+    declared = bytes_declared(chain, shape, n, itemsize=2)
+    return None if declared is None else declared.total
 
 
 def about_ignored(cfg: RunConfig, tasks: Sequence[Task]) -> list[str]:

@@ -25,7 +25,7 @@ from kvbench.methods.core.shared_functions import Functions
 from kvbench.methods.core.walls import contained
 from kvbench.models import load, traits
 from kvbench.plan import equal_memory, foreign
-from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_prompts
+from kvbench.plan.advice import LITTLE_LEFT, about_ignored, about_larger_caches, about_prompts
 from kvbench.plan.cells import Group, build_groups, pending, rounds
 from kvbench.plan.config import RunConfig
 from kvbench.plan.estimate import Estimate, count_longest, estimate, keeps_everything
@@ -119,7 +119,12 @@ class RunPlan:
         notes += about_prompts(self.cfg.prompt, tasks, self.tokenizer)
         notes += about_ignored(self.cfg, tasks)
         notes += self._note_unreached_budgets()
+        notes += about_larger_caches(self.cfg.chains, model.shape, self._count_first_prompt())
         return notes
+
+    def _count_first_prompt(self) -> int:
+        """Return the length in tokens of the longest of the tasks' first prompts."""
+        return max(self._count_tokens(group, group.examples[0]) for group in self.groups)
 
     def note_drawn_answers(self) -> list[str]:
         """Return the note that the answers drawn for one prompt count as one; [] if a prompt has one answer."""

@@ -74,6 +74,24 @@ def test_a_key_that_changes_nothing_is_told_before_the_run(line, tmp_path, capsy
     assert len(ignored) == bool(IGNORED[line])
 
 
+def test_a_combination_that_is_larger_than_one_of_its_methods_is_told(tmp_path, capsys):
+    """The plan tells it by formula, and the report of the run has the bytes that bear it out."""
+    words = ["method=think+int4,int4,snapkv+think,think,h2o+vatp", "dataset=tiny/needle", "length=256", "limit=1"]
+    line = ["run", *words, f"results={tmp_path}"]
+    assert main([*line, "--plan"]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert main([*line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    sizes = {row["method"].split()[0]: row["held16"] for row in report["rows"]}
+    percent = round(100 * (sizes["think+int4"] / sizes["int4"] - 1))
+    (note,) = [note for note in report["notes"] if "larger than that of" in note]
+    assert percent > 10 and note in planned
+    assert note == (
+        f"think+int4 ratio=0.4: its cache of 256 tokens is {percent} % larger than that of int4 alone (by formula, at "
+        "16 bits)."
+    )
+
+
 def test_prompts_of_which_next_to_nothing_is_left_are_told_before_the_run(tmp_path, capsys):
     arguments = ["run", "dataset=tiny/needle", "length=256", "limit=1", f"results={tmp_path}", "--plan", "--json"]
     assert main([*arguments, "max_length=7"]) == 0
