@@ -84,7 +84,6 @@ def test_every_claim_stands_on_the_page_of_its_paper():
 def test_the_refused_method_of_own_md_is_refused_in_these_words(tmp_path):
     text = (ROOT / "docs" / "own.md").read_text("utf-8")
     blocks = re.findall(r"`my_methods/(\w+\.py)`\n+```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    assert [name for name, _ in blocks] == ["strided.py", "newest.py"]
     for name, code in blocks:
         (tmp_path / name).write_text(code)
     words = ["run", "method=newest,strided", "dataset=tiny/needle", "limit=8"]

@@ -20,6 +20,9 @@ from kvbench.methods.core.chain import Chain
 from kvbench.methods.core.contract import Block
 from kvbench.methods.core.prompt_cache import PromptCache
 
+HOW_TO_DECLARE = "Its class declares other numbers by budget(), expected() and expected_sum() (docs/own.md)"
+"""What to do about tokens that are not those declared."""
+
 
 @dataclass(frozen=True)
 class MeasuredBytes:
@@ -93,7 +96,8 @@ def audit(cache: PromptCache, shape: CacheShape) -> MeasuredBytes:
     declared_tokens = chain.expected_sum(n, n_layers, heads=sums.heads // n_layers)
     if declared_tokens is not None and sums.tokens != declared_tokens:
         raise Refused(
-            f"{chain.name}: keeps {sums.tokens} tokens over all layers and heads, declared were {declared_tokens}"
+            f"{chain.name}: keeps {sums.tokens} tokens over all layers and heads, declared were {declared_tokens}. "
+            f"{HOW_TO_DECLARE}"
         )
     if cache.mismatch:
         raise Refused(f"{chain.name}: {cache.mismatch}")
@@ -238,7 +242,7 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
         if not low <= count <= high:
             raise Refused(
                 f"{chain.name}: layer {index} keeps {_describe_counts(counts)} tokens per head of {n}, "
-                f"but the method declares {_describe_bounds(expected.low, expected.high)}"
+                f"but the method declares {_describe_bounds(expected.low, expected.high)}. {HOW_TO_DECLARE}"
             )
     if expected.low != expected.high and layer.decided is None:
         raise Refused(f"{chain.name}: layer {index} does not record how many tokens the data made it keep")
@@ -248,7 +252,10 @@ def _check_counts(chain: Chain, layer: LayerCache, index: int, *, n: int, n_laye
             f"but decided to keep {_describe_counts(list(layer.decided))}"
         )
     if expected.total is not None and sum(counts) != expected.total:
-        raise Refused(f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}")
+        raise Refused(
+            f"{chain.name}: layer {index} keeps {sum(counts)} tokens in all, declared were {expected.total}. "
+            f"{HOW_TO_DECLARE}"
+        )
 
 
 def declare_blocks(chain: Chain, counts: list[int], shape: CacheShape, layer: int) -> list[list[Block]]:

@@ -6,11 +6,13 @@ import argparse
 import inspect
 import json
 from collections import Counter
+from collections.abc import Mapping
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvbench.base.conf import write_key_help
+from kvbench.base.conf import HELP_WIDTH, write_key_help
 from kvbench.base.errors import UsageError
 from kvbench.base.visible import say
 from kvbench.cli import launchers
@@ -155,12 +157,23 @@ def print_reports(reports: list[Report], args: argparse.Namespace) -> int:
 
 def _write_help(topic: str) -> str:
     """Return the text of ``run --help TOPIC``. Raises UsageError for an unknown topic."""
+    if topic in registry.available() and registry.path_of(topic).suffix == ".py":
+        # a method of the user's own has no YAML file, and its file is read, not run
+        about, defaults = registry.described(topic)
+        return _list_options(topic, defaults, fill(about, HELP_WIDTH))
     if not registry.of_kvpress(topic):
         return write_key_help(topic)
     from kvbench.methods.core.kvpress import stage_class
 
     # kvpress's methods have no YAML file: their knobs are the arguments of their classes
     press = stage_class(topic)
-    defaults = registry.defaults(press.id)
-    knobs = "\n".join(f"  {name}: {defaults[name]}" for name in registry.knob_names(press.id))
-    return f"{press.id}\n{knobs}\n\n{inspect.getdoc(press)}\n"
+    entry = registry.defaults(press.id)
+    defaults = {name: entry[name] for name in registry.knob_names(press.id)}
+    return _list_options(press.id, defaults, inspect.getdoc(press) or "")
+
+
+def _list_options(method: str, defaults: Mapping[str, object], about: str) -> str:
+    """Return the help on a method without a YAML file: its options with their defaults, and what it does."""
+    lines = [f"method={method}:"]
+    lines += [f"  {name}: {json.dumps(default, default=str)}" for name, default in defaults.items()]
+    return "\n".join(lines) + f"\n\n{about}\n"

@@ -6,12 +6,14 @@ A selector of tokens derives from ``Selector`` and implements ``scores``. docs/o
 from kvbench.methods.core.base import Mask, Modifier, Selector, TokenSelector
 from kvbench.methods.core.contract import Block, Capacity, Expected, top_indices, with_sinks
 from kvbench.methods.core.knobs import at_least, knob
+from kvbench.methods.core.pruner import ChannelPruner
 from kvbench.methods.core.stage import Role, Stage
 from kvbench.methods.core.statistics import at_heads, pool, window_sums
 
 __all__ = [
     "Block",
     "Capacity",
+    "ChannelPruner",
     "Expected",
     "Mask",
     "Modifier",

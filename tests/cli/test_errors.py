@@ -205,10 +205,12 @@ def test_help_and_lists_do_not_import_torch(tmp_path):
         ["clean", f"results={tmp_path}"],
         ["list", "methods"],
         ["plot", "list"],
+        ["run", "--help", "towards"],
         ["--help"],
     ]
     printed = without_torch(lines, KVBENCH_METHODS=str(tmp_path))
     assert "window=8" in printed and "measure methods" in printed and "Keep the tokens whose keys point" in printed
+    assert "method=towards:\n  frozen_layers: []\n  kv_size: null\n  kv_ratio: 0.25\n" in printed
 
 
 @pytest.mark.e2e("runs a command line in a process that watches its imports")

@@ -1,17 +1,18 @@
-"""The worked examples of CONTRIBUTING.md run: a selector, a family that nobody tested, a metric, figures.
+"""The worked examples of CONTRIBUTING.md and docs/own.md run: methods, a family that nobody tested, a metric, figures.
 
 Those of a storage format, a dataset and a paper run in tests/storage/test_registry.py, tests/tasks/test_rowset.py and
 tests/papers/test_new_paper.py.
 """
 
 import json
+import os
 import re
 import sys
 
 import pytest
 import torch
 import yaml
-from support import worked
+from support import processes, worked
 from support.families import build
 
 import kvbench
@@ -63,6 +64,26 @@ def test_the_files_of_the_two_methods_are_there():
     paths = re.findall(r"`((?:methods|conf|tests|docs)/[\w/]+\.\w+|CHANGELOG\.md)`", table)
     assert len(paths) == 10
     assert all((root / p).exists() or (root / "kvbench" / p).exists() for p in paths)
+
+
+@pytest.mark.e2e("runs a whole command line in a process")
+def test_budgets_of_layers_and_heads_and_a_method_for_channels(tmp_path):
+    """The methods of docs/own.md are measured, with the tokens and channels that the page names."""
+    text = (worked.PAGE.parent / "docs" / "own.md").read_text("utf-8")
+    blocks = dict(re.findall(r"`my_methods/(\w+)\.py`\n+```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    for name, code in blocks.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    line = ["run", "method=strided,taper,pooled,snapkv+peaks,l2,newest", "kv_ratio=0.5", "ratio=0.5", "recent=0"]
+    line += ["dataset=tiny/needle", "length=256", "limit=1", f"results={tmp_path}", "--json"]
+    done = processes.run(*line, env={**os.environ, "KVBENCH_METHODS": str(tmp_path)})
+    cells = {row["method"].split()[0]: row["cells"][0] for row in json.loads(done.stdout)["rows"]}
+    # the page shows what is refused, too
+    assert cells.pop("newest")["status"] == "refused"
+    assert {cell["status"] for cell in cells.values()} == {"measured"}
+    assert blocks.keys() <= {*cells, "newest", "peaks"}
+    assert cells["taper"]["kept"] == cells["pooled"]["kept"] == 128
+    # of keys and values, keys lose half of their channels
+    assert cells["snapkv+peaks"]["payload"] == 0.75 * cells["strided"]["payload"]
 
 
 def test_a_family_that_nobody_tested_runs_with_a_note(capsys):
