@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import ClassVar
 
 import torch
@@ -69,15 +70,16 @@ class KVzip(ReplayingSelector):
         capacity = self.capacity(n)
         # share is r, the fraction of pairs that stays
         if self.kv_ratio is not None and not capacity.shrunk:
-            share = self.kv_ratio
+            # the decimal that was typed, which a float only comes near
+            share = Fraction(str(self.kv_ratio))
         else:
             # the budget is in tokens, or the fraction was too small for sinks and one token more
-            share = capacity.tokens / n
+            share = Fraction(capacity.tokens, n)
         if self.count == "code":
-            # N - floor((1 - r) N)
-            return pairs - int(pairs * (1 - share))
-        # floor(r N); 1e-9: a product that should be whole must not be cut to the number below
-        return int(share * pairs + 1e-9)
+            # N - int(N c), as kvpress computes it with the float c = 1 - r that its user types
+            return pairs - int(pairs * float(1 - share))
+        # floor(r N)
+        return int(share * pairs)
 
     def expected(self, n: int, layer: int, n_layers: int, heads: int) -> Expected | None:
         size = self.budget(n, layer, n_layers)

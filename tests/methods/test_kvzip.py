@@ -145,6 +145,16 @@ def test_counts_by_hand():
     )
 
 
+@pytest.mark.parametrize("pairs", [21, 1000, 4096, 10_000, 30_000_001])
+def test_counts_are_those_of_the_typed_decimal(pairs):
+    """kvpress removes int(N c) of N pairs, where c = 1 - r is typed: 0.1, and not the float 1 - 0.9."""
+    for thousandths in range(1, 1000):
+        share, removed = thousandths / 1000, float(f"0.{1000 - thousandths:03d}")
+        released = KVzip(count="code", kv_ratio=share).count_staying(pairs, 40_960)
+        assert released == pairs - int(pairs * removed)
+        assert KVzip(kv_ratio=share).count_staying(pairs, 40_960) == pairs * thousandths // 1000
+
+
 def test_whole_heads_by_hand():
     """Of four heads half stay: those with the highest single score, the others hold their first token alone."""
     scores = torch.tensor([[[9.0, 1, 2, 0], [0, 0, 0, 5]], [[0, 4, 4, 4], [0, 3, 0, 6]]])
